@@ -1,0 +1,63 @@
+# `make setup` makes `.venv`; every other target does so first, and a second time costs nothing.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PYTHON_CODE := disagg tests $(if $(shell find examples -name '*.py' 2>/dev/null),examples)
+CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
+
+.PHONY: help setup demo test check format coverage coverage-report build wheel-test sanitize clean distclean
+
+help: ## What there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## Virtual environment, packages, extension module
+	@scripts/setup.sh
+
+demo: setup ## A prefill and a decode instance with different layouts, over real engines
+	@$(BIN)/python -m disagg.bench.demo
+
+test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
+	@DISAGG_REQUIRE_ENGINES=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+
+check: setup ## Format, lint, types, direction of imports
+	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
+	@echo "check: lint"; $(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE)
+	@echo "check: types"; $(BIN)/mypy --no-error-summary $(PYTHON_CODE)
+	@echo "check: direction of imports"; $(BIN)/lint-imports | grep -E 'KEPT|BROKEN|->|not allowed|Contracts:|rror'
+	@echo "check: format of C++"; $(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
+
+format: setup ## Put Python and C++ into format
+	@$(BIN)/ruff format --quiet $(PYTHON_CODE)
+	@$(BIN)/ruff check --quiet --fix $(PYTHON_CODE)
+	@$(BIN)/clang-format -i $(CXX_CODE)
+
+coverage: setup ## Branch coverage of the pure core by its own tests
+	@$(BIN)/coverage run -m pytest -q tests/core tests/session tests/state
+	@$(BIN)/coverage report
+
+coverage-report: setup ## The same, of the last `make test`
+	@$(BIN)/coverage report
+
+build: setup ## Source distribution and wheel, in dist/
+	@echo "build: source distribution and wheel"; rm -rf dist
+	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
+	@rm -f build.log; ls dist
+
+wheel-test: build ## The wheel in a clean environment, used from outside the tree
+	@scripts/wheel_test.sh
+
+sanitize: setup ## C++ tests of the headers under the address and undefined-behaviour sanitizers
+	@echo "sanitize: building"
+	@$(BIN)/cmake -S . -B build/sanitize -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDISAGG_STRICT=ON -DDISAGG_SANITIZE=ON -DDISAGG_TESTS=ON -DDISAGG_PYTHON_MODULE=OFF >/dev/null
+	@$(BIN)/cmake --build build/sanitize -- --quiet
+	@build/sanitize/test_headers
+
+clean: ## Remove builds and what tools left behind
+	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
+	@find disagg tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment too
+	@rm -rf .venv

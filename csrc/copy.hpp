@@ -1,0 +1,182 @@
+// Copies between addresses of this process.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "threads.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace disagg {
+
+// `nbytes[i]` bytes go from address `source[i]` to address `destination[i]`; three columns of one length.
+struct CopyColumns {
+    std::span<const std::uint64_t> source;
+    std::span<const std::uint64_t> destination;
+    std::span<const std::uint64_t> nbytes;
+};
+
+// Less than this is not worth a thread of its own.
+inline constexpr std::uint64_t kBytesPerThread = std::uint64_t{1} << 20;
+
+namespace detail {
+
+inline void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+// A place in a batch: `offset` bytes into copy `index`.
+struct Place {
+    std::size_t index = 0;
+    std::uint64_t offset = 0;
+};
+
+inline constexpr std::uint64_t kLine = 64;
+// Pieces of whole lines up to this size are copied by a loop of our own, which costs less than finding out how.
+inline constexpr std::uint64_t kLargestByLines = 4096;
+// Pieces ahead are fetched while this one is copied: they lie in no order that the processor could guess. So many pieces,
+// or one where that is much, and so many lines of each: the processor goes on by itself.
+inline constexpr std::size_t kAhead = 8;
+inline constexpr std::uint64_t kFarAhead = 512;
+inline constexpr std::uint64_t kLinesAhead = 32;
+
+#if defined(__SSE2__)
+// Copies `nbytes`, a multiple of `kLine`. `Streaming` goes past the caches, and then `to` is a multiple of 16.
+template <bool Streaming>
+inline void copy_lines(void* to, const void* from, std::uint64_t nbytes) {
+    auto* t = static_cast<__m128i*>(to);
+    const auto* f = static_cast<const __m128i*>(from);
+    for (const auto* const end = f + nbytes / 16; f != end; f += 4, t += 4) {
+        const __m128i a = _mm_loadu_si128(f), b = _mm_loadu_si128(f + 1);
+        const __m128i c = _mm_loadu_si128(f + 2), d = _mm_loadu_si128(f + 3);
+        if constexpr (Streaming) {
+            _mm_stream_si128(t, a);
+            _mm_stream_si128(t + 1, b);
+            _mm_stream_si128(t + 2, c);
+            _mm_stream_si128(t + 3, d);
+        } else {
+            _mm_storeu_si128(t, a);
+            _mm_storeu_si128(t + 1, b);
+            _mm_storeu_si128(t + 2, c);
+            _mm_storeu_si128(t + 3, d);
+        }
+    }
+}
+// After streaming stores, before anyone is told.
+inline void finish_streaming() { _mm_sfence(); }
+#else
+template <bool Streaming>
+inline void copy_lines(void* to, const void* from, std::uint64_t nbytes) {
+    std::memcpy(to, from, nbytes);
+}
+inline void finish_streaming() {}
+#endif
+
+// Which sides of a batch lie in no order.
+enum class Scattered { kSource, kDestination, kBoth };
+
+template <bool ForWriting>
+inline void prefetch(std::uint64_t address, std::uint64_t nbytes) {
+    for (std::uint64_t line = 0; line < std::min(nbytes, kLinesAhead * kLine); line += kLine) {
+        __builtin_prefetch(pointer(address + line), ForWriting ? 1 : 0);
+    }
+}
+
+template <bool Streaming>
+inline void copy_piece(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes) {
+    if (nbytes == 0) return;
+    if constexpr (Streaming) {
+        // Whole lines only: a line that is written in parts costs two ways to memory.
+        const std::uint64_t head = std::min((kLine - to % kLine) % kLine, nbytes);
+        const std::uint64_t body = (nbytes - head) / kLine * kLine, tail = nbytes - head - body;
+        if (head > 0) std::memcpy(pointer(to), pointer(from), head);
+        copy_lines<true>(pointer(to + head), pointer(from + head), body);
+        if (tail > 0) std::memcpy(pointer(to + head + body), pointer(from + head + body), tail);
+    } else if (nbytes % kLine == 0 && nbytes <= kLargestByLines) {
+        copy_lines<false>(pointer(to), pointer(from), nbytes);
+    } else {
+        std::memcpy(pointer(to), pointer(from), nbytes);
+    }
+}
+
+// Copies `total` bytes of a batch, beginning at `from`. `source` and `destination` give the address of a place; the side
+// that is not scattered is asked for each place once, in order.
+template <Scattered Where, bool Streaming, typename Source, typename Destination>
+inline void copy_range(std::span<const std::uint64_t> nbytes, Place from, std::uint64_t total, Source source,
+                       Destination destination) {
+    while (total > 0) {
+        const std::uint64_t size = std::min(nbytes[from.index] - from.offset, total);
+        const std::size_t ahead = from.index + (size <= kFarAhead ? kAhead : 2);
+        if (ahead < nbytes.size()) {
+            if constexpr (Where != Scattered::kDestination) prefetch<false>(source({ahead, 0}), nbytes[ahead]);
+            if constexpr (Where != Scattered::kSource && !Streaming) prefetch<true>(destination({ahead, 0}), nbytes[ahead]);
+        }
+        copy_piece<Streaming>(destination(from), source(from), size);
+        total -= size;
+        ++from.index;
+        from.offset = 0;
+    }
+    if constexpr (Streaming) finish_streaming();
+}
+
+// The sum, which must not wrap: columns may come from anywhere, and work is shared out by it.
+inline std::uint64_t total_nbytes(std::span<const std::uint64_t> nbytes) {
+    std::uint64_t total = 0;
+    bool wraps = false;
+    for (const std::uint64_t size : nbytes) wraps |= __builtin_add_overflow(total, size, &total);
+    if (wraps) throw std::invalid_argument("nbytes: the sum is not below 2**64");
+    return total;
+}
+
+// Where each of `shares` equal shares of the bytes begins.
+inline std::vector<Place> share_starts(std::span<const std::uint64_t> nbytes, std::uint64_t share, std::size_t shares) {
+    std::vector<Place> starts(shares);
+    Place place;
+    for (std::size_t k = 1; k < shares; ++k) {
+        std::uint64_t skip = share;
+        while (skip >= nbytes[place.index] - place.offset) {
+            skip -= nbytes[place.index] - place.offset;
+            ++place.index;
+            place.offset = 0;
+        }
+        place.offset += skip;
+        starts[k] = place;
+    }
+    return starts;
+}
+
+}  // namespace detail
+
+// Performs every copy of the batch, on up to `num_threads` threads (this one included): each takes an equal share of the
+// bytes, large copies being divided, and none less than `kBytesPerThread`. Returns the number of bytes copied, after all
+// of them are. The caller guarantees that every range is mapped, that no source range overlaps a destination range, and
+// that destination ranges are disjoint. Columns of different lengths, or no thread at all, throw `std::invalid_argument`
+// and nothing is copied.
+inline std::uint64_t copy_batch(const CopyColumns& batch, std::int64_t num_threads) {
+    const std::size_t size = batch.nbytes.size();
+    if (batch.source.size() != size || batch.destination.size() != size) {
+        throw std::invalid_argument("source has " + std::to_string(batch.source.size()) + " addresses, destination has " +
+                                    std::to_string(batch.destination.size()) + ", nbytes has " + std::to_string(size));
+    }
+    check_num_threads(num_threads);
+    const std::uint64_t total = detail::total_nbytes(batch.nbytes);
+    const std::size_t shares = num_shares(total, kBytesPerThread, num_threads);
+    const std::uint64_t share = total / shares;
+    const auto starts = detail::share_starts(batch.nbytes, share, shares);
+    run_shares(shares, [&](std::size_t k) {
+        detail::copy_range<detail::Scattered::kBoth, false>(
+            batch.nbytes, starts[k], k + 1 < shares ? share : total - share * (shares - 1),
+            [&](detail::Place place) { return batch.source[place.index] + place.offset; },
+            [&](detail::Place place) { return batch.destination[place.index] + place.offset; });
+    });
+    return total;
+}
+
+}  // namespace disagg

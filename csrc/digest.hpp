@@ -1,0 +1,261 @@
+// A sum over state that depends on where each element belongs, and not on where it lies or in which order it is added.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "threads.hpp"
+
+namespace disagg {
+
+// One inner axis of a box: `count` positions from global coordinate `start` on, `stride` bytes apart in memory. Which axis
+// it is, is its place in the list: the same on both sides, whatever the order in memory.
+struct DigestAxis {
+    std::uint64_t count = 1;
+    std::uint64_t stride = 0;
+    std::uint64_t start = 0;
+};
+
+// The tensors of one component and role, `itemsize` bytes an element: layer `layers[i]` begins at `bases[i]`, the offsets of
+// the box included. A run has its row, its offset in it, its first global position (`destination_offset`) and its length.
+struct DigestBox {
+    std::span<const std::int64_t> layers;
+    std::span<const std::uint64_t> bases;
+    std::uint64_t row_stride = 0;
+    std::uint64_t token_stride = 0;
+    std::span<const DigestAxis> axes;
+    std::uint64_t itemsize = 1;
+    std::uint64_t seed = 0;
+};
+
+// Fewer bytes than this are not worth a thread of their own.
+inline constexpr std::uint64_t kDigestBytesPerThread = std::uint64_t{1} << 20;
+
+namespace detail {
+
+// The finaliser of SplitMix64: every bit of the argument changes half of the result's.
+constexpr std::uint64_t mix(std::uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// An odd number for each coordinate of one axis.
+class Weights {
+  public:
+    constexpr Weights(std::uint64_t seed, std::uint64_t axis) : key_(mix(seed + (axis + 1) * 0xD1B54A32D192ED03u)) {}
+    constexpr std::uint64_t operator[](std::uint64_t coordinate) const {
+        return mix(key_ + (coordinate + 1) * 0x9E3779B97F4A7C15u) | 1;
+    }
+
+  private:
+    std::uint64_t key_;
+};
+
+inline constexpr std::uint64_t kLayerAxis = 0, kTokenAxis = 1, kHalfAxis = 2, kFirstInnerAxis = 3;
+// The innermost loop's weights stay in the nearest cache.
+inline constexpr std::uint64_t kLargestTable = 1024;
+// Of a token that comes soon, so many bytes are fetched ahead.
+inline constexpr std::uint64_t kPrefetched = 512;
+
+// The weights of consecutive elements, in halves: a 32-bit product is one instruction, a 64-bit one is many.
+struct WeightTable {
+    std::vector<std::uint32_t> low, high;
+
+    void assign(std::span<const std::uint64_t> weights) {
+        low.resize(weights.size());
+        high.resize(weights.size());
+        for (std::size_t i = 0; i < weights.size(); ++i) {
+            low[i] = static_cast<std::uint32_t>(weights[i]);
+            high[i] = static_cast<std::uint32_t>(weights[i] >> 32);
+        }
+    }
+};
+
+template <typename Unit>
+[[gnu::always_inline]] inline std::uint64_t dot_body(const unsigned char* at, const std::uint32_t* low,
+                                                     const std::uint32_t* high, std::size_t count) {
+    std::uint64_t sum_low = 0, sum_high = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        Unit unit;
+        std::memcpy(&unit, at + i * sizeof(Unit), sizeof(Unit));
+        const std::uint32_t value = unit;
+        sum_low += std::uint64_t{value} * low[i];
+        sum_high += std::uint64_t{value} * high[i];
+    }
+    return sum_low + (sum_high << 32);
+}
+
+template <typename Unit>
+std::uint64_t dot_any(const unsigned char* at, const std::uint32_t* low, const std::uint32_t* high, std::size_t count) {
+    return dot_body<Unit>(at, low, high, count);
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DISAGG_DISPATCH 1
+template <typename Unit>
+[[gnu::target("avx2")]] std::uint64_t dot_avx2(const unsigned char* at, const std::uint32_t* low, const std::uint32_t* high,
+                                               std::size_t count) {
+    return dot_body<Unit>(at, low, high, count);
+}
+#endif
+
+template <typename Unit>
+using Dot = std::uint64_t (*)(const unsigned char*, const std::uint32_t*, const std::uint32_t*, std::size_t);
+
+template <typename Unit>
+Dot<Unit> choose_dot() {
+#if defined(DISAGG_DISPATCH)
+    if (__builtin_cpu_supports("avx2")) return dot_avx2<Unit>;
+#endif
+    return dot_any<Unit>;
+}
+
+// An axis with its weights; axes of the nest are ordered by stride, the largest outermost.
+struct WeightedAxis {
+    std::uint64_t stride;
+    std::vector<std::uint64_t> weights;
+};
+
+// The nest of loops below one token: axes from the outermost to the innermost, whose elements follow each other.
+template <typename Unit>
+class Nest {
+  public:
+    explicit Nest(const DigestBox& box) {
+        std::vector<WeightedAxis> axes;
+        for (std::size_t k = 0; k < box.axes.size(); ++k) {
+            const DigestAxis& axis = box.axes[k];
+            std::vector<std::uint64_t> weights(axis.count);
+            const Weights of_axis(box.seed, kFirstInnerAxis + k);
+            for (std::uint64_t i = 0; i < axis.count; ++i) weights[i] = of_axis[axis.start + i];
+            axes.push_back({axis.stride, std::move(weights)});
+        }
+        std::stable_sort(axes.begin(), axes.end(),
+                         [](const WeightedAxis& a, const WeightedAxis& b) { return a.stride > b.stride; });
+        // The halves of eight bytes are an axis of their own: a weight cannot tell two changes of a topmost bit apart.
+        WeightedAxis inner{sizeof(Unit), {1}};
+        const Weights of_half(box.seed, kHalfAxis);
+        if (box.itemsize == 8) inner.weights = {of_half[0], of_half[1]};
+        while (!axes.empty()) {
+            const WeightedAxis& next = axes.back();
+            const bool follows = next.stride == inner.weights.size() * sizeof(Unit) || next.weights.size() == 1;
+            if (!follows) break;
+            if (next.weights.size() > 1 && next.weights.size() * inner.weights.size() > kLargestTable) break;
+            std::vector<std::uint64_t> product;
+            product.reserve(next.weights.size() * inner.weights.size());
+            for (const std::uint64_t a : next.weights) {
+                for (const std::uint64_t b : inner.weights) product.push_back(a * b);
+            }
+            inner.weights = std::move(product);
+            axes.pop_back();
+        }
+        table_.assign(inner.weights);
+        axes_ = std::move(axes);
+        dot_ = choose_dot<Unit>();
+    }
+
+    std::uint64_t sum(std::uint64_t address) const { return sum(address, 0); }
+
+  private:
+    std::uint64_t sum(std::uint64_t address, std::size_t depth) const {
+        if (depth == axes_.size()) {
+            return dot_(reinterpret_cast<const unsigned char*>(address), table_.low.data(), table_.high.data(),
+                        table_.low.size());
+        }
+        const WeightedAxis& axis = axes_[depth];
+        std::uint64_t total = 0;
+        for (const std::uint64_t each : axis.weights) {
+            total += each * sum(address, depth + 1);
+            address += axis.stride;
+        }
+        return total;
+    }
+
+    std::vector<WeightedAxis> axes_;
+    WeightTable table_;
+    Dot<Unit> dot_;
+};
+
+template <typename Unit>
+std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs, std::uint64_t nbytes,
+                           std::int64_t num_threads) {
+    const Nest<Unit> nest(box);
+    const Weights of_layer(box.seed, kLayerAxis), of_token(box.seed, kTokenAxis);
+    const std::size_t total = box.layers.size() * runs.size();
+    std::uint64_t per_token = box.itemsize;
+    for (const DigestAxis& axis : box.axes) per_token *= axis.count;
+    const std::size_t shares = std::min(num_shares(nbytes, kDigestBytesPerThread, num_threads), total);
+    std::vector<std::uint64_t> sums(shares);
+    run_shares(shares, [&](std::size_t share) {
+        std::uint64_t sum = 0;
+        for (std::size_t item = total * share / shares; item < total * (share + 1) / shares; ++item) {
+            const std::size_t layer = item / runs.size();
+            const TokenRun& run = runs[item % runs.size()];
+            std::uint64_t address = box.bases[layer] + static_cast<std::uint64_t>(run.source_row) * box.row_stride +
+                                    static_cast<std::uint64_t>(run.source_offset) * box.token_stride;
+            std::uint64_t of_run = 0;
+            for (std::int64_t i = 0; i < run.length; ++i) {
+                const auto position = static_cast<std::uint64_t>(run.destination_offset) + static_cast<std::uint64_t>(i);
+                // A box of few heads leaves out most of a token: the processor does not guess where the next part lies.
+                for (std::uint64_t line = 0; line < std::min(per_token, kPrefetched); line += 64) {
+                    __builtin_prefetch(reinterpret_cast<const void*>(address + 4 * box.token_stride + line));
+                }
+                of_run += of_token[position] * nest.sum(address);
+                address += box.token_stride;
+            }
+            sum += of_layer[static_cast<std::uint64_t>(box.layers[layer])] * of_run;
+        }
+        sums[share] = sum;
+    });
+    std::uint64_t sum = 0;
+    for (const std::uint64_t each : sums) sum += each;
+    return sum;
+}
+
+}  // namespace detail
+
+// The sum, modulo 2^64, of every element of the box (its bytes as a little-endian integer; eight bytes as two) times one
+// odd weight for each of its global coordinates: layer, position, and every inner axis. Equal for equal content wherever
+// that lies; sums of disjoint boxes add up to the sum of their union. Up to `num_threads` threads. The caller guarantees
+// that the memory is mapped. Throws `std::invalid_argument` for an item size other than 1, 2, 4 or 8, bases that are not
+// one a layer, runs that are empty, or more than 2^48 bytes.
+inline std::uint64_t digest(const DigestBox& box, std::span<const TokenRun> runs, std::int64_t num_threads) {
+    if (box.bases.size() != box.layers.size()) throw std::invalid_argument("digest: expected a base for each layer");
+    check_num_threads(num_threads);
+    std::uint64_t positions = 0;
+    for (const TokenRun& run : runs) {
+        if (run.length < 1) throw std::invalid_argument("runs: expected lengths of at least 1");
+        positions += std::min<std::uint64_t>(static_cast<std::uint64_t>(run.length), std::uint64_t{1} << 48);
+        positions = std::min<std::uint64_t>(positions, std::uint64_t{1} << 48);
+    }
+    std::uint64_t nbytes = box.itemsize;
+    const auto grow = [&nbytes](std::uint64_t by) {
+        if (__builtin_mul_overflow(nbytes, by, &nbytes) || nbytes > std::uint64_t{1} << 48) {
+            throw std::invalid_argument("digest: expected at most 2**48 bytes");
+        }
+    };
+    for (const DigestAxis& axis : box.axes) grow(axis.count);
+    grow(positions);
+    grow(box.layers.size());
+    const bool known = box.itemsize == 1 || box.itemsize == 2 || box.itemsize == 4 || box.itemsize == 8;
+    if (!known) throw std::invalid_argument("itemsize: expected 1, 2, 4 or 8, found " + std::to_string(box.itemsize));
+    if (nbytes == 0) return 0;
+    switch (box.itemsize) {
+        case 1:
+            return detail::digest_units<std::uint8_t>(box, runs, nbytes, num_threads);
+        case 2:
+            return detail::digest_units<std::uint16_t>(box, runs, nbytes, num_threads);
+        default:
+            return detail::digest_units<std::uint32_t>(box, runs, nbytes, num_threads);
+    }
+}
+
+}  // namespace disagg

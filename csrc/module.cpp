@@ -1,0 +1,266 @@
+// `disagg._core`: the one file that knows of Python. Every function lets go of the GIL while it works.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "copy.hpp"
+#include "digest.hpp"
+#include "group_runs.hpp"
+#include "pack.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int64Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+using ReadOnlyColumn = nb::ndarray<nb::numpy, const std::uint64_t, nb::ndim<1>>;
+using Runs = std::tuple<Int64Array, Int64Array, Int64Array>;
+
+template <typename T>
+std::span<const T> view(const Column<T>& column) {
+    return {column.data(), column.shape(0)};
+}
+
+// ---------------------------------------------------------------------------------------------------------- index runs
+
+struct Free {
+    void operator()(std::int64_t* memory) const noexcept { std::free(memory); }
+};
+using Buffer = std::unique_ptr<std::int64_t, Free>;
+
+Buffer allocate(std::size_t count) {
+    Buffer memory{static_cast<std::int64_t*>(std::malloc((count ? count : 1) * sizeof(std::int64_t)))};
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+template <typename S, typename D>
+Runs group_runs(const Column<S>& source, const Column<D>& destination) {
+    using Groups = disagg::RunGroups<S, D>;
+    Buffer memory;
+    std::size_t count = 0;
+    {
+        const nb::gil_scoped_release released;
+        const std::unique_ptr<std::uint64_t[]> words(new std::uint64_t[Groups::num_words(source.shape(0)) + 1]);
+        const Groups groups(view(source), view(destination), words.get());
+        count = groups.num_runs();
+        memory = allocate(3 * count);
+        std::int64_t* const p = memory.get();
+        groups.write({p, p + count, p + 2 * count});
+    }
+    std::int64_t* const p = memory.get();
+    const nb::capsule owner(p, [](void* pointer) noexcept { std::free(pointer); });
+    memory.release();
+    return {Int64Array(p, {count}, owner), Int64Array(p + count, {count}, owner), Int64Array(p + 2 * count, {count}, owner)};
+}
+
+// ------------------------------------------------------------------------------------------------------------- binding
+
+using RunTable = nb::ndarray<const std::int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+using NewRunTable = nb::ndarray<nb::numpy, std::int64_t, nb::shape<-1, 5>>;
+using Fault = std::tuple<int, bool, std::int64_t, std::int64_t>;
+static_assert(sizeof(disagg::TokenRun) == 5 * sizeof(std::int64_t));
+
+std::span<const disagg::TokenRun> view(const RunTable& runs) {
+    return {reinterpret_cast<const disagg::TokenRun*>(runs.data()), runs.shape(0)};
+}
+
+// One side's pages, which keeps what it was made of.
+struct Pages {
+    Column<std::int32_t> ids;
+    Column<std::int64_t> edges;
+    disagg::PageList list;
+
+    Pages(Column<std::int32_t> ids_, std::int64_t first_page, std::int64_t page_size, std::int64_t num_rows,
+          Column<std::int64_t> edges_, std::int64_t period)
+        : ids(std::move(ids_)), edges(std::move(edges_)) {
+        list = {view(ids), first_page, page_size, num_rows, {view(edges), period}};
+    }
+};
+
+std::tuple<NewRunTable, std::optional<Fault>> token_runs(std::int64_t start, std::int64_t stop, std::int64_t granule,
+                                                         const Pages& source, const Pages& destination) {
+    auto found = std::make_unique<disagg::TokenRuns>();
+    {
+        const nb::gil_scoped_release released;
+        *found = disagg::token_runs(start, stop, granule, source.list, destination.list);
+    }
+    std::optional<Fault> fault;
+    if (found->fault) fault = Fault{found->fault->side, found->fault->listed, found->fault->token, found->fault->row};
+    const std::size_t count = found->runs.size();
+    auto* const data = reinterpret_cast<std::int64_t*>(found->runs.data());
+    const nb::capsule owner(found.get(), [](void* p) noexcept { delete static_cast<disagg::TokenRuns*>(p); });
+    found.release();
+    return {NewRunTable(data, {count, 5}, owner), fault};
+}
+
+disagg::Dim dim(std::uint64_t count, std::uint64_t source, std::uint64_t destination) { return {count, source, destination}; }
+
+using Strides = std::tuple<std::uint64_t, std::uint64_t>;
+using Steps = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
+
+void make_span(disagg::Span* self, const Column<std::int64_t>& layers, const Column<std::uint64_t>& source_bases,
+               const Column<std::uint64_t>& destination_bases, const Strides& row_strides, const Strides& token_strides,
+               const std::vector<Steps>& dims, std::uint64_t nbytes, bool dense) {
+    if (source_bases.shape(0) != layers.shape(0) || destination_bases.shape(0) != layers.shape(0)) {
+        throw std::invalid_argument("span: expected a source base and a destination base for each layer");
+    }
+    const auto copied = [](const auto& column) { return std::vector(column.data(), column.data() + column.shape(0)); };
+    disagg::Span span{copied(layers), copied(source_bases), copied(destination_bases), {}, {}, {}, nbytes, dense};
+    span.row = dim(1, std::get<0>(row_strides), std::get<1>(row_strides));
+    span.token = dim(1, std::get<0>(token_strides), std::get<1>(token_strides));
+    for (const auto& [count, source, destination] : dims) span.dims.push_back(dim(count, source, destination));
+    new (self) disagg::Span(std::move(span));
+}
+
+// `disagg::Columns` for one user at a time.
+struct Columns {
+    disagg::Columns columns;
+    std::atomic_flag busy;
+};
+
+class Use {
+  public:
+    explicit Use(Columns& columns) : columns_(columns) {
+        if (columns.busy.test_and_set()) throw std::invalid_argument("columns: another thread is filling them");
+    }
+    ~Use() { columns_.busy.clear(); }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+  private:
+    Columns& columns_;
+};
+
+std::tuple<ReadOnlyColumn, ReadOnlyColumn, ReadOnlyColumn> expand(const nb::list& spans, const std::vector<RunTable>& runs,
+                                                                  const std::optional<Column<std::int64_t>>& layers,
+                                                                  std::int64_t num_threads, Columns& out) {
+    std::vector<const disagg::Span*> shapes;
+    std::vector<nb::object> held;  // whatever becomes of the list meanwhile
+    for (const nb::handle span : spans) {
+        if (!nb::isinstance<disagg::Span>(span)) throw nb::type_error("spans: expected only Span");
+        held.push_back(nb::borrow(span));
+        shapes.push_back(nb::inst_ptr<disagg::Span>(span));
+    }
+    std::vector<std::span<const disagg::TokenRun>> tables;
+    for (const RunTable& table : runs) {
+        if (!table.is_valid()) throw nb::type_error("runs: expected only int64 tables");  // None, inside a list
+        tables.push_back(view(table));
+    }
+    const std::optional<std::span<const std::int64_t>> chosen = layers ? std::optional(view(*layers)) : std::nullopt;
+    const Use use(out);
+    {
+        const nb::gil_scoped_release released;
+        disagg::expand(shapes, tables, chosen, num_threads, out.columns);
+    }
+    using Memory = std::shared_ptr<std::uint64_t[]>;
+    auto memory = std::make_unique<Memory>(out.columns.memory());
+    const nb::capsule owner(memory.get(), [](void* p) noexcept { delete static_cast<Memory*>(p); });
+    memory.release();
+    const auto column = [&](const std::uint64_t* data) { return ReadOnlyColumn(data, {out.columns.size()}, owner); };
+    return {column(out.columns.source()), column(out.columns.destination()), column(out.columns.nbytes())};
+}
+
+// ------------------------------------------------------------------------------------------------- copies, packs, digests
+
+using Addresses = Column<std::uint64_t>;
+
+std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, const Addresses& nbytes,
+                         std::int64_t num_threads) {
+    const nb::gil_scoped_release released;
+    return disagg::copy_batch({view(source), view(destination), view(nbytes)}, num_threads);
+}
+
+std::uint64_t gather(const Addresses& addresses, const Addresses& nbytes, std::uint64_t staging, std::int64_t num_threads) {
+    const nb::gil_scoped_release released;
+    return disagg::gather(view(addresses), view(nbytes), staging, num_threads);
+}
+
+std::uint64_t scatter(const Addresses& addresses, const Addresses& nbytes, std::uint64_t staging, std::int64_t num_threads) {
+    const nb::gil_scoped_release released;
+    return disagg::scatter(view(addresses), view(nbytes), staging, num_threads);
+}
+
+std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases, const RunTable& runs,
+                     const std::vector<Steps>& axes, std::uint64_t row_stride, std::uint64_t token_stride,
+                     std::uint64_t itemsize, std::uint64_t seed, std::int64_t num_threads) {
+    std::vector<disagg::DigestAxis> inner;
+    for (const auto& [count, stride, start] : axes) inner.push_back({count, stride, start});
+    const nb::gil_scoped_release released;
+    return disagg::digest({view(layers), view(bases), row_stride, token_stride, inner, itemsize, seed}, view(runs),
+                          num_threads);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "Compiled core of disagg: functions on integer columns. Arguments are checked for type, not for meaning.";
+
+    const char* const group_doc =
+        "Maximal runs in which both lists step by one: (source starts, destination starts, lengths), int64.\n\n"
+        "A pair with a negative id is in no run; empty on either side gives no runs.\n"
+        "Takes contiguous 1-D int64 or int32 arrays, without copying. ValueError: lengths differ.";
+    m.def("group_concurrent_contiguous", &group_runs<std::int64_t, std::int64_t>, "source"_a.noconvert(),
+          "destination"_a.noconvert(), group_doc);
+    m.def("group_concurrent_contiguous", &group_runs<std::int32_t, std::int32_t>, "source"_a.noconvert(),
+          "destination"_a.noconvert());
+    m.def("group_concurrent_contiguous", &group_runs<std::int64_t, std::int32_t>, "source"_a.noconvert(),
+          "destination"_a.noconvert());
+    m.def("group_concurrent_contiguous", &group_runs<std::int32_t, std::int64_t>, "source"_a.noconvert(),
+          "destination"_a.noconvert());
+
+    nb::class_<Pages>(m, "PageList", "One side's pages of a request, and the tokens it owns.")
+        .def(nb::init<Column<std::int32_t>, std::int64_t, std::int64_t, std::int64_t, Column<std::int64_t>, std::int64_t>(),
+             "ids"_a.noconvert(), nb::kw_only(), "first_page"_a, "page_size"_a, "num_rows"_a, "edges"_a.noconvert(),
+             "period"_a);
+    m.def("token_runs", &token_runs, "start"_a, "stop"_a, "granule"_a, "source"_a, "destination"_a,
+          "Positions that both sides own, as runs inside one page on each side: an int64 table\n"
+          "(source row, source offset, destination row, destination offset, length), and None or the first\n"
+          "fault (side, listed, token, row), with which there are no runs. ValueError: no range, page size or ownership.");
+
+    nb::class_<disagg::Span>(m, "Span", "Copies of one shape; immutable.")
+        .def("__init__", &make_span, "layers"_a.noconvert(), "source_bases"_a.noconvert(), "destination_bases"_a.noconvert(),
+             nb::kw_only(), "row_strides"_a, "token_strides"_a, "dims"_a, "nbytes"_a, "dense"_a);
+    nb::class_<Columns>(m, "Columns", "Memory of three uint64 columns that grows and is used again; one user at a time.")
+        .def(nb::init<>())
+        .def_prop_ro("capacity", [](const Columns& self) { return self.columns.capacity(); });
+    m.def("expand", &expand, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(), "num_threads"_a, "out"_a,
+          "Addresses of bases x runs x dims, neighbours joined: read-only views (source, destination, nbytes) of `out`.\n\n"
+          "They hold their memory, but the next use of `out` may change it. ValueError: columns of different lengths,\n"
+          "empty runs, more than 2**31 copies, or `out` in use by another thread.");
+
+    m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
+          "num_threads"_a = 1,
+          "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
+          "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
+          "ValueError: columns of different lengths, or num_threads below 1.");
+    m.def("gather", &gather, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "staging_address"_a, "num_threads"_a = 1,
+          "Copy nbytes[i] bytes from addresses[i], one behind the other, to the staging. Returns the bytes copied.\n"
+          "ValueError as for copy_batch.");
+    m.def("scatter", &scatter, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "staging_address"_a, "num_threads"_a = 1,
+          "Copy the staging's bytes, cut into pieces of nbytes[i], to addresses[i]. Returns the bytes copied.\n"
+          "ValueError as for copy_batch.");
+    m.def("digest", &digest, "layers"_a.noconvert(), "bases"_a.noconvert(), "runs"_a.noconvert(), "axes"_a, nb::kw_only(),
+          "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1,
+          "Sum modulo 2**64 of every element times an odd weight for each of its global coordinates.\n"
+          "ValueError: columns of different lengths, empty runs, another item size than 1, 2, 4 or 8.");
+}

@@ -1,0 +1,65 @@
+"""Moves LLM inference state between prefill and decode workers that lay it out differently.
+
+    manager = KVManager(name="decode-0", topology=topology, components=[kv], model=ModelId("llama-3-8b"), backend="nixl")
+    manager.add_peer("prefill-0", address="tcp://10.0.0.1:7000")
+
+Importing this package starts nothing and needs no engine. State kinds are in `disagg.state`, engines in
+`disagg.backends`, what tests of an embedding need in `disagg.testing`.
+"""
+
+from disagg.agreement import ModelId
+from disagg.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    DisaggError,
+    LayoutError,
+    LocalProtocolError,
+    NotRegistered,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteProtocolError,
+    RequestAborted,
+    RequestTimeout,
+    TransferFailed,
+    TransferUnsettled,
+)
+from disagg.handles import Receiver, Sender, combine
+from disagg.leases import Lease
+from disagg.manager import KVManager, new_request_id
+from disagg.memory import Device, MemoryRegion, RawTensor
+from disagg.rows import Pages, Slot
+from disagg.topology import Topology
+
+__all__ = [
+    "BackendError",
+    "BackendUnavailable",
+    "ConfigError",
+    "Device",
+    "DisaggError",
+    "KVManager",
+    "LayoutError",
+    "Lease",
+    "LocalProtocolError",
+    "MemoryRegion",
+    "ModelId",
+    "NotRegistered",
+    "Pages",
+    "PeerUnreachable",
+    "ProtocolError",
+    "RawTensor",
+    "Receiver",
+    "RemoteProtocolError",
+    "RequestAborted",
+    "RequestTimeout",
+    "Sender",
+    "Slot",
+    "Topology",
+    "TransferFailed",
+    "TransferUnsettled",
+    "__version__",
+    "combine",
+    "new_request_id",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,138 @@
+"""Compiled core of disagg (`csrc/`): functions on integer columns, which let go of the GIL while they work.
+
+Arrays must be contiguous, 1-D unless said otherwise, and of exactly the type given: anything else is a `TypeError`, never
+a copy. Addresses are of this process: memory must be mapped and destinations disjoint, which nothing checks here.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_Ids = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+_Addresses = npt.NDArray[np.uint64]
+
+Fault = tuple[int, bool, int, int]
+"""`(side, listed, token, row)`: the first needed token of side 0 (source) or 1 that is in no listed page, or in page `row`,
+which is outside the pool. Exists for type checkers only."""
+
+def group_concurrent_contiguous(
+    source: _Ids, destination: _Ids
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Maximal runs in which both lists step by one: `(source_starts, destination_starts, lengths)`.
+
+    A pair with a negative id is in no run; empty on either side gives no runs. Raises `ValueError` where lengths differ.
+    """
+
+class PageList:
+    """One side's pages of a request: `ids[i]` is page `first_page + i` of the tokens it owns, in a pool of `num_rows`.
+
+    The tokens owned are the intervals whose `start, stop` are in `edges`, held one behind the other in that order; or, with
+    a `period` above 0, the one interval there and its repetitions every `period` tokens.
+    """
+
+    def __init__(
+        self,
+        ids: npt.NDArray[np.int32],
+        *,
+        first_page: int,
+        page_size: int,
+        num_rows: int,
+        edges: npt.NDArray[np.int64],
+        period: int,
+    ) -> None: ...
+
+def token_runs(
+    start: int, stop: int, granule: int, source: PageList, destination: PageList
+) -> tuple[npt.NDArray[np.int64], Fault | None]:
+    """Where the positions (`granule` tokens each) of tokens `[start, stop)` that both sides own lie.
+
+    An int64 table `[runs, 5]`, one row for each maximal run inside one page on each side, in ascending order:
+    `source_row, source_offset, destination_row, destination_offset, length`, offsets and lengths in positions. With a fault
+    there are no runs. Costs what there are pages and runs. Raises `ValueError` for what is no range, page size or ownership.
+    """
+
+class Span:
+    """Copies of one shape: for each pair of bases, each token run, and each step of `dims`, one run of `nbytes`.
+
+    Strides are pairs `(source, destination)` in bytes; `dims` are `(count, source_stride, destination_stride)`, outermost
+    first. A token run of `n` positions is one run of `n * nbytes` where `dense`, else `n` runs, `token_strides` apart.
+    Immutable. Raises `ValueError` for columns of different lengths.
+    """
+
+    def __init__(
+        self,
+        layers: npt.NDArray[np.int64],
+        source_bases: _Addresses,
+        destination_bases: _Addresses,
+        *,
+        row_strides: tuple[int, int],
+        token_strides: tuple[int, int],
+        dims: Sequence[tuple[int, int, int]],
+        nbytes: int,
+        dense: bool,
+    ) -> None: ...
+
+class Columns:
+    """Memory of three uint64 columns that grows and is used again; by one thread at a time."""
+
+    def __init__(self) -> None: ...
+    @property
+    def capacity(self) -> int:
+        """Entries that there is room for."""
+
+def expand(
+    spans: Sequence[Span],
+    runs: Sequence[npt.NDArray[np.int64]],
+    layers: npt.NDArray[np.int64] | None,
+    num_threads: int,
+    out: Columns,
+) -> tuple[_Addresses, _Addresses, _Addresses]:
+    """The copies of `spans[i]` over the token runs `runs[i]`, in `layers` where given: `(source, destination, nbytes)`.
+
+    In order of spans, bases, runs and dims; neighbours are joined where both sides go on. The columns are read-only views
+    of `out`: they hold its memory, but its next use may change what is in it. Up to `num_threads` threads where there are
+    many. Raises `ValueError` for lists of different lengths, runs that are empty, more than 2**31 copies, or `out` in use.
+    """
+
+def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
+    """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
+
+    Up to `num_threads` threads share the bytes evenly; small batches take fewer. Raises `ValueError` for columns of
+    different lengths, a sum of 2**64 and more, or `num_threads` below 1, with nothing copied.
+    """
+
+def gather(addresses: _Addresses, nbytes: _Addresses, staging_address: int, num_threads: int = 1) -> int:
+    """Copy `nbytes[i]` bytes from `addresses[i]`, one piece behind the other, to `staging_address` on.
+
+    Returns the bytes copied; raises as `copy_batch` does.
+    """
+
+def scatter(addresses: _Addresses, nbytes: _Addresses, staging_address: int, num_threads: int = 1) -> int:
+    """Copy the bytes from `staging_address` on, cut into pieces of `nbytes[i]`, to `addresses[i]`.
+
+    Large batches are written past the caches. Returns the bytes copied; raises as `copy_batch` does.
+    """
+
+def digest(
+    layers: npt.NDArray[np.int64],
+    bases: _Addresses,
+    runs: npt.NDArray[np.int64],
+    axes: Sequence[tuple[int, int, int]],
+    *,
+    row_stride: int,
+    token_stride: int,
+    itemsize: int,
+    seed: int,
+    num_threads: int = 1,
+) -> int:
+    """The sum modulo 2**64 of every element of a box times one odd weight for each of its global coordinates.
+
+    `layers[i]` begins at address `bases[i]`, offsets of the box included. `runs` is a table as of `token_runs`: source row
+    and offset say where positions lie, `destination_offset` is the first one's global number (against a `PageList` of one
+    page that holds everything, `token_runs` gives just that). `axes` are `(count, stride, global start)`, in bytes, in an
+    order that both sides agree on: an axis is known by its place. An element is its bytes as a little-endian integer; one of
+    8 bytes is two. `seed`: the same for the same component and role only. Equal content gives equal sums wherever it lies;
+    sums of disjoint boxes add up. Raises `ValueError` for columns of different lengths, empty runs, another `itemsize` than
+    1, 2, 4 or 8, or more than 2**48 bytes.
+    """

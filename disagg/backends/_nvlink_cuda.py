@@ -1,0 +1,244 @@
+"""The CUDA driver as backend `nvlink` needs it: one GPU's primary context, its memory, streams, events, and the kernel.
+
+The primary context is the one that torch and the CUDA run-time library use too. No call here leaves a context current that
+was not current before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.errors import BackendUnavailable
+
+IPC_HANDLE_NBYTES = 64
+Words = npt.NDArray[np.uint64]
+KERNEL_SOURCE = Path(__file__).with_name("_nvlink.cu")
+
+
+class CudaError(Exception):
+    """A CUDA call failed; the message is `call: NAME`."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.name = name
+
+
+def load_bindings() -> tuple[ModuleType, ModuleType]:
+    """`cuda.bindings`' driver and NVRTC; raises `BackendUnavailable` where they, or the driver, are missing."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        status = driver.cuInit(0)[0]
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BackendUnavailable(
+            f"backend 'nvlink' needs an NVIDIA driver and the packages 'cuda-bindings' and 'nvidia-cuda-nvrtc': {error}"
+        ) from error
+    if int(status) != 0:
+        raise BackendUnavailable(f"backend 'nvlink': the CUDA driver does not start: {status.name}")
+    return driver, nvrtc
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`nbytes` bytes from `base` that were allocated together, and the handle by which another process can map them."""
+
+    base: int
+    nbytes: int
+    handle: bytes
+
+
+HEADER_WORDS = 4
+"""Before the columns of a batch: see `_nvlink.cu`. The last is for the verdict, in host memory only."""
+
+
+class Buffer:
+    """A header and three columns of up to `capacity` words of 8 bytes, in pinned memory and on the GPU."""
+
+    def __init__(self, gpu: Gpu, capacity: int) -> None:
+        self.capacity = capacity
+        nbytes = 8 * (HEADER_WORDS + 3 * capacity)
+        self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
+        self.device_address = int(gpu.call("cuMemAlloc", nbytes))
+        self.checked = gpu.event()
+        words = (ctypes.c_ubyte * nbytes).from_address(self.host_address)
+        self.words: npt.NDArray[np.uint64] = np.frombuffer(memoryview(words), dtype=np.uint64)
+
+    def fill(self, source: Words, destination: Words, nbytes: Words) -> tuple[int, int]:
+        """Take a part of a batch: its bytes in all, and the bytes of the buffer that hold it."""
+        count, words, start = len(nbytes), self.words, HEADER_WORDS
+        words[:start] = 0
+        words[start : start + count] = source
+        words[start + count : start + 2 * count] = destination
+        ends = words[start + 2 * count : start + 3 * count]
+        np.cumsum(nbytes, out=ends)
+        return int(ends[-1]), 8 * (start + 3 * count)
+
+    def free(self, gpu: Gpu) -> None:
+        gpu.call("cuEventDestroy", self.checked)
+        gpu.call("cuMemFreeHost", self.host_address)
+        gpu.call("cuMemFree", self.device_address)
+
+
+class Gpu:
+    """One GPU of this process, by its CUDA ordinal. Its methods are called with `current()` entered."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.driver, self._nvrtc = load_bindings()
+        self.device = self.call("cuDeviceGet", ordinal)
+        self.uuid = bytes(self.call("cuDeviceGetUuid", self.device).bytes)
+        self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the driver's function gives; raises `CudaError`."""
+        status, *values = getattr(self.driver, name)(*arguments)
+        if int(status) != 0:
+            raise CudaError(name, status.name)
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """This GPU's context is current in this thread within."""
+        self.call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            self.driver.cuCtxPopCurrent()
+
+    def release(self) -> None:
+        self.driver.cuDevicePrimaryCtxRelease(self.device)
+
+    # -- other GPUs ---------------------------------------------------------------------------------------------------
+
+    def peers(self) -> dict[bytes, int]:
+        """Every GPU that this process may name: its ordinal by its UUID."""
+        count = int(self.call("cuDeviceGetCount"))
+        return {bytes(self.call("cuDeviceGetUuid", self.call("cuDeviceGet", i)).bytes): i for i in range(count)}
+
+    def can_access(self, ordinal: int) -> bool:
+        return bool(self.call("cuDeviceCanAccessPeer", self.device, self.call("cuDeviceGet", ordinal)))
+
+    def has_nvlink(self, ordinal: int) -> bool:
+        """Inferred: atomics in a peer's memory work over NVLink, not over PCIe."""
+        attribute = self.driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        other = self.call("cuDeviceGet", ordinal)
+        return bool(int(self.call("cuDeviceGetP2PAttribute", attribute, self.device, other)))
+
+    def enable_peer_access(self, other: Gpu) -> None:
+        try:
+            self.call("cuCtxEnablePeerAccess", other.context, 0)
+        except CudaError as error:
+            if error.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def ordinal_of(self, address: int) -> int:
+        """Which GPU an address is on."""
+        return self._attribute("CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL", address)
+
+    def has_legacy_handle(self, address: int) -> bool:
+        return bool(self._attribute("CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE", address))
+
+    def _attribute(self, name: str, address: int) -> int:
+        """Not through the bindings: theirs give 0 as the ordinal of memory on every GPU (13.0)."""
+        found = ctypes.c_uint64(0)
+        attribute = int(getattr(self.driver.CUpointer_attribute, name))
+        status = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
+        if status != 0:
+            raise CudaError("cuPointerGetAttribute", self.driver.CUresult(status).name)
+        return found.value
+
+    def extent(self, address: int) -> tuple[int, int]:
+        """Base and size in bytes of the allocation, or of the mapping, that holds an address."""
+        base, nbytes = self.call("cuMemGetAddressRange", address)
+        return int(base), int(nbytes)
+
+    def export(self, address: int) -> Allocation:
+        """The allocation that holds an address."""
+        base, nbytes = self.extent(address)
+        handle = self.call("cuIpcGetMemHandle", base)
+        return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES))
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation: its base here. Opening it again counts, and gives the same base."""
+        opened = self.driver.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, IPC_HANDLE_NBYTES)
+        lazy = self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self.call("cuIpcOpenMemHandle", opened, int(lazy)))
+
+    def close(self, base: int) -> None:
+        """Undo one `open`."""
+        self.call("cuIpcCloseMemHandle", base)
+
+    def table(self, words: npt.NDArray[np.uint64]) -> int:
+        """The address, on the GPU, of a copy of `words`; to be given to `free`."""
+        address = int(self.call("cuMemAlloc", max(words.nbytes, 8)))
+        if words.nbytes:
+            self.call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
+        return address
+
+    def free(self, address: int) -> None:
+        self.call("cuMemFree", address)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def stream(self) -> Any:
+        """A stream that waits for no other, of the highest priority: its few blocks come first when multiprocessors free."""
+        _, greatest = self.call("cuCtxGetStreamPriorityRange")
+        return self.call("cuStreamCreateWithPriority", int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING), int(greatest))
+
+    def event(self) -> Any:
+        return self.call("cuEventCreate", int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def is_past(self, event: Any) -> bool:
+        """Whether the work before the event is done; raises `CudaError` where the context has failed."""
+        status = self.driver.cuEventQuery(event)[0]
+        if status == self.driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if int(status) != 0:
+            raise CudaError("cuEventQuery", status.name)
+        return True
+
+    def compile(self, source: str, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+        """A module of CUDA C++ for this GPU, and its kernels by name; raises `BackendUnavailable` with the compiler's log."""
+        attributes = self.driver.CUdevice_attribute
+        major = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self.device))
+        minor = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self.device))
+        image = compile_source(self._nvrtc, source, architecture=f"sm_{major}{minor}")
+        module = self.call("cuModuleLoadData", image)
+        return module, {name: self.call("cuModuleGetFunction", module, name.encode()) for name in names}
+
+    def launch(self, kernel: Any, stream: Any, arguments: Sequence[int], *, blocks: int, threads: int) -> None:
+        """Start `kernel`, whose parameters are all 64-bit words."""
+        values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
+        self.call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+
+
+def compile_source(nvrtc: ModuleType, source: str, *, architecture: str) -> bytes:
+    """Machine code of CUDA C++; raises `BackendUnavailable` with the compiler's log."""
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"nvlink.cu", 0, [], [])
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    try:
+        if int(status) != 0:
+            log = b" " * int(nvrtc.nvrtcGetProgramLogSize(program)[1])
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise BackendUnavailable(f"backend 'nvlink': the kernel does not compile for {architecture}: {log.decode()}")
+        image = b" " * int(nvrtc.nvrtcGetCUBINSize(program)[1])
+        nvrtc.nvrtcGetCUBIN(program, image)
+        return image
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)

@@ -1,0 +1,241 @@
+"""The contract between the manager and a transfer engine.
+
+A backend sees addresses and lengths only: nothing of pages, layers, requests or roles. It may be called from several
+threads. `disagg.testing.backend_contract` is the test class that every backend must pass.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from disagg.copies import Addresses, CopyBatch
+from disagg.errors import ConfigError, NotRegistered, RemoteProtocolError
+from disagg.memory import Device, MemoryRegion, RemoteRegion
+
+
+class Op(enum.Enum):
+    """Who moves the bytes. `WRITE`: the copies' source is local; `READ`: their destination is."""
+
+    WRITE = "write"
+    READ = "read"
+
+
+class TransferStatus(enum.Enum):
+    """What an engine says of a transfer. `DONE` and `FAILED` are settled: it will touch neither side again."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    UNSETTLED = "unsettled"
+
+    @property
+    def settled(self) -> bool:
+        return self in (TransferStatus.DONE, TransferStatus.FAILED)
+
+
+class Fence(enum.Enum):
+    """`QUIET`: nothing of that peer's epoch can still write or read here, or there from here. `UNKNOWN`: no proof."""
+
+    QUIET = "quiet"
+    UNKNOWN = "unknown"
+
+
+class Transport(enum.Enum):
+    """What an engine may use to move bytes."""
+
+    AUTO = "auto"
+    RDMA = "rdma"
+    TCP = "tcp"
+    SHM = "shm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """What the embedding server says of the engine.
+
+    `host`: the address that this rank's engine is reached at (peers dial it). `devices`: NICs the engine may use, empty
+    for its own choice. `require`: the transport that must be in use; starting up without it is `BackendUnavailable`.
+    `trusted_network`: the operator says that everyone who can reach `host` may be trusted; an engine whose data plane is
+    open TCP needs it off loopback.
+    """
+
+    host: str = "127.0.0.1"
+    transport: Transport = Transport.AUTO
+    devices: tuple[str, ...] = ()
+    require: Transport | None = None
+    trusted_network: bool = False
+
+    def __post_init__(self) -> None:
+        if self.require is Transport.AUTO:
+            raise ConfigError("require: expected 'rdma', 'tcp' or 'shm', found 'auto'")
+        if self.require and self.transport not in (Transport.AUTO, self.require):
+            raise ConfigError(f"require={self.require.value!r} contradicts transport={self.transport.value!r}")
+
+    @property
+    def wanted(self) -> Transport:
+        """The transport to use: the one required, else the one allowed."""
+        return self.require or self.transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingShape:
+    """When and how pieces travel packed over an engine: pieces below `pack_below` bytes (0: never), in slots of
+    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks.
+    """
+
+    pack_below: int = 0
+    slot_nbytes: int = 256 << 10
+    num_slots: int = 16
+    num_rings: int = 16
+
+    def __post_init__(self) -> None:
+        if self.pack_below < 0 or min(self.slot_nbytes, self.num_slots, self.num_rings) < 1:
+            raise ConfigError(f"staging: expected pack_below of at least 0 and positive sizes, found {self}")
+
+
+class RemotePeer(Protocol):
+    """What `connect` returns: one peer process at one epoch, as the engine sees it. Opaque to the manager."""
+
+    @property
+    def regions(self) -> Sequence[RemoteRegion]: ...
+
+
+class Transfer(Protocol):
+    """Posted copies."""
+
+    def poll(self) -> TransferStatus:
+        """The state now; never blocks. Once settled it stays as it is."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it is `FAILED` or `UNSETTLED`, in the engine's words."""
+
+    def close(self) -> None:
+        """Give the engine's resources back. Raises `LocalProtocolError` unless settled; a second call does nothing."""
+
+
+class Backend(Protocol):
+    """One engine in one process, used by one manager."""
+
+    name: str
+
+    @property
+    def staging(self) -> StagingShape:
+        """What is known to be fast over the transport in use, as measured (`docs/engines.md`)."""
+
+    @property
+    def transport(self) -> str:
+        """The transport really in use, for logs and reports, such as `"tcp"` or `"shm (cma)"`."""
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make memory reachable, once, before `endpoint`. Raises `ConfigError` for memory the engine cannot serve,
+        `LocalProtocolError` for a second call. Regions may overlap or touch: a copy may cross from one to the next.
+        """
+
+    def endpoint(self) -> bytes:
+        """What a peer needs to reach this engine and its registered regions; sent only after an authenticated hello."""
+
+    def connect(self, endpoint: bytes, *, epoch: int) -> RemotePeer:
+        """A peer's engine, from its `endpoint()`, warm: the first transfer pays nothing more.
+
+        Raises `RemoteProtocolError` for bytes that are no endpoint of this backend, `PeerUnreachable` where it cannot
+        be reached. A peer that came back has another `epoch` and is connected anew.
+        """
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+        """Post `copies`. Raises, with nothing posted: `NotRegistered` for an address outside the regions of its side,
+        `PeerUnreachable` for a peer that was disconnected. An empty batch is done at once.
+        """
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """Whether everything ever posted to or by that peer's epoch is provably over. Never a guess."""
+
+    def disconnect(self, peer: RemotePeer) -> None:
+        """Forget the peer. Transfers still pending stay to be polled."""
+
+    def close(self) -> None:
+        """Stop the engine and give everything back; a second call does nothing."""
+
+
+@runtime_checkable
+class Progressive(Protocol):
+    """An engine that moves bytes only while someone calls it."""
+
+    def progress(self) -> None:
+        """Do what is due; never blocks."""
+
+
+# An address and a size below 2**63 each: their sum never overflows the uint64 columns.
+_Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
+class _RegionRow(msgspec.Struct, frozen=True, array_like=True):
+    address: _Bounded
+    nbytes: _Bounded
+    device: Annotated[str, msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$")]
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The envelope of every backend's endpoint: the engine's own descriptor, and the regions it serves."""
+
+    backend: str
+    descriptor: bytes
+    regions: tuple[_RegionRow, ...]
+
+
+def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion]) -> bytes:
+    """`Endpoint` as bytes."""
+    rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
+    return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))
+
+
+def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
+    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` where it is not one of `backend`."""
+    try:
+        endpoint = msgspec.msgpack.decode(data, type=Endpoint)
+        regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
+    except (msgspec.DecodeError, msgspec.ValidationError, ConfigError) as error:
+        raise RemoteProtocolError(
+            f"endpoint: {len(data)} bytes that are no endpoint of backend {backend!r}: {error}"
+        ) from error
+    if endpoint.backend != backend:
+        raise RemoteProtocolError(f"endpoint: expected backend {backend!r}, found {endpoint.backend!r}")
+    return endpoint.descriptor, regions
+
+
+class RegionIndex:
+    """Which addresses lie in a set of regions: the check before anything is posted, and each copy's device."""
+
+    def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
+        ordered = sorted(regions, key=lambda r: r.address)
+        self.regions = tuple(ordered)
+        self._starts = np.array([r.address for r in ordered], dtype=np.uint64)
+        self._stops = np.array([r.address + r.nbytes for r in ordered], dtype=np.uint64)
+
+    def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> np.ndarray:
+        """The index, in `regions`, of each copy's region; raises `NotRegistered` naming the first copy outside all."""
+        where = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
+        inside = where >= 0
+        if len(self._stops):
+            stops = self._stops[np.maximum(where, 0)]
+            inside &= (addresses <= stops) & (nbytes <= stops - np.minimum(addresses, stops))
+        else:
+            inside[:] = False
+        if not inside.all():
+            first = int(np.flatnonzero(~inside)[0])
+            raise NotRegistered(
+                f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none of "
+                f"the {len(self.regions)} registered regions; nothing was posted"
+            )
+        return where
+
+
+def local_and_remote(op: Op, copies: CopyBatch) -> tuple[Addresses, Addresses]:
+    """The columns of `copies` as (this side, the peer's side)."""
+    return (copies.source, copies.destination) if op is Op.WRITE else (copies.destination, copies.source)

@@ -1,0 +1,687 @@
+"""Backend `nixl`: NVIDIA's NIXL over UCX (RDMA, TCP, shared memory; GPU memory too).
+
+What each engine status means here, and what proves quiet:
+
+| NIXL says | here | why |
+|---|---|---|
+| `SUCCESS` | `DONE` | each request ends with a flush of the UCX endpoint: done at the far end too |
+| `IN_PROG` | `PENDING` | also for ever, over TCP, while the peer's process is stopped |
+| an error from status | `UNSETTLED` | the error is the last operation's; the others are not looked at |
+| an error from post | `UNSETTLED` | operations before the failing one may have been posted |
+| an error before post | raised | nothing was posted |
+| active request released | nothing | its bytes may wait in socket buffers, and land when the peer goes on |
+| release refused | nothing | the request is kept until the engine is closed |
+| remote disconnect | as an error; then `PeerUnreachable` | the connection is gone; the peer may still live |
+
+So a transfer here never ends as `FAILED`. `fence` is always `UNKNOWN`: it would have to speak for what the *peer's* engine
+posted to memory here, and nothing that NIXL offers does. Not even the end of the peer's process is a proof over TCP: what
+it had sent waits in this side's socket buffers until this side's progress thread applies it. Over shared memory (CMA) it is
+one, as the copy is made by the writer's own thread.
+
+The transport. NIXL does not tell which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
+allow TCP for UCX's own messages (over the loopback device); UCX prefers CMA for the data wherever that works, and whether
+it works is tried against each peer at `connect`. What is only concluded in this way is marked "inferred".
+
+The progress thread is on, with a delay of 1 ms in place of NIXL's Python default of 0: it then sleeps on the workers'
+event descriptors (a message wakes it at once), where with 0 it spins on a core in each agent. That is as fast as no
+progress thread at all (13 GB/s contiguous on two cores, against 5 to 7 with the spinning one, and 1.4% of a core idle
+against 99%), and a peer needs nobody to call it: so this backend is not `Progressive`.
+
+Sizes: a batch costs one descriptor per copy, without a Python loop. Posting over shared memory copies in the caller,
+without the GIL; other calls into this engine wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends.base import (
+    BackendOptions,
+    Fence,
+    Op,
+    RegionIndex,
+    RemotePeer,
+    StagingShape,
+    TransferStatus,
+    Transport,
+    decode_endpoint,
+    encode_endpoint,
+    local_and_remote,
+)
+from disagg.copies import Addresses, CopyBatch
+from disagg.errors import (
+    BackendError,
+    BackendUnavailable,
+    ConfigError,
+    DisaggError,
+    LocalProtocolError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransferUnsettled,
+)
+from disagg.memory import CPU, Device, MemoryRegion, RemoteRegion, merge_regions
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_S = 10.0
+"""How long `connect` waits for the first byte from a peer."""
+PROGRESS_DELAY_US = 1000
+CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
+"""What leaves UCX no choice; see the module for the others."""
+
+FLAVOURS = ("nixl_cu13", "nixl_cu12")
+"""The packages that hold NIXL for one CUDA version each."""
+
+ERRORS: Mapping[str, type[DisaggError]] = {
+    "nixlBackendError": BackendError,
+    "nixlCancelledError": TransferUnsettled,
+    "nixlInvalidParamError": BackendError,
+    "nixlMismatchError": RemoteProtocolError,
+    "nixlNoTelemetryError": BackendError,
+    "nixlNotAllowedError": BackendError,
+    "nixlNotFoundError": PeerUnreachable,  # of memory or of a peer; memory has been checked before NIXL is asked
+    "nixlNotPostedError": LocalProtocolError,
+    "nixlNotSupportedError": BackendUnavailable,
+    "nixlRemoteDisconnectError": PeerUnreachable,
+    "nixlRepostActiveError": LocalProtocolError,
+    "nixlUnknownError": BackendError,
+}
+"""NIXL's exception classes, which have no common base, by name."""
+
+_environment_lock = threading.Lock()  # the environment is the process's, so its lock is too
+
+
+class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`agent` is random and in `metadata` too; `host` and `pid` say which process of which machine it is."""
+
+    agent: str
+    metadata: bytes
+    host: str
+    pid: int
+
+
+def load_bindings() -> ModuleType:
+    """NIXL's own bindings; raises `BackendUnavailable`.
+
+    Not its Python class: that one spins (see the module), and cancels what is posted when a handle is collected. Without
+    a GPU any CUDA flavour serves, and is loaded by its own name: the common name would import torch to choose one.
+    """
+    try:
+        if not has_gpu():
+            for flavour in FLAVOURS:
+                if importlib.util.find_spec(flavour) is not None:
+                    return importlib.import_module(f"{flavour}._bindings")
+        return importlib.import_module("nixl._bindings")
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(f"backend 'nixl' needs the package 'nixl' (pip install nixl): {error}") from error
+
+
+def engine_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    """Everything that a call into NIXL may raise; what is not NIXL's own is how its bindings report C++ exceptions."""
+    own = [c for c in vars(bindings).values() if isinstance(c, type) and issubclass(c, Exception)]
+    return (*own, RuntimeError, ValueError, TypeError, IndexError, MemoryError)
+
+
+# -- what UCX is told -------------------------------------------------------------------------------------------------
+
+
+def _loopback_device() -> str:
+    for name in sorted(name for _, name in socket.if_nameindex()):
+        flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
+        if flags & 0x8:  # IFF_LOOPBACK
+            return name
+    raise BackendUnavailable("backend 'nixl': this machine has no loopback network device")
+
+
+def _is_loopback(host: str) -> bool:
+    """Names are resolved; one that cannot be is no loopback name."""
+    try:
+        addresses = [host] if _is_address(host) else [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _entries(folder: str) -> bool:
+    path = Path(folder)
+    return path.is_dir() and any(path.iterdir())
+
+
+def has_rdma() -> bool:
+    return _entries("/sys/class/infiniband")
+
+
+def has_gpu() -> bool:
+    return _entries("/proc/driver/nvidia/gpus")
+
+
+def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str, str]:
+    """UCX's environment for `options`, on a machine with or without RDMA devices and GPUs.
+
+    Raises `ConfigError` where UCX's open TCP port would face a network that nobody vouched for, and
+    `BackendUnavailable` for RDMA without a device.
+    """
+    wanted = options.wanted
+    loopback = _is_loopback(options.host)
+    settings: dict[str, str] = {}
+    if not rdma:
+        # UCX's RDMA module brings a second libnl into the process, which then ends in SIGSEGV.
+        settings["UCX_MODULES"] = "^ib"
+        if wanted is Transport.RDMA:
+            raise BackendUnavailable(
+                "backend 'nixl': transport 'rdma': this machine has no RDMA device (/sys/class/infiniband)"
+            )
+    if wanted in (Transport.AUTO, Transport.TCP) and not loopback and not options.trusted_network:
+        raise ConfigError(
+            f"backend 'nixl': transport {wanted.value!r} listens on host {options.host!r} without authentication; "
+            "expected trusted_network=True, a loopback host, or transport 'rdma' or 'shm'"
+        )
+    # NIXL refuses a list that leaves out device memory on a machine with GPUs.
+    device = ",cuda" if gpus else ""
+    lists = {Transport.TCP: "tcp", Transport.SHM: "shm,tcp", Transport.RDMA: "ib,self"}
+    if wanted in lists:
+        settings["UCX_TLS"] = lists[wanted] + device
+    if options.devices:
+        settings["UCX_NET_DEVICES"] = ",".join(options.devices)
+    elif wanted is Transport.SHM or (loopback and wanted is not Transport.RDMA):
+        settings["UCX_NET_DEVICES"] = _loopback_device()
+    return settings
+
+
+def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Where the user's own environment says otherwise."""
+    return [
+        f"{name}={environ[name]!r} is set, {value!r} was asked for"
+        for name, value in settings.items()
+        if name in environ and environ[name] != value and name != "UCX_MODULES"
+    ]
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """UCX reads the environment when an engine starts; what the user has set stays, and nothing is left behind."""
+    with _environment_lock:
+        added = [name for name in settings if name not in os.environ]
+        os.environ.update({name: settings[name] for name in added})
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+# -- shared memory ----------------------------------------------------------------------------------------------------
+
+
+class _IoVector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def host_identity() -> str:
+    """Equal for processes that see each other by process id."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + str(Path("/proc/self/ns/pid").readlink())
+
+
+def cma_refusal(pid: int, address: int) -> str | None:
+    """Why this process may not copy from `address` of process `pid` by itself; None if it may (one byte is read)."""
+    byte = ctypes.create_string_buffer(1)
+    here = _IoVector(ctypes.addressof(byte), 1)
+    there = _IoVector(address, 1)
+    copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    copy.restype = ctypes.c_ssize_t
+    done = copy(pid, ctypes.byref(here), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1), ctypes.c_ulong(0))
+    return None if done == 1 else f"process_vm_readv: {os.strerror(ctypes.get_errno())}"
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+class NixlPeer:
+    """One agent at one epoch."""
+
+    def __init__(self, agent: str, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+        self.agent = agent
+        self.epoch = epoch
+        self.index = RegionIndex(regions)
+        self.connected = True
+        self.lost: str | None = None  # the engine's words when the connection broke
+
+    @property
+    def regions(self) -> Sequence[RemoteRegion]:
+        return tuple(RemoteRegion(r.address, r.nbytes, r.device) for r in self.index.regions)
+
+
+class NixlTransfer:
+    """One NIXL request per pair of memory kinds in the batch; see the module for what its states mean."""
+
+    def __init__(self, backend: NixlBackend, peer: NixlPeer, handles: list[int]) -> None:
+        self._backend = backend
+        self.peer = peer
+        self.handles = handles
+        self.running = set(handles)
+        self.status = TransferStatus.PENDING if handles else TransferStatus.DONE
+        self.error: str | None = None
+
+    def poll(self) -> TransferStatus:
+        if self.status is TransferStatus.PENDING:
+            self._backend.advance(self)
+        return self.status
+
+    def close(self) -> None:
+        if not self.status.settled:
+            raise LocalProtocolError(f"transfer: only a settled one can be closed, this one is {self.status.value}")
+        self._backend.release(self)
+
+    def give_up(self, error: str) -> None:
+        """`UNSETTLED`, with the first cause."""
+        self.status = TransferStatus.UNSETTLED
+        self.error = self.error or error
+
+
+class NixlBackend:
+    """One NIXL agent. Raises `BackendUnavailable` where NIXL, or the transport required, cannot be used."""
+
+    name = "nixl"
+
+    def __init__(self, options: BackendOptions) -> None:
+        self._options = options
+        self._lock = threading.RLock()  # NIXL serializes its calls anyway; this also keeps them off a closed agent
+        self._rdma = has_rdma()
+        settings = ucx_settings(options, rdma=self._rdma, gpus=has_gpu())
+        self._conflicts = conflicts(settings, os.environ)
+        if self._conflicts and options.require:
+            raise BackendUnavailable(f"backend 'nixl': require={options.require.value!r}: {'; '.join(self._conflicts)}")
+        for conflict in self._conflicts:
+            logger.warning("backend 'nixl': %s; the environment wins", conflict)
+        self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}"
+        with _environment(settings):
+            self._nixl = load_bindings()
+            self._errors = engine_errors(self._nixl)
+            self._agent, self._ucx = self._start()
+        self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
+        self._local: RegionIndex | None = None
+        self._registered: list[Any] = []
+        self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and how many peers use it
+        self._handles: set[int] = set()
+        self._transports: set[str] = set()
+        self._check_shm()
+        with self._mapped("registering"):
+            self._register(self._nixl.DRAM_SEG, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
+
+    def _start(self) -> tuple[Any, int]:
+        """The agent, and its UCX engine."""
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PROGRESS_DELAY_US
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        try:
+            agent = self._nixl.nixlAgent(self._agent_name, config)
+            # 'peer' makes UCX notice dead peers; 'none' would leave transfers to them in progress for ever.
+            return agent, int(agent.createBackend("UCX", {"ucx_error_handling_mode": "peer"}))
+        except self._errors as error:
+            wanted = self._options.wanted.value
+            raise BackendUnavailable(f"backend 'nixl': UCX does not start with transport {wanted!r}: {error}") from error
+
+    def _check_shm(self) -> None:
+        if self._options.require is Transport.SHM:
+            refusal = cma_refusal(os.getpid(), self._scratch.ctypes.data)
+            if refusal:
+                raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
+
+    @property
+    def staging(self) -> StagingShape:
+        """Break-even with single pieces: about 32 KiB over shared memory, about 256 KiB over a network; small slots stay in
+        the cache.
+        """
+        wanted = self._options.wanted
+        if wanted is Transport.SHM or (wanted is Transport.AUTO and _is_loopback(self._options.host)):
+            return StagingShape(pack_below=32 << 10, slot_nbytes=2 << 20, num_slots=8)
+        return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
+
+    @property
+    def transport(self) -> str:
+        """`auto` names what was found at each peer; see the module for what "inferred" means."""
+        if self._conflicts:
+            return f"unknown (environment: {'; '.join(self._conflicts)})"
+        wanted = self._options.wanted
+        if wanted in CERTAIN:
+            return CERTAIN[wanted]
+        return " + ".join(sorted(self._transports)) or f"{wanted.value} (no peer yet)"
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        with self._lock:
+            self._check_open()
+            if self._local is not None:
+                raise LocalProtocolError("backend 'nixl': register is called once")
+            merged = merge_regions(regions)
+            try:
+                for kind in sorted({region.device.kind for region in merged}):
+                    rows = [(r.address, r.nbytes, r.device.index) for r in merged if r.device.kind == kind]
+                    self._register(self._memory_kind(kind), rows)
+            except self._errors as error:
+                raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {merged}") from error
+            self._local = RegionIndex(merged)
+
+    def _register(self, memory_kind: Any, rows: list[tuple[int, int, int]]) -> None:
+        descriptors = self._nixl.nixlRegDList(memory_kind, np.array(rows, dtype=np.uint64))
+        self._agent.registerMem(descriptors, [self._ucx])
+        self._registered.append(descriptors)
+
+    def _memory_kind(self, kind: str) -> Any:
+        return self._nixl.DRAM_SEG if kind == CPU.kind else self._nixl.VRAM_SEG
+
+    def endpoint(self) -> bytes:
+        with self._lock, self._mapped("reading the agent's metadata"):
+            self._check_open()
+            index = self._own_index()
+            metadata = bytes(self._agent.getLocalMD())
+        descriptor = _Descriptor(self._agent_name, metadata, host_identity(), os.getpid())
+        regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions]
+        return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), regions)
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def connect(self, endpoint: bytes, *, epoch: int) -> NixlPeer:
+        """Reads one byte of the peer's first region, so that UCX has made its connections, within `WARM_UP_S`."""
+        raw, regions = decode_endpoint(self.name, endpoint)
+        try:
+            descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"endpoint of backend 'nixl': {error}") from error
+        peer = NixlPeer(descriptor.agent, regions, epoch=epoch)
+        self._load(descriptor)
+        try:
+            transport = self._infer(descriptor, peer)
+            self._warm_up(peer)
+        except BaseException:
+            self.disconnect(peer)
+            raise
+        self._transports.add(transport)
+        return peer
+
+    def _load(self, descriptor: _Descriptor) -> None:
+        """Make the agent known, once for all its peers."""
+        with self._lock:
+            self._check_open()
+            metadata, users = self._remote.get(descriptor.agent, (descriptor.metadata, 0))
+            if descriptor.agent == self._agent_name or metadata != descriptor.metadata:
+                raise RemoteProtocolError(
+                    f"endpoint of backend 'nixl': agent {descriptor.agent!r} is this engine itself, or has other metadata"
+                )
+            if not users:
+                self._load_new(descriptor)
+            self._remote[descriptor.agent] = (metadata, users + 1)
+
+    def _load_new(self, descriptor: _Descriptor) -> None:
+        try:
+            loaded = self._agent.loadRemoteMD(descriptor.metadata)
+        except self._nixl.nixlBackendError as error:  # UCX connects while the metadata is loaded
+            raise PeerUnreachable(f"backend 'nixl': UCX cannot reach agent {descriptor.agent!r}: {error}") from error
+        except self._errors as error:
+            raise RemoteProtocolError(f"endpoint of backend 'nixl': NIXL cannot read it: {error}") from error
+        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        if name != descriptor.agent:
+            with contextlib.suppress(*self._errors):
+                self._agent.invalidateRemoteMD(name)
+            raise RemoteProtocolError(f"endpoint of backend 'nixl': expected agent {descriptor.agent!r}, found {name!r}")
+
+    def _infer(self, descriptor: _Descriptor, peer: NixlPeer) -> str:
+        """What UCX uses for host memory of this peer; raises `PeerUnreachable` where `require='shm'` cannot be."""
+        wanted = self._options.wanted
+        if wanted in CERTAIN:
+            return CERTAIN[wanted]
+        refusal: str | None = "another machine or process-id namespace"
+        addresses = [region.address for region in peer.regions if region.device == CPU]
+        if descriptor.host == host_identity():
+            refusal = cma_refusal(descriptor.pid, addresses[0]) if addresses else None
+        if refusal is None:
+            return "shm (cma, inferred)"
+        if self._options.require is Transport.SHM:
+            raise PeerUnreachable(f"backend 'nixl': require='shm': no shared memory with {peer.agent!r}: {refusal}")
+        return "rdma or tcp (UCX's choice, unknown)" if self._rdma and wanted is Transport.AUTO else "tcp (inferred)"
+
+    def _warm_up(self, peer: NixlPeer) -> None:
+        with self._lock, self._mapped(f"connecting to {peer.agent!r}"):
+            self._check_open()
+            self._agent.makeConnection(peer.agent, [self._ucx])
+        if not peer.regions:
+            return
+        first = peer.regions[0]
+        here, there, size = (np.array([v], dtype=np.uint64) for v in (self._scratch.ctypes.data, first.address, 1))
+        zero = np.zeros(1, np.uint64)
+        kinds = self._nixl.DRAM_SEG, self._memory_kind(first.device.kind)
+        rows = _rows(here, size, zero), _rows(there, size, zero + np.uint64(first.device.index))
+        transfer = self._post(peer, [self._prepare(Op.READ, peer, kinds, rows)], Op.READ)
+        deadline = time.monotonic() + WARM_UP_S
+        while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        if transfer.poll() is not TransferStatus.DONE:
+            # Its handle stays with the engine, and the scratch byte with it: it may yet arrive.
+            raise PeerUnreachable(
+                f"backend 'nixl': no byte from peer {peer.agent!r}: {transfer.error or f'nothing in {WARM_UP_S} s'}"
+            )
+        transfer.close()
+
+    def disconnect(self, peer: RemotePeer) -> None:
+        with self._lock:
+            if not isinstance(peer, NixlPeer) or not peer.connected:
+                return
+            peer.connected = False
+            self._drop(peer.agent)
+
+    def _hold(self, agent: str) -> None:
+        """Keep an agent loaded: NIXL gives no status of a request once its agent is forgotten."""
+        metadata, users = self._remote[agent]
+        self._remote[agent] = (metadata, users + 1)
+
+    def _drop(self, agent: str) -> None:
+        """Forget an agent with its last peer and its last pending transfer."""
+        metadata, users = self._remote.pop(agent, (b"", 0))
+        if users > 1:
+            self._remote[agent] = (metadata, users - 1)
+        elif users and self._agent is not None:
+            self._forget(agent)
+
+    def _forget(self, agent: str) -> None:
+        try:
+            self._agent.invalidateRemoteMD(agent)
+        except self._errors as error:  # a peer that died first: NIXL has forgotten it already
+            logger.info("backend 'nixl': forgetting agent %s: %s", agent, error)
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 (the contract's)
+        """Always `UNKNOWN`: see the module."""
+        return Fence.UNKNOWN
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
+        with self._lock:
+            own = self._reachable(peer)
+            index = self._own_index()
+            local, remote = local_and_remote(op, copies)
+            devices = (
+                _devices(index, index.check(local, copies.nbytes, side="local")),
+                _devices(own.index, own.index.check(remote, copies.nbytes, side="remote")),
+            )
+            handles = []
+            for kinds, chosen in _by_kind(devices):
+                rows = tuple(
+                    _rows(addresses[chosen], copies.nbytes[chosen], numbers[chosen])
+                    for addresses, (_, numbers) in zip((local, remote), devices, strict=True)
+                )
+                memory_kinds = self._memory_kind(kinds[0]), self._memory_kind(kinds[1])
+                try:
+                    handles.append(self._prepare(op, own, memory_kinds, (rows[0], rows[1])))
+                except BackendError:
+                    self._discard(handles)
+                    raise
+            return self._post(own, handles, op)
+
+    def _reachable(self, peer: RemotePeer) -> NixlPeer:
+        """`peer` as this backend's; raises where nothing may be posted to it."""
+        self._check_open()
+        if not isinstance(peer, NixlPeer):
+            raise LocalProtocolError(f"backend 'nixl': expected a peer of its own, found {type(peer).__name__}")
+        if not peer.connected:
+            raise PeerUnreachable(f"backend 'nixl': peer {peer.agent!r} of epoch {peer.epoch} was disconnected")
+        if peer.lost:
+            raise PeerUnreachable(f"backend 'nixl': peer {peer.agent!r} of epoch {peer.epoch} was lost: {peer.lost}")
+        return peer
+
+    def _prepare(
+        self, op: Op, peer: NixlPeer, kinds: tuple[Any, Any], rows: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+    ) -> int:
+        """A request that is not posted yet; `kinds` and `rows` (N x 3: address, length, device) are (local, remote)."""
+        operation = self._nixl.NIXL_WRITE if op is Op.WRITE else self._nixl.NIXL_READ
+        with self._lock, self._mapped(f"preparing {len(rows[0])} copies for peer {peer.agent!r}"):
+            local, remote = (self._nixl.nixlXferDList(kind, row) for kind, row in zip(kinds, rows, strict=True))
+            handle = int(self._agent.createXferReq(operation, local, remote, peer.agent, "", [self._ucx]))
+            self._handles.add(handle)
+            return handle
+
+    def _post(self, peer: NixlPeer, handles: list[int], op: Op) -> NixlTransfer:
+        transfer = NixlTransfer(self, peer, handles)
+        with self._lock:
+            self._check_open()
+            self._hold(peer.agent)
+            self._ask_all(transfer, self._agent.postXferReq, f"posting a {op.value}")
+        return transfer
+
+    def advance(self, transfer: NixlTransfer) -> None:
+        """Bring a pending transfer's status up to date."""
+        with self._lock:
+            if self._agent is None:
+                transfer.give_up("the engine was closed while the transfer was pending")
+                return
+            if transfer.status is TransferStatus.PENDING:  # another thread may have been here
+                self._ask_all(transfer, self._agent.getXferStatus, "transferring")
+
+    def _ask_all(self, transfer: NixlTransfer, call: Any, what: str) -> None:
+        """Take NIXL's answers until one is bad; a transfer that is no longer pending lets go of its agent."""
+        for handle in tuple(transfer.running):
+            if not self._ask(transfer, handle, call, what):
+                break
+        if transfer.status is not TransferStatus.PENDING:
+            self._drop(transfer.peer.agent)
+
+    def _ask(self, transfer: NixlTransfer, handle: int, call: Any, what: str) -> bool:
+        """Take NIXL's answer about `handle`; False once the transfer has gone wrong."""
+        try:
+            status = call(handle)
+        except self._errors as error:
+            if ERRORS.get(type(error).__name__) is PeerUnreachable:
+                transfer.peer.lost = transfer.peer.lost or str(error)
+            transfer.give_up(f"{what}: {type(error).__name__}: {error}")
+            return False
+        if status == self._nixl.NIXL_SUCCESS:
+            transfer.running.discard(handle)
+            if not transfer.running:
+                transfer.status = TransferStatus.DONE
+        elif status != self._nixl.NIXL_IN_PROG:
+            transfer.give_up(f"{what}: NIXL says {status}")
+            return False
+        return True
+
+    def release(self, transfer: NixlTransfer) -> None:
+        """Give a settled transfer's handles back."""
+        with self._lock:
+            self._discard(transfer.handles)
+            transfer.handles.clear()
+
+    def _discard(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            if handle not in self._handles:
+                continue
+            try:
+                self._agent.releaseXferReq(handle)
+                self._handles.discard(handle)
+            except self._errors as error:  # kept until the engine is closed
+                logger.warning("backend 'nixl': NIXL keeps a request: %s", error)
+
+    def close(self) -> None:
+        """Transfers still pending become `UNSETTLED`: the end of the engine here is no proof of theirs."""
+        with self._lock:
+            if self._agent is None:
+                return
+            self._discard(tuple(self._handles))
+            for agent in self._remote:
+                self._forget(agent)
+            for descriptors in self._registered:
+                with contextlib.suppress(*self._errors):
+                    self._agent.deregisterMem(descriptors, [self._ucx])
+            self._remote.clear()
+            self._handles.clear()
+            self._registered.clear()
+            self._agent = None
+
+    def _check_open(self) -> None:
+        if self._agent is None:
+            raise LocalProtocolError("backend 'nixl': the engine has been closed")
+
+    def _own_index(self) -> RegionIndex:
+        if self._local is None:
+            raise LocalProtocolError("backend 'nixl': register has not been called")
+        return self._local
+
+    @contextmanager
+    def _mapped(self, what: str) -> Iterator[None]:
+        """NIXL's exceptions as this library's."""
+        try:
+            yield
+        except self._errors as error:
+            kind = ERRORS.get(type(error).__name__, BackendError)
+            raise kind(f"backend 'nixl': {what}: {type(error).__name__}: {error}") from error
+
+
+_Devices = tuple[npt.NDArray[np.bool_], Addresses]
+"""Per copy: whether it is in GPU memory, and its device's number."""
+
+
+def _devices(index: RegionIndex, where: npt.NDArray[np.int64]) -> _Devices:
+    devices: list[Device] = [region.device for region in index.regions]
+    on_gpu = np.array([device.kind != CPU.kind for device in devices], dtype=np.bool_)
+    numbers = np.array([device.index for device in devices], dtype=np.uint64)
+    return on_gpu[where], numbers[where]
+
+
+def _by_kind(devices: tuple[_Devices, _Devices]) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_] | slice]]:
+    """Which copies have each pair of (local, remote) memory kinds; nothing for an empty batch."""
+    (local, _), (remote, _) = devices
+    for local_gpu in (False, True):
+        for remote_gpu in (False, True):
+            chosen = (local == local_gpu) & (remote == remote_gpu)
+            if chosen.any():
+                kinds = ("cuda" if local_gpu else "cpu", "cuda" if remote_gpu else "cpu")
+                yield kinds, slice(None) if chosen.all() else chosen
+
+
+def _rows(addresses: Addresses, nbytes: Addresses, devices: Addresses) -> npt.NDArray[np.uint64]:
+    """N x 3: address, length, device number."""
+    return np.stack((addresses, nbytes, devices), axis=1)

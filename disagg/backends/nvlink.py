@@ -1,0 +1,684 @@
+"""Backend `nvlink`: between GPUs of one machine, by a kernel that reads and writes the peer's memory directly.
+
+A rank gives out a handle of each CUDA allocation that its regions lie in; a peer maps it, with its own GPU current. One
+kernel then copies all pieces of a batch, whatever their sizes, in words of 16 bytes where both addresses allow that
+(`_nvlink.cu`). A write loads here and stores there; a read loads there and stores here. The peer's GPU does nothing.
+
+| what happens | status | why |
+|---|---|---|
+| the event after the kernel has passed | `DONE` | a kernel's stores are visible to every GPU when it has ended |
+| the event has not passed | `PENDING` | |
+| the event gives an error | `UNSETTLED` | the context is lost; what its kernels did is unknown until it is torn down |
+| an error before the first kernel of a batch | raised | nothing was posted |
+| an error after it | `FAILED` | what was posted has been waited for; `UNSETTLED` where that fails |
+| the peer's process is killed meanwhile | `DONE` | its memory stays allocated while it is mapped here |
+| the peer frees its memory meanwhile | `DONE` | the same; what it allocates next is other memory, never written |
+| the peer's process has ended | `PeerUnreachable` | at the next submit, where both are in one process-id namespace |
+
+So the death of a peer costs neither the context nor anyone's bytes (`tests/gpu/test_kill.py`). The CUDA documentation calls
+freeing exported memory before it is unmapped undefined: what the table says was observed on H200 GPUs (driver 580), it is not
+promised.
+
+`fence` is always `UNKNOWN`. This side's own transfers are proved by their events. What the *peer's* kernels still write
+into memory here cannot be seen from here, and CUDA offers no way to take a mapping away from a process that has it; nor
+does it say that the kernels of a process have stopped when the process has ended.
+
+What cannot be mapped is refused with the reason: memory of expandable segments and other memory that has no such handle
+(at `register`); another host, the same GPU, GPUs without access to each other (at `connect`).
+
+Addresses are checked on the GPU too, before anything is copied: a batch with one that is outside the registered regions is
+refused whole. `submit` waits for that verdict; where the GPU is too busy to give it soon, it checks them itself.
+
+The kernel runs on one stream of the highest priority, on at most `DISAGG_NVLINK_BLOCKS` multiprocessors
+(`DEFAULT_BLOCKS`), so that a server's own kernels keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from disagg.backends._nvlink_cuda import IPC_HANDLE_NBYTES, KERNEL_SOURCE, Allocation, Buffer, CudaError, Gpu, load_bindings
+from disagg.backends.base import (
+    BackendOptions,
+    Fence,
+    Op,
+    RegionIndex,
+    RemotePeer,
+    StagingShape,
+    TransferStatus,
+    decode_endpoint,
+    encode_endpoint,
+    local_and_remote,
+)
+from disagg.copies import Addresses, CopyBatch
+from disagg.errors import BackendError, ConfigError, LocalProtocolError, NotRegistered, PeerUnreachable, RemoteProtocolError
+from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+
+BLOCKS_VARIABLE = "DISAGG_NVLINK_BLOCKS"
+DEFAULT_BLOCKS = 16
+"""Thread blocks, and so multiprocessors, of a copy: as measured (`docs/benchmarks/nvlink-2xh200.json`)."""
+THREADS = 1024
+MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
+"""Bytes that a warp takes at a time."""
+TILES_PER_WARP = 4
+REFUSED_WORD, VERDICT_WORD = 1, 3
+"""Places in a batch's header (`_nvlink.cu`)."""
+CHECK_THREADS, CHECK_BLOCKS = 256, 64
+VERDICT_PATIENCE_S = 500e-6
+"""How long a submit waits for the GPU's check of its addresses before it checks them itself."""
+PART = 1 << 16
+"""Pieces in one launch: a larger batch is prepared and uploaded in parts while the parts before are copied."""
+SMALL_BUFFER = 1 << 13
+
+
+class _Exported(msgspec.Struct, frozen=True, array_like=True):
+    """An allocation, as a peer is told of it."""
+
+    base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    handle: Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_NBYTES, max_length=IPC_HANDLE_NBYTES)]
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which process of which machine. `pid` means something to processes of the same `pid_namespace` only."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started_at: int
+
+    @classmethod
+    def own(cls) -> Process:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(boot_id, str(Path("/proc/self/ns/pid").readlink()), os.getpid(), _started_at(os.getpid()))
+
+
+class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose memory it is, on which GPU, and its allocations."""
+
+    process: Process
+    gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    allocations: tuple[_Exported, ...]
+
+    def holding(self, region: RemoteRegion) -> _Exported:
+        """The allocation that a region lies in; raises `RemoteProtocolError` where there is none."""
+        for allocation in self.allocations:
+            if allocation.base <= region.address and region.address + region.nbytes <= allocation.base + allocation.nbytes:
+                return allocation
+        raise RemoteProtocolError(
+            f"endpoint of backend 'nvlink': region [{region.address:#x}, +{region.nbytes}) is in none of the "
+            f"{len(self.allocations)} allocations that it names"
+        )
+
+
+def _started_at(pid: int) -> int:
+    """When a process started, in clock ticks since the machine did: with its id, that names it for good."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+class Watch:
+    """Whether another process lives."""
+
+    def __init__(self, process: Process) -> None:
+        """Raises `PeerUnreachable` for one that has ended. One of another process-id namespace cannot be watched."""
+        self._descriptor: int | None = None
+        if process.pid_namespace != str(Path("/proc/self/ns/pid").readlink()):
+            return
+        try:
+            self._descriptor = os.pidfd_open(process.pid)
+            ended = _started_at(process.pid) != process.started_at
+        except OSError:
+            ended = True
+        if ended or self.has_ended():
+            self.close()
+            raise PeerUnreachable(f"backend 'nvlink': process {process.pid}, whose memory this is, has ended")
+
+    def has_ended(self) -> bool:
+        """`False` also where that is not known."""
+        if self._descriptor is None:
+            return False
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass(eq=False)
+class NvlinkPeer:
+    """One process's memory, mapped, at one epoch. `table`: on this GPU, for the kernel (see `_nvlink.cu`)."""
+
+    epoch: int
+    index: RegionIndex
+    watch: Watch
+    opened: list[int] = field(default_factory=list)
+    table: int = 0
+    connected: bool = True
+    pending: int = 0
+
+    @property
+    def regions(self) -> Sequence[RemoteRegion]:
+        return tuple(RemoteRegion(r.address, r.nbytes, r.device) for r in self.index.regions)
+
+
+class NvlinkTransfer:
+    """A batch's kernels, and the event after the last of them."""
+
+    def __init__(self, backend: NvlinkBackend, peer: NvlinkPeer) -> None:
+        self._backend = backend
+        self.peer = peer
+        self.buffers: list[Buffer] = []
+        self.posted = False
+        self.event: Any = None
+        self.status = TransferStatus.PENDING
+        self.error: str | None = None
+
+    def poll(self) -> TransferStatus:
+        if self.status is TransferStatus.PENDING:
+            self._backend.advance(self)
+        return self.status
+
+    def close(self) -> None:
+        """What a transfer holds goes back when it settles."""
+        if not self.status.settled:
+            raise LocalProtocolError(f"transfer: only a settled one can be closed, this one is {self.status.value}")
+
+
+class NvlinkBackend:
+    """One GPU's engine; `blocks` overrides the environment. Raises `BackendUnavailable` without a driver or the bindings."""
+
+    name = "nvlink"
+
+    def __init__(self, options: BackendOptions, *, blocks: int | None = None) -> None:
+        if options.require is not None:
+            raise ConfigError(f"backend 'nvlink' has a transport of its own, so it cannot require {options.require.value!r}")
+        self._blocks = _blocks() if blocks is None else blocks
+        load_bindings()
+        self._lock = threading.RLock()
+        self._open = True
+        self._engine: _Engine | None = None
+        self._local: RegionIndex | None = None
+        self._allocations: tuple[Allocation, ...] = ()
+        self._peers: set[NvlinkPeer] = set()
+        self._pending: set[NvlinkTransfer] = set()
+        self._transports: set[str] = set()
+
+    @property
+    def staging(self) -> StagingShape:
+        """Never packs: pieces of every size go at the same speed."""
+        return StagingShape(pack_below=0)
+
+    @property
+    def transport(self) -> str:
+        return " + ".join(sorted(self._transports)) or "peer memory (no peer yet)"
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        with self._lock:
+            self._check_open()
+            if self._local is not None:
+                raise LocalProtocolError("backend 'nvlink': register is called once")
+            engine = _Engine(Gpu(_one_gpu(regions)), self._blocks)
+            try:
+                with engine.gpu.current():
+                    extents = {region: _extent(engine.gpu, region) for region in regions}
+                    self._allocations = tuple(engine.gpu.export(base) for base, _ in sorted(set(extents.values())))
+                    index = RegionIndex(_joined(extents))
+                    engine.start([MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions])
+            except CudaError as error:
+                engine.close()
+                raise ConfigError(f"backend 'nvlink' cannot serve this memory: {error}: {list(regions)}") from error
+            except BaseException:
+                engine.close()
+                raise
+            self._engine = engine
+            self._local = index
+
+    def endpoint(self) -> bytes:
+        with self._lock:
+            self._check_open()
+            index, engine = self._own_index(), self._own_engine()
+            exported = tuple(_Exported(a.base, a.nbytes, a.handle) for a in self._allocations)
+            descriptor = _Descriptor(Process.own(), engine.gpu.uuid, exported)
+        regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions]
+        return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), regions)
+
+    # -- peers ----------------------------------------------------------------------------------------------------
+
+    def connect(self, endpoint: bytes, *, epoch: int) -> NvlinkPeer:
+        """Maps the peer's memory, and reads one byte of it through the kernel."""
+        raw, regions = decode_endpoint(self.name, endpoint)
+        try:
+            descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"endpoint of backend 'nvlink': {error}") from error
+        holding = {region: descriptor.holding(region) for region in regions}
+        with self._lock:
+            self._check_open()
+            engine = self._own_engine()
+            transport = _reach(engine.gpu, descriptor)
+            peer = NvlinkPeer(epoch, RegionIndex(regions), Watch(descriptor.process))
+            try:
+                with engine.gpu.current():
+                    bases = self._map(engine, peer, descriptor)
+                    deltas = [bases[holding[_region(r)].base] - holding[_region(r)].base for r in peer.index.regions]
+                    peer.table = engine.gpu.table(_table(peer.index.regions, deltas))
+                    if regions:
+                        self._touch(engine, peer, deltas[0])
+            except CudaError as error:
+                self._unmap(peer)
+                raise PeerUnreachable(f"backend 'nvlink': the peer's memory cannot be mapped: {error}") from error
+            except BaseException:
+                self._unmap(peer)
+                raise
+            self._peers.add(peer)
+            self._transports.add(transport)
+            return peer
+
+    def _map(self, engine: _Engine, peer: NvlinkPeer, descriptor: _Descriptor) -> dict[int, int]:
+        """Where each of the peer's allocations begins here, by where it begins there."""
+        if descriptor.process == Process.own():  # memory of this process is mapped already
+            return {allocation.base: allocation.base for allocation in descriptor.allocations}
+        bases = {}
+        for allocation in descriptor.allocations:
+            base = engine.gpu.open(allocation.handle)
+            peer.opened.append(base)
+            _, nbytes = engine.gpu.extent(base)
+            if nbytes < allocation.nbytes:
+                raise RemoteProtocolError(
+                    f"endpoint of backend 'nvlink': the handle is of {nbytes} bytes, not of {allocation.nbytes}"
+                )
+            bases[allocation.base] = base
+        return bases
+
+    def _touch(self, engine: _Engine, peer: NvlinkPeer, delta: int) -> None:
+        """Read one byte of a peer's memory, and run the kernels, over nothing: what is slow the first time is done."""
+        transfer = NvlinkTransfer(self, peer)
+        first = peer.index.regions[0].address
+        copies = CopyBatch(*(np.array([value], np.uint64) for value in (first, self._own_index().regions[0].address, 0)))
+        try:
+            engine.read_byte((first + delta) % 2**64)
+            engine.post(transfer, Op.READ, copies)
+            engine.drain()
+        finally:
+            engine.give_back(transfer)
+
+    def disconnect(self, peer: RemotePeer) -> None:
+        """Unmaps the peer's memory, or else the last of its pending transfers does so when it has settled."""
+        with self._lock:
+            if not isinstance(peer, NvlinkPeer) or not peer.connected:
+                return
+            peer.connected = False
+            if not peer.pending:
+                self._unmap(peer)
+
+    def _unmap(self, peer: NvlinkPeer) -> None:
+        """A context that is lost unmaps nothing; it takes its mappings with it when it is torn down."""
+        engine = self._own_engine()
+        self._peers.discard(peer)
+        peer.watch.close()
+        with suppress(CudaError), engine.gpu.current():
+            for base in peer.opened:
+                engine.gpu.close(base)
+            if peer.table:
+                engine.gpu.free(peer.table)
+        peer.opened, peer.table = [], 0
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 (the contract's)
+        """Always `UNKNOWN`: see the module."""
+        return Fence.UNKNOWN
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
+        with self._lock:
+            own, engine = self._reachable(peer), self._own_engine()
+            transfer = NvlinkTransfer(self, own)
+            if not len(copies):
+                transfer.status = TransferStatus.DONE
+                return transfer
+            own.pending += 1
+            self._pending.add(transfer)
+            try:
+                with engine.gpu.current():
+                    engine.post(transfer, op, copies)
+            except CudaError as error:
+                self._failed(transfer, error)
+                return transfer
+            if not engine.verdict(transfer, patience_s=VERDICT_PATIENCE_S):
+                self._check(transfer, op, copies)
+            return transfer
+
+    def _check(self, transfer: NvlinkTransfer, op: Op, copies: CopyBatch) -> None:
+        """The check that the GPU makes, where it is busy or refuses: raises for a piece outside the regions.
+
+        The kernels of a refused batch come to nothing.
+        """
+        local, remote = local_and_remote(op, copies)
+        try:
+            self._own_index().check(local, copies.nbytes, side="local")
+            transfer.peer.index.check(remote, copies.nbytes, side="remote")
+        except NotRegistered:
+            engine = self._own_engine()
+            with suppress(CudaError), engine.gpu.current():
+                engine.drain()
+                engine.give_back(transfer)
+            self._forget(transfer)
+            transfer.status = TransferStatus.FAILED
+            raise
+
+    def _forget(self, transfer: NvlinkTransfer) -> None:
+        """It is no longer pending; the last one of a disconnected peer unmaps it."""
+        self._pending.discard(transfer)
+        transfer.peer.pending -= 1
+        if not transfer.peer.connected and not transfer.peer.pending:
+            self._unmap(transfer.peer)
+
+    def _failed(self, transfer: NvlinkTransfer, error: CudaError) -> None:
+        """Posting did not succeed: raises where no copy was posted."""
+        transfer.error = f"posting: {error}"
+        engine = self._own_engine()
+        try:
+            with engine.gpu.current():
+                engine.drain()
+                engine.give_back(transfer)
+            transfer.status = TransferStatus.FAILED
+        except CudaError:
+            transfer.status = TransferStatus.UNSETTLED
+        if not transfer.posted:
+            transfer.status = TransferStatus.FAILED
+            self._forget(transfer)
+            raise BackendError(f"backend 'nvlink': nothing was posted: {error}") from error
+        if transfer.status is TransferStatus.FAILED:
+            self._forget(transfer)
+
+    def _reachable(self, peer: RemotePeer) -> NvlinkPeer:
+        """`peer` as this backend's; raises where nothing may be posted to it."""
+        self._check_open()
+        if not isinstance(peer, NvlinkPeer):
+            raise LocalProtocolError(f"backend 'nvlink': expected a peer of its own, found {type(peer).__name__}")
+        if not peer.connected:
+            raise PeerUnreachable(f"backend 'nvlink': the peer of epoch {peer.epoch} was disconnected")
+        if peer.watch.has_ended():
+            raise PeerUnreachable(f"backend 'nvlink': the process of the peer of epoch {peer.epoch} has ended")
+        return peer
+
+    def advance(self, transfer: NvlinkTransfer) -> None:
+        """Bring a pending transfer's status up to date."""
+        with self._lock:
+            if transfer.status is not TransferStatus.PENDING:  # another thread may have been here
+                return
+            engine = self._own_engine()
+            try:
+                with engine.gpu.current():
+                    past = engine.gpu.is_past(transfer.event)
+            except CudaError as error:
+                transfer.status, transfer.error = TransferStatus.UNSETTLED, transfer.error or f"copying: {error}"
+                return
+            if past:
+                self._settle(transfer)
+
+    def _settle(self, transfer: NvlinkTransfer) -> None:
+        """What was posted has ended: give back what the transfer held."""
+        if not self._own_engine().verdict(transfer, patience_s=0.0):
+            transfer.error = "the GPU refused addresses that are inside the registered regions"
+        transfer.status = TransferStatus.FAILED if transfer.error else TransferStatus.DONE
+        self._own_engine().give_back(transfer)
+        self._forget(transfer)
+
+    def close(self) -> None:
+        """Returns once every kernel posted here has ended; transfers are then `DONE`, or `UNSETTLED` in a lost context."""
+        with self._lock:
+            if not self._open:
+                return
+            engine = self._engine
+            if engine is not None:
+                with suppress(CudaError), engine.gpu.current():
+                    engine.drain()
+                for transfer in tuple(self._pending):
+                    transfer.poll()
+                for peer in tuple(self._peers):
+                    peer.connected = False
+                    self._unmap(peer)
+                engine.close()
+            self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise LocalProtocolError("backend 'nvlink': the engine has been closed")
+
+    def _own_index(self) -> RegionIndex:
+        if self._local is None:
+            raise LocalProtocolError("backend 'nvlink': register has not been called")
+        return self._local
+
+    def _own_engine(self) -> _Engine:
+        if self._engine is None:
+            raise LocalProtocolError("backend 'nvlink': register has not been called")
+        return self._engine
+
+
+class _Engine:
+    """The kernel on one GPU, its streams, and the buffers that batches travel to it in. Used with `current()` entered."""
+
+    def __init__(self, gpu: Gpu, blocks: int) -> None:
+        self.gpu = gpu
+        self._blocks = blocks
+        self._free: list[Buffer] = []
+        self._all: list[Buffer] = []
+        self._events: list[Any] = []
+        self._module: Any = None
+        self._move: Any = None
+        self._check_kernel: Any = None
+        self._uploads: Any = None
+        self.stream: Any = None
+        self._scratch = 0
+        self.local_table = (0, 0)
+
+    def start(self, regions: Sequence[MemoryRegion]) -> None:
+        """Serve `regions`, which are sorted."""
+        self._module, kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "check_pieces"])
+        self._move, self._check_kernel = kernels["move_pieces"], kernels["check_pieces"]
+        self._uploads, self.stream = self.gpu.stream(), self.gpu.stream()
+        self._scratch = self.gpu.table(np.zeros(2, np.uint64))
+        self.local_table = self.gpu.table(_table(regions, [0] * len(regions))), len(regions)
+        for capacity in (SMALL_BUFFER, SMALL_BUFFER, SMALL_BUFFER, SMALL_BUFFER, PART, PART):
+            self._free.append(self._buffer(capacity))
+
+    def _buffer(self, capacity: int) -> Buffer:
+        buffer = Buffer(self.gpu, capacity)
+        self._all.append(buffer)
+        return buffer
+
+    def _take(self, num_pieces: int) -> Buffer:
+        fitting = [buffer for buffer in self._free if buffer.capacity >= num_pieces]
+        if not fitting:
+            return self._buffer(SMALL_BUFFER if num_pieces <= SMALL_BUFFER else PART)
+        best = min(fitting, key=lambda buffer: buffer.capacity)
+        self._free.remove(best)
+        return best
+
+    def post(self, transfer: NvlinkTransfer, op: Op, copies: CopyBatch) -> None:
+        """Upload and check all parts, then copy them, unless a piece was refused; all of it in the GPU's own time.
+
+        `transfer.buffers` holds what was posted.
+        """
+        totals, num_parts = [], -(-len(copies) // PART)
+        remote = (transfer.peer.table, len(transfer.peer.index.regions))
+        for number in range(num_parts):
+            part = slice(number * PART, (number + 1) * PART)
+            source, destination, nbytes = copies.source[part], copies.destination[part], copies.nbytes[part]
+            buffer = self._take(len(nbytes))
+            transfer.buffers.append(buffer)
+            total, size = buffer.fill(source, destination, nbytes)
+            totals.append((buffer, len(nbytes), total))
+            self.gpu.call("cuMemcpyHtoDAsync", buffer.device_address, buffer.host_address, size, self._uploads)
+            self._check(transfer, len(nbytes), remote, op, last=number == num_parts - 1)
+        last = transfer.buffers[-1]
+        self.gpu.call("cuEventRecord", last.checked, self._uploads)
+        self.gpu.call("cuStreamWaitEvent", self.stream, last.checked, 0)
+        refused = transfer.buffers[0].device_address + 8 * REFUSED_WORD
+        transfer.posted = True
+        for buffer, count, total in totals:
+            blocks, tile = launch_shape(total, max_blocks=self._blocks)
+            arguments = (buffer.device_address, count, *remote, int(op is Op.READ), refused, tile)
+            self.gpu.launch(self._move, self.stream, arguments, blocks=blocks, threads=THREADS)
+        self.mark(transfer)
+
+    def _check(self, transfer: NvlinkTransfer, count: int, remote: tuple[int, int], op: Op, *, last: bool) -> None:
+        """Check the part uploaded last; after the last of all the verdict reaches its header, in host memory."""
+        buffer, refused = transfer.buffers[-1], transfer.buffers[0].device_address + 8 * REFUSED_WORD
+        verdict = buffer.host_address + 8 * VERDICT_WORD if last else 0
+        arguments = (buffer.device_address, count, *self.local_table, *remote, int(op is Op.READ), refused, verdict)
+        blocks = min(-(-count // CHECK_THREADS), CHECK_BLOCKS)
+        self.gpu.launch(self._check_kernel, self._uploads, arguments, blocks=blocks, threads=CHECK_THREADS)
+
+    def verdict(self, transfer: NvlinkTransfer, *, patience_s: float) -> bool | None:
+        """Whether all pieces lie in their regions, as the GPU found; `None` where it has not said so in time."""
+        words, deadline = transfer.buffers[-1].words, time.perf_counter() + patience_s
+        while not (found := int(words[VERDICT_WORD])):
+            if time.perf_counter() > deadline:
+                return None
+        return found == 1
+
+    def mark(self, transfer: NvlinkTransfer) -> None:
+        """The transfer's event comes after what has been posted."""
+        transfer.event = self._events.pop() if self._events else self.gpu.event()
+        self.gpu.call("cuEventRecord", transfer.event, self.stream)
+
+    def read_byte(self, address: int) -> None:
+        self.gpu.call("cuMemcpyDtoDAsync", self._scratch, address, 1, self._uploads)
+
+    def drain(self) -> None:
+        """Returns once all that was posted has ended."""
+        self.gpu.call("cuStreamSynchronize", self._uploads)
+        self.gpu.call("cuStreamSynchronize", self.stream)
+
+    def give_back(self, transfer: NvlinkTransfer) -> None:
+        self._free += transfer.buffers
+        if transfer.event is not None:
+            self._events.append(transfer.event)
+        transfer.buffers, transfer.event = [], None
+
+    def close(self) -> None:
+        """A lost context gives nothing back one by one; all of it ends with the context."""
+        with suppress(CudaError), self.gpu.current():
+            for buffer in self._all:
+                buffer.free(self.gpu)
+            for event in self._events:
+                self.gpu.call("cuEventDestroy", event)
+            for stream in (self.stream, self._uploads):
+                if stream is not None:
+                    self.gpu.call("cuStreamDestroy", stream)
+            for address in (self._scratch, self.local_table[0]):
+                if address:
+                    self.gpu.free(address)
+            if self._module is not None:
+                self.gpu.call("cuModuleUnload", self._module)
+        self.gpu.release()
+
+
+def launch_shape(total: int, *, max_blocks: int) -> tuple[int, int]:
+    """Thread blocks, and bytes in a tile, for `total` bytes: a few tiles for every warp, within bounds."""
+    warps = THREADS // 32
+    blocks = max(1, min(max_blocks, total // (warps * MIN_TILE)))
+    share = max(total // (blocks * warps * TILES_PER_WARP), 1)
+    return blocks, min(max(1 << (share.bit_length() - 1), MIN_TILE), MAX_TILE)
+
+
+def _blocks() -> int:
+    text = os.environ.get(BLOCKS_VARIABLE, str(DEFAULT_BLOCKS))
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise ConfigError(f"{BLOCKS_VARIABLE}: expected a number of thread blocks from 1 to 4096, found {text!r}")
+    return int(text)
+
+
+def _one_gpu(regions: Sequence[MemoryRegion]) -> int:
+    """The GPU that all regions are on."""
+    devices = sorted({region.device for region in regions})
+    if len(devices) != 1 or devices[0].kind == CPU.kind:
+        found = ", ".join(map(str, devices)) or "no memory"
+        raise ConfigError(f"backend 'nvlink': expected memory of one GPU, found {found}")
+    return devices[0].index
+
+
+def _extent(gpu: Gpu, region: MemoryRegion) -> tuple[int, int]:
+    """Base and size of a region's allocation; raises `ConfigError` where another process cannot map it."""
+    where = f"backend 'nvlink': the memory at {region.address:#x}"
+    found = gpu.ordinal_of(region.address)
+    if found != gpu.ordinal:
+        raise ConfigError(f"{where} is said to be on GPU {gpu.ordinal}, it is on {found}")
+    if not gpu.has_legacy_handle(region.address):
+        raise ConfigError(
+            f"{where} has no IPC handle, as it was not allocated by cudaMalloc "
+            "(PyTorch: expandable_segments:True allocates such memory; allocate KV pools without it)"
+        )
+    base, nbytes = gpu.extent(region.address)
+    if region.address + region.nbytes > base + nbytes:
+        raise ConfigError(f"{where}, {region.nbytes} bytes, leaves its allocation [{base:#x}, +{nbytes})")
+    return base, nbytes
+
+
+def _joined(extents: dict[MemoryRegion, tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+    """The same bytes as few regions, none of which leaves its allocation."""
+    joined = []
+    for base in sorted({base for base, _ in extents.values()}):
+        inside = [MemoryRegion(r.address, r.nbytes) for r, (own, _) in extents.items() if own == base]
+        device = next(r.device for r, (own, _) in extents.items() if own == base)
+        joined += [MemoryRegion(r.address, r.nbytes, device) for r in merge_regions(inside)]  # on the CPU touching ones join
+    return tuple(joined)
+
+
+def _table(regions: Sequence[MemoryRegion | RemoteRegion], deltas: Sequence[int]) -> Addresses:
+    """Regions as the kernel takes them: first addresses, ends, and what to add to have an address here."""
+    rows = [(r.address, r.address + r.nbytes, delta % 2**64) for r, delta in zip(regions, deltas, strict=True)]
+    return np.array(rows, dtype=np.uint64).reshape(-1, 3).T.ravel()
+
+
+def _region(region: MemoryRegion | RemoteRegion) -> RemoteRegion:
+    return RemoteRegion(region.address, region.nbytes, region.device)
+
+
+def _reach(gpu: Gpu, descriptor: _Descriptor) -> str:
+    """How this GPU reaches the peer's; raises `PeerUnreachable` where it cannot."""
+    own = Process.own()
+    if descriptor.process.boot_id != own.boot_id:
+        raise PeerUnreachable("backend 'nvlink': the peer is on another host; GPUs reach each other's memory inside one only")
+    if descriptor.gpu == gpu.uuid:
+        raise PeerUnreachable("backend 'nvlink': the peer is on the same GPU; ranks that share one are managers of one process")
+    ordinal = gpu.peers().get(descriptor.gpu)
+    if ordinal is None:
+        if descriptor.process == own:
+            raise RemoteProtocolError("endpoint of backend 'nvlink': a GPU of this process that it does not have")
+        return "peer memory (a GPU hidden from this process)"
+    if not gpu.can_access(ordinal):
+        raise PeerUnreachable(f"backend 'nvlink': GPU {gpu.ordinal} has no access to the memory of GPU {ordinal}")
+    if descriptor.process == own:
+        _enable(gpu, ordinal)
+    return "nvlink (inferred)" if gpu.has_nvlink(ordinal) else "pcie (inferred)"
+
+
+def _enable(gpu: Gpu, ordinal: int) -> None:
+    """Access to memory of another GPU of this process."""
+    other = Gpu(ordinal)
+    try:
+        with gpu.current():
+            gpu.enable_peer_access(other)
+    except CudaError as error:
+        raise PeerUnreachable(f"backend 'nvlink': no access to the memory of GPU {ordinal}: {error}") from error
+    finally:
+        other.release()

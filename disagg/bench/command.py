@@ -1,0 +1,140 @@
+"""The command `disagg-bench`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from disagg.bench.commands import Fault
+from disagg.bench.driver import run
+from disagg.bench.fleet import Progress
+from disagg.bench.plot import check_plot, plot
+from disagg.bench.report import Row, table, to_json
+from disagg.bench.sides import Side
+from disagg.bench.workload import Case
+from disagg.cli.errors import one_sentence
+from disagg.errors import ConfigError
+
+EPILOG = """\b
+Examples:
+  disagg-bench --backend nixl --model llama-3-8b --layers 8 --tokens 4096 \\
+      --prefill tp=4,page=16 --decode tp=2,page=64
+  disagg-bench --backend mooncake --model ./config.json --tokens 2048 \\
+      --prefill tp=2 --decode tp=1 --requests 8 --concurrency 4 --json rows.json
+  disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
+      --prefill tp=1 --decode tp=2          (two cases)
+  disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
+      --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
+"""
+
+
+@contextmanager
+def progress_to(console: Console) -> Iterator[Progress]:
+    """Where long work says what it does: one line that changes on a terminal, plain lines elsewhere."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+
+
+def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> list[Row]:
+    """Run cases one after the other, with progress on standard error."""
+    rows: list[Row] = []
+    with progress_to(console or Console(stderr=True)) as progress:
+        for number, case in enumerate(cases, 1):
+            what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
+            rows.append(run(case, lambda text, what=what: progress(what + text), connect=connect))  # type: ignore[misc]
+    return rows
+
+
+def say_problems(rows: Sequence[Row]) -> None:
+    """A sentence for every row that is not verified."""
+    for row in rows:
+        if not row.verified:
+            print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
+@click.option("--backend", required=True, help="Engine: nixl, mooncake, local, auto, or a third party's.")
+@click.option("--model", required=True, help="A preset, or the path of a config.json.")
+@click.option("--tokens", type=click.IntRange(1), required=True, help="Length of every request.")
+@click.option("--prefill", multiple=True, required=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16. Once per case.")
+@click.option("--decode", multiple=True, required=True, metavar="SIDE", help="The other side of the case at the same place.")
+@click.option("--requests", type=click.IntRange(1), default=1, help="Requests of a run.")
+@click.option("--concurrency", type=click.IntRange(1), default=1, help="Requests of a rank that are under way at a time.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the pools are.")
+@click.option("--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="What it may use.")
+@click.option(
+    "--verify",
+    type=click.Choice(["off", "sample", "full"]),
+    default="off",
+    help="The library's own sums. The benchmark compares every byte in any case.",
+)
+@click.option("--pack-below", type=click.IntRange(0), metavar="BYTES", help="Pack smaller pieces; 0: none; else the engine's.")
+@click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
+@click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Send in chunks of so many tokens; 0: at once.")
+@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="First tokens that the decode side has already.")
+@click.option("--repeat", type=click.IntRange(1), default=10, help="Runs of every case; the row is the median one's.")
+@click.option("--ceiling/--no-ceiling", default=True, help="Measure the engine alone too, in between.")
+@click.option("--seed", type=int, default=0, help="Of the random page ids.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that any one step may take.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows there.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows there (png, svg, pdf)."
+)
+@click.option(
+    "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank; all of them, for one case."
+)
+@click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Make a mistake on purpose.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@one_sentence
+def bench(
+    *,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    layers: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    connect: tuple[str, ...],
+    fault: str | None,
+    **settings: int | float | str | bool,
+) -> None:
+    """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
+    one line per case. The exit status is 0 only if every byte of every case was right.
+    """
+    logging.basicConfig(level=logging.ERROR)
+    if len(prefill) != len(decode):
+        raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
+    if connect and len(prefill) > 1:
+        raise ConfigError(f"connect: running ranks are one case, found {len(prefill)}")
+    if connect and settings["pack_below"] is not None:
+        raise ConfigError(
+            "pack-below: running ranks have been started with a threshold of their own; leave it out with --connect"
+        )
+    if plot_file is not None:
+        check_plot(plot_file)
+    cases = [
+        Case(
+            prefill=Side.parse(ours),
+            decode=Side.parse(theirs),
+            num_layers=layers,
+            fault=Fault(fault) if fault else None,
+            **settings,  # type: ignore[arg-type]
+        )
+        for ours, theirs in zip(prefill, decode, strict=True)
+    ]
+    rows = run_cases(cases, connect=connect)
+    print(table(rows))
+    if json_file is not None:
+        json_file.write_bytes(to_json(rows))
+    if plot_file is not None:
+        plot(rows, plot_file)
+    say_problems(rows)
+    sys.exit(0 if all(row.verified for row in rows) else 1)

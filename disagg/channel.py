@@ -1,0 +1,270 @@
+"""The control channel: one ZeroMQ ROUTER that peers dial, and one DEALER per rank that this one dials.
+
+Nothing here understands a message. One thread owns a channel; `wake` alone may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.auth.thread
+import zmq.utils.z85
+
+from disagg.errors import ConfigError
+from disagg.wire import MAX_MESSAGE_NBYTES
+
+
+def check_key(key: str, *, what: str) -> None:
+    """That `key` is one: 32 bytes as 40 characters of Z85. Raises `ConfigError` that does not show it."""
+    try:
+        valid = len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
+    except (ValueError, KeyError, struct.error):
+        valid = False
+    if not valid:
+        raise ConfigError(f"{what}: expected 40 characters of Z85, found {len(key)} that are none")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair, as Z85 text of 40 characters each. The secret is not printed."""
+
+    public: str
+    secret: str
+
+    def __post_init__(self) -> None:
+        check_key(self.public, what="public key")
+        check_key(self.secret, what="secret key")
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r}, secret=<hidden>)"
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """A new pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True)
+class Inbound:
+    """A message that a peer sent on a connection that it opened: answer it with `reply`."""
+
+    connection: bytes
+    user: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A message that came back on a connection that this side opened."""
+
+    address: str
+    data: bytes
+
+
+def parse_address(address: str, *, what: str) -> tuple[str, int]:
+    """Host and port of `tcp://host:port`; port 0 or `*` means any. Raises `ConfigError` quoting what is wrong."""
+    try:
+        parts = urlsplit(address.removesuffix(":*") + (":0" if address.endswith(":*") else ""))
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{what}: expected tcp://host:port, found {address!r} ({error})") from error
+    if parts.scheme != "tcp" or not host or port is None or parts.path:
+        raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
+    return host, port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for every interface."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
+def advertised_address(advertise: str | None, bound: str) -> str:
+    """Where peers reach this rank: as advertised, with the bound port where that names none; else where it is bound."""
+    if advertise is None:
+        return bound
+    host, port = parse_address(advertise, what="advertise")
+    return advertise if port else f"tcp://{host}:{parse_address(bound, what='listen')[1]}"
+
+
+class Channel:
+    """A bound ROUTER and the DEALERs of one manager.
+
+    `listen` is `tcp://host:port`; off loopback `keys` must be given, or `insecure=True`. `allow` says whether a public
+    key may connect. Raises `ConfigError` where the address cannot be bound, naming it.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        keys: KeyPair | None = None,
+        insecure: bool = False,
+        allow: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        host, port = parse_address(listen, what="listen")
+        if keys is None and not insecure and not is_loopback(host):
+            raise ConfigError(
+                f"listen: {listen!r} can be reached from other hosts, so it needs keys (disagg keygen), or insecure=True"
+            )
+        self._keys = keys
+        self._context = zmq.Context()
+        self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = False
+        self._poller = zmq.Poller()
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        try:
+            if keys is not None:
+                self._authenticator = _authenticator(self._context, allow)
+            self._router = self._socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if keys is not None:
+                self._router.curve_server = True
+                self._router.curve_publickey, self._router.curve_secretkey = keys.public.encode(), keys.secret.encode()
+            bracketed = f"[{host}]" if ":" in host else host
+            self._router.setsockopt(zmq.IPV6, int(":" in host))
+            self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = listen if port else f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        return socket
+
+    def connect(self, address: str, *, public_key: str | None = None) -> None:
+        """Dial `address`; a second call for it does nothing. The connection heals by itself."""
+        if address in self._dealers:
+            return
+        host, _ = parse_address(address, what="peer address")
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        if self._keys is not None:
+            if public_key is None:
+                socket.close(0)
+                raise ConfigError(f"peer address {address!r}: this side has keys, so the peer's public key is needed")
+            socket.curve_serverkey = public_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
+        socket.connect(address)
+        self._dealers[address] = socket
+        self._poller.register(socket, zmq.POLLIN)
+
+    def disconnect(self, address: str) -> None:
+        """Drop the connection and what it has not sent yet."""
+        socket = self._dealers.pop(address, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            socket.close(0)
+
+    def send(self, address: str, data: bytes) -> bool:
+        """Queue `data` for a dialled address; whether there was room. What is lost is said again by the protocol."""
+        socket = self._dealers.get(address)
+        return socket is not None and _send(socket, [data])
+
+    def reply(self, connection: bytes, data: bytes) -> bool:
+        """Queue `data` for a connection that a peer opened; whether it is still there and had room."""
+        return _send(self._router, [connection, data])
+
+    def wake(self) -> None:
+        """Have `poll` return; from any thread. Once is enough until it has."""
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._wake_fd, 1)
+
+    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
+        """Everything that has arrived; waits at most `timeout_s` for the first, or for `wake`."""
+        ready = dict(self._poller.poll(math.ceil(max(0, min(timeout_s, 3600)) * 1000)))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+            self._woken = False
+        if self._router in ready:
+            yield from self._inbound()
+        for address, socket in list(self._dealers.items()):
+            if socket in ready:
+                for frames in _frames(socket):
+                    if len(frames) == 1:
+                        yield Reply(address, frames[0].bytes)
+
+    def _inbound(self) -> Iterator[Inbound]:
+        for frames in _frames(self._router):
+            if len(frames) == 2:
+                user = frames[1].get("User-Id") if self._keys is not None else ""
+                yield Inbound(frames[0].bytes, str(user), frames[1].bytes)
+
+    def close(self) -> None:
+        """Close every socket; what was queued has a moment to leave. A second call does nothing."""
+        if self._context.closed:
+            return
+        for socket in self._dealers.values():
+            socket.close()
+        self._dealers.clear()
+        if hasattr(self, "_router"):
+            self._router.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        os.close(self._wake_fd)
+
+
+MAX_BATCH = 1024
+
+
+def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """What has arrived on a socket, up to a bound, so that none starves another."""
+    for _ in range(MAX_BATCH):
+        try:
+            yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return
+
+
+def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
+    try:
+        socket.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            return False
+        raise
+    return True
+
+
+def _authenticator(
+    context: zmq.Context[zmq.Socket[bytes]], allow: Callable[[str], bool]
+) -> zmq.auth.thread.ThreadAuthenticator:
+    """Let in the keys that `allow` knows."""
+
+    class Provider:
+        def callback(self, _domain: str, key: bytes) -> bool:
+            return allow(key.decode())
+
+    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback("*", Provider())
+    return authenticator

@@ -1,0 +1,16 @@
+"""The command `disagg`. Its subcommands are imported when they are used."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The command `disagg`."""
+    try:
+        from disagg.cli.group import disagg
+    except ImportError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.exit(f"disagg: the package {error.name!r} is missing: pip install 'disagg[cli]'")
+    disagg(prog_name="disagg")

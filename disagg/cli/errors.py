@@ -1,0 +1,33 @@
+"""How commands end: what went wrong, in one sentence."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from disagg.errors import ConfigError, DisaggError
+
+
+def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, ending with a sentence where it raised one of this library's errors, or could not use a file.
+
+    Exit status 2 for settings that cannot be, 1 for all else. With its flag `--debug` the error is raised as it is.
+    """
+
+    @functools.wraps(command)
+    def guarded(*, debug: bool = False, **options: Any) -> None:
+        try:
+            command(**options)
+        except (DisaggError, OSError) as error:
+            if debug:
+                raise
+            print(f"{click.get_current_context().command_path}: {error}", file=sys.stderr)
+            sys.exit(2 if isinstance(error, ConfigError) else 1)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return guarded

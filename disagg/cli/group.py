@@ -1,0 +1,39 @@
+"""The group of subcommands of `disagg`."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "prefill": "disagg.cli.rank:prefill",
+    "decode": "disagg.cli.rank:decode",
+    "explain": "disagg.cli.explain:explain",
+    "doctor": "disagg.cli.doctor:doctor",
+    "keygen": "disagg.cli.keygen:keygen",
+}
+"""Where each subcommand is: `module:name`."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"max_content_width": 120})
+@click.version_option(package_name="disagg", message="%(package)s %(version)s")
+def disagg() -> None:
+    """Move LLM inference state between prefill and decode ranks."""

@@ -1,0 +1,80 @@
+"""A finding, and where probes look."""
+
+from __future__ import annotations
+
+import enum
+import os
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+
+class Level(enum.Enum):
+    """`ERROR`: something that was asked for, or that is installed, does not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What was found; unless all is well, what follows from it and the command that fixes it."""
+
+    topic: str
+    level: Level
+    cause: str
+    consequence: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """All of it in one line: what an exception says."""
+        parts = [self.cause, self.consequence, f"to fix it: {self.fix}" if self.fix else ""]
+        return "; ".join(part for part in parts if part)
+
+
+def ok(topic: str, cause: str) -> Finding:
+    """All is well."""
+    return Finding(topic, Level.OK, cause)
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where probes look: files below `root`, environment variables, the shared-memory mount, and the memlock limit in
+    bytes (`None`: none).
+    """
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    shm: Path = Path("/dev/shm")  # noqa: S108 (asked how large it is)
+    memlock: int | None = field(default_factory=_memlock)
+
+    def read(self, path: str) -> str | None:
+        """A file's text, stripped; `None` where it cannot be read."""
+        try:
+            return (self.root / path).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        """Names in a folder, sorted; none where there is no folder."""
+        try:
+            return tuple(sorted(entry.name for entry in (self.root / path).iterdir()))
+        except OSError:
+            return ()
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """NVIDIA GPUs, by their bus addresses."""
+        return self.entries("proc/driver/nvidia/gpus")
+
+    @property
+    def rdma_devices(self) -> tuple[str, ...]:
+        return self.entries("sys/class/infiniband")

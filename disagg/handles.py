@@ -1,0 +1,135 @@
+"""What `KVManager.receiver` and `KVManager.sender` give back: one request each."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from disagg.errors import DisaggError, LocalProtocolError, RequestAborted
+from disagg.rows import Rows
+from disagg.session import Chunk, Event, ReceiveSession, RequestKey, SendSession
+from disagg.transfers import ReadyEvent
+from disagg.wire import MAX_PAYLOAD_NBYTES, TokenRange
+
+
+def combine(events: Iterable[Event]) -> DisaggError | None:
+    """How a request ended that several ranks took part in: the first failure among their events, `None` where all went
+    well. Which ranks those are is the server's matter; nothing here waits for another rank.
+    """
+    return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
+
+
+class Requests(Protocol):
+    """What handles ask of their manager. Nothing blocks; steps are taken in the control thread."""
+
+    def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
+    def send(self, sender: Sender, chunk: Chunk) -> None: ...
+    def finish(self, sender: Sender, payload: bytes) -> None: ...
+    def abort(self, handle: Receiver | Sender, error: RequestAborted) -> None: ...
+
+
+class RequestHandle:
+    """What `receiver` and `sender` give back. Thread-safe."""
+
+    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any) -> None:
+        self._requests = requests
+        self.key = key
+        self.peer = peer
+        self.tag = tag
+        self._ended = threading.Event()
+        self._event: Event | None = None
+
+    @property
+    def request_id(self) -> bytes:
+        return self.key.request_id
+
+    def poll(self) -> Event | None:
+        """How the request ended; `None` while it has not."""
+        return self._event
+
+    def wait(self, *, timeout_s: float | None = None) -> Event:
+        """How the request ended; raises `TimeoutError` where it has not within `timeout_s`."""
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
+        assert self._event is not None
+        return self._event
+
+    def end(self, event: Event) -> None:
+        """Called by the manager: the request has ended."""
+        self._event = event
+        self._ended.set()
+
+
+class Receiver(RequestHandle):
+    """One request that this rank receives."""
+
+    direction = "receive"
+    session: ReceiveSession | None = None
+
+    def abort(self, reason: str) -> None:
+        """End the request; the rows stay leased until every writer is proved quiet."""
+        self._requests.abort(self, RequestAborted(reason))
+
+
+class Sender(RequestHandle):
+    """One request that this rank sends, to every rank of the peer's group that it writes to."""
+
+    direction = "send"
+    session: SendSession | None = None
+
+    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any) -> None:
+        super().__init__(requests, key, peer, tag)
+        self._numbers = itertools.count()
+        self._finished = False
+
+    def needed(self, component: str) -> TokenRange | None:
+        """The tokens `[start, stop)` of `component` that the receivers need; `None` until all of them have reserved."""
+        return self.session.needed(component) if self.session is not None else None
+
+    def send(
+        self,
+        rows: Mapping[str, Rows],
+        *,
+        tokens: TokenRange | None = None,
+        layers: Sequence[int] | None = None,
+        ready: ReadyEvent | None = None,
+    ) -> None:
+        """Send rows: the tokens `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
+        (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
+
+        Returns at once. Raises `LocalProtocolError` for a component that was not declared, or after `finish`.
+        """
+        self._add(rows, tokens, layers, ready)
+
+    def finish(self, rows: Mapping[str, Rows] | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
+        """Send the last rows, and say that nothing more will come. `payload` reaches every receiver with its success."""
+        _check_payload(payload)
+        if self._finished:
+            raise LocalProtocolError(f"request {self.key}: finish() was already called")
+        if rows:
+            self._add(rows, None, None, ready)
+        self._finished = True
+        self._requests.finish(self, payload)
+
+    def abort(self, reason: str) -> None:
+        """End the request towards every receiver."""
+        self._requests.abort(self, RequestAborted(reason))
+
+    def _add(
+        self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
+    ) -> None:
+        if self._finished:
+            raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
+        self._requests.check_kinds(rows)
+        if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
+            raise LocalProtocolError(f"tokens: expected 0 <= start <= stop, found {tokens}")
+        chosen = None if layers is None else tuple(int(layer) for layer in layers)
+        self._requests.send(self, Chunk(next(self._numbers), dict(rows), tokens, chosen, ready))
+
+
+def _check_payload(payload: object) -> None:
+    if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
+        found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
+        raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")

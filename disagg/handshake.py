@@ -1,0 +1,168 @@
+"""What a rank says of itself to peers, how it judges what they say, and what it knows of each once they agree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
+from disagg.backends.base import Backend, Fence, RemotePeer, decode_endpoint
+from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.links import Identity
+from disagg.plan import TransferPlan
+from disagg.session import PeerRank
+from disagg.staging import RemoteRing, Ring
+from disagg.wire import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemoteRank:
+    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring."""
+
+    epoch: int
+    engine: RemotePeer
+    plan: TransferPlan
+    incoming: TransferPlan
+    ring: RemoteRing | None
+
+
+Grant = Callable[[PeerRank, int, int], RingGrant | None]
+"""The ring of a peer rank, at an epoch and a generation of its connection."""
+
+
+@dataclass
+class _Instance:
+    agreement: Agreement
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
+
+
+class Handshake:
+    """Judges hellos and welcomes, compares plans, connects the engine. One thread changes it; any may look."""
+
+    def __init__(self, identity: Identity, local: LocalRank, backend: Backend, *, grant: Grant) -> None:
+        self._identity = identity
+        self._local = local
+        self._backend = backend
+        self._grant = grant
+        self._placements = encode_placements(local.components)
+        self._instances: dict[str, _Instance] = {}
+
+    @property
+    def me(self) -> PeerRank:
+        return PeerRank(self._identity.instance, self._identity.rank)
+
+    def agreement(self, instance: str) -> Agreement | None:
+        """What was agreed with a peer instance."""
+        found = self._instances.get(instance)
+        return found.agreement if found is not None else None
+
+    def rank(self, peer: PeerRank) -> RemoteRank | None:
+        """A connected rank of a peer instance."""
+        found = self._instances.get(peer.instance)
+        return found.ranks.get(peer.rank) if found is not None else None
+
+    def num_connected(self, instance: str) -> int:
+        """How many ranks of a peer instance are connected."""
+        found = self._instances.get(instance)
+        return len(found.ranks) if found is not None else 0
+
+    def hello(self, generation: int) -> Hello:
+        """This rank's introduction on a connection of that generation."""
+        me = self._identity
+        return Hello(
+            version=PROTOCOL_VERSION,
+            instance=me.instance,
+            rank=me.rank,
+            epoch=me.epoch,
+            model=me.model,
+            revision=me.revision,
+            table=me.table,
+            address=me.address,
+            generation=generation,
+        )
+
+    def admit(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
+        """Answer a hello; raises `DisaggError` with both values where something that must match does not."""
+        me = self._identity
+        self._check_model(hello)
+        siblings = hello.instance == me.instance
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            instance=me.instance,
+            rank=me.rank,
+            epoch=me.epoch,
+            model=me.model,
+            revision=me.revision,
+            table=me.table,
+            plans=b"" if siblings else self._agree(hello).digests,
+            members=members() if me.leader else (),
+            placements=b"" if siblings else self._placements,
+            backend=self._backend.name,
+            endpoint=b"" if siblings else self._backend.endpoint(),
+            ring=None if siblings else self._grant(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation),
+        )
+
+    def examine(self, welcome: Welcome) -> int:
+        """Judge a peer's welcome, and give its number of ranks; raises `DisaggError` as `admit` does."""
+        who = PeerRank(welcome.instance, welcome.rank)
+        self._check_model(welcome)
+        if welcome.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"protocol version: {welcome.version} at {who}, {PROTOCOL_VERSION} at {self.me}")
+        if welcome.backend != self._backend.name:
+            raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}")
+        agreement = self._agree(welcome)
+        agreement.check_digests(welcome.plans)
+        return agreement.num_ranks
+
+    def _check_model(self, theirs: Hello | Welcome) -> None:
+        who = PeerRank(theirs.instance, theirs.rank)
+        for what, found, expected in (
+            ("model", theirs.model, self._identity.model),
+            ("model revision", theirs.revision, self._identity.revision),
+        ):
+            if found != expected:
+                raise RemoteProtocolError(f"{what}: {found!r} at {who}, {expected!r} at {self.me}")
+
+    def _agree(self, theirs: Hello | Welcome) -> Agreement:
+        """The agreement with an instance; computed once per table."""
+        known = self._instances.get(theirs.instance)
+        if known is None or known.agreement.table_bytes != theirs.table:
+            try:
+                known = _Instance(Agreement.between(self._local, theirs.table))
+            except LayoutError as error:
+                raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
+            self._instances[theirs.instance] = known
+        if theirs.rank >= known.agreement.num_ranks:
+            raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
+        return known.agreement
+
+    def connect(self, peer: PeerRank, welcome: Welcome) -> None:
+        """Connect the engine to a rank that has answered, and plan towards it; raises `DisaggError` where it cannot be."""
+        instance = self._instances[peer.instance]
+        placements = decode_placements(welcome.placements)
+        _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
+        plan, incoming = instance.agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
+        granted = welcome.ring
+        ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
+        remote_ring = RemoteRing(ring, regions) if ring is not None else None
+        engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
+        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring)
+        logger.info("%s: %s is ready", self.me, peer)
+
+    def disconnect(self, peer: PeerRank, epoch: int) -> Fence:
+        """Forget a rank at an epoch; whether it is proved that nothing of it is under way any more."""
+        instance = self._instances.get(peer.instance)
+        rank = instance.ranks.get(peer.rank) if instance is not None else None
+        if instance is None or rank is None or rank.epoch != epoch:
+            return Fence.UNKNOWN
+        del instance.ranks[peer.rank]
+        try:
+            fence = self._backend.fence(rank.engine, epoch=epoch)
+            self._backend.disconnect(rank.engine)
+        except DisaggError as error:
+            logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
+            return Fence.UNKNOWN
+        return fence

@@ -1,0 +1,351 @@
+"""The control thread: it alone touches the protocol, takes what arrives, and carries out the effects.
+
+`Hub` joins `links`, `session`, `handshake`, the channel and the transfer worker. Other threads hand it commands. A thread
+that dies fails every request at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.backends.base import Backend, Fence
+from disagg.channel import Channel, Inbound, Reply
+from disagg.errors import DisaggError, RemoteProtocolError
+from disagg.handshake import Handshake
+from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
+from disagg.packing import Packing, bind_outgoing
+from disagg.session import Event, PeerRank, ReceiveSession, SendMessage, Sessions, StartTransfer, Ticket
+from disagg.staging import SlotPool
+from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
+from disagg.wire import Busy, Complete, Credit, Message, RequestMessage, decode, encode
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_S = 0.0005
+JOIN_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Stats:
+    """Sums over all transfers that this rank has started, since its manager was built."""
+
+    nbytes: int = 0
+    pieces: int = 0
+    transfers: int = 0
+    failures: int = 0
+    nbytes_packed: int = 0
+    bind_s: float = 0.0
+    pack_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    unpack_s: float = 0.0
+
+    def add(self, settled: Settled) -> None:
+        self.transfers += 1
+        self.failures += bool(settled.error)
+        self.nbytes += 0 if settled.error else settled.nbytes
+        self.pieces += settled.pieces
+        self.nbytes_packed += 0 if settled.error else settled.packed
+        self.bind_s += settled.bind_s
+        self.pack_s += settled.pack_s
+        self.post_s += settled.post_s
+        self.wire_s += settled.wire_s
+
+
+class Hub:
+    """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies.
+
+    `problem` says why they died; `over` is set before the last look at who must be told, so that whoever comes later sees it.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        links: Links,
+        handshake: Handshake,
+        sessions: Sessions,
+        backend: Backend,
+        packing: Packing,
+        slots: SlotPool | None,
+        pack_below: int,
+        on_event: Callable[[Event], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._channel = channel
+        self._links = links
+        self._handshake = handshake
+        self.sessions = sessions
+        self.stats = Stats()
+        self.changed = threading.Condition()
+        self.problem = ""
+        self.over = False
+        self._on_event = on_event
+        self._on_death = on_death
+        self._commands: deque[Callable[[float], None]] = deque()
+        self._early: dict[PeerRank, list[StartTransfer]] = {}
+        self._lost: dict[PeerRank, int] = {}
+        self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
+        self._stopping = False
+        self._packing = packing
+        self._pack_below = pack_below if slots is not None else 0
+        self._worker = TransferWorker(
+            backend, name=str(handshake.me), slots=slots, on_reports=self._on_reports, on_death=self._on_worker_death
+        )
+        self._thread = threading.Thread(target=self._run, name=f"disagg-control-{handshake.me}", daemon=True)
+
+    def start(self) -> None:
+        self._worker.start()
+        self._thread.start()
+
+    def command(self, run: Callable[[float], None], *, on_error: Callable[[DisaggError], None] | None = None) -> None:
+        """Have the control thread call `run(now)`; from any thread. Its `DisaggError` goes to `on_error`."""
+
+        def guarded(now: float) -> None:
+            try:
+                run(now)
+            except DisaggError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+
+        self._commands.append(guarded)
+        self._channel.wake()
+
+    def when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
+        """Reserve a session's rows once `ready` has passed; in the control thread."""
+        self._rows_waiting.append((session, ready))
+
+    def stop(self, reason: str) -> None:
+        """Say goodbye and end both threads."""
+
+        def last(_: float) -> None:
+            self._links.close(reason)
+            self._stopping = True
+
+        self.command(last)
+        self._thread.join(JOIN_TIMEOUT_S)
+        self._worker.stop(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+            self.over = True
+        except BaseException as error:  # the thread's top: what it owned must fail, not hang
+            logger.exception("%s: the control thread died", self._handshake.me)
+            self._die(error)
+
+    def _on_worker_death(self, error: BaseException) -> None:
+        """In the worker's thread: without it nothing settles, so the control thread ends too, and fails what both owned."""
+
+        def die(_: float) -> None:
+            raise error
+
+        self.problem = f"the transfer thread died: {type(error).__name__}: {error}"
+        self.command(die)
+
+    def _die(self, error: BaseException) -> None:
+        """The last act of the control thread: no session changes any more."""
+        self.over = True
+        self.problem = self.problem or f"the control thread died: {type(error).__name__}: {error}"
+        self._on_death(self.problem)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake whoever waits for a change of peers or health."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def _turn(self) -> None:
+        """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
+        for arrived in self._channel.poll(self._idle_s()):
+            self._take(arrived, time.monotonic())
+        now = time.monotonic()
+        for _ in range(len(self._commands)):
+            self._commands.popleft()(now)
+        self._take_ready_rows(now)
+        self._links.tick(now)
+        self._packing.tick(now)
+        self._carry_out_links(now)
+        self.sessions.tick(now)
+        self._carry_out_sessions()
+        for peer, message in self._packing.take_messages():
+            self._say(peer, message)
+
+    def _idle_s(self) -> float:
+        """How long nothing is due."""
+        if self._commands:
+            return 0.0
+        due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick()) - time.monotonic()
+        return min(due, READY_POLL_S) if self._rows_waiting else due
+
+    def _take(self, arrived: Inbound | Reply, now: float) -> None:
+        """One message; what cannot be read, or breaks the protocol, is refused and changes nothing."""
+        try:
+            message = decode(arrived.data)
+            if isinstance(arrived, Reply):
+                self._links.on_reply(arrived.address, message, now)
+                return
+            peer = self._links.on_inbound(arrived.connection, arrived.user, message, now)
+            if peer is None:
+                return
+            if isinstance(message, Complete):
+                self._take_filled(peer, message)
+            if isinstance(message, Credit):
+                self._take_credit(peer, message)
+            elif isinstance(message, RequestMessage | Busy):
+                self.sessions.on_message(peer, message, now)
+        except RemoteProtocolError as error:
+            logger.warning("%s: refused a message: %s", self._handshake.me, error)
+
+    def _take_filled(self, peer: PeerRank, message: Complete) -> None:
+        """Have what a writer has put into this rank's ring scattered."""
+        rank = self._handshake.rank(peer)
+        if rank is None:
+            return
+        for filled in message.filled:
+            begin = functools.partial(self.sessions.receives.begin_unpack, peer, message)
+            unpack = self._packing.take(peer, filled, begin, rank.incoming)
+            if unpack is not None:
+                self._worker.submit(unpack)
+
+    def _take_credit(self, peer: PeerRank, message: Credit) -> None:
+        """Slots of a peer's ring are free again."""
+        rank = self._handshake.rank(peer)
+        if rank is None or rank.ring is None:
+            return
+        for slot, sequence in message.slots:
+            self._packing.on_credit(peer, slot, sequence)
+            rank.ring.credit(slot, sequence)
+        self._worker.wake()
+
+    def _take_ready_rows(self, now: float) -> None:
+        waiting, self._rows_waiting = self._rows_waiting, []
+        for session, ready in waiting:
+            if session.error is not None:
+                continue
+            if ready.query():
+                self.sessions.receives.ready(session, now)
+            else:
+                self._rows_waiting.append((session, ready))
+
+    def _carry_out_links(self, now: float) -> None:
+        while self._links.effects:
+            match self._links.effects.popleft():
+                case Dial(address, public_key):
+                    self._channel.connect(address, public_key=public_key)
+                case HangUp(address):
+                    self._channel.disconnect(address)
+                case SayHello(address, generation):
+                    self._channel.send(address, encode(self._handshake.hello(generation)))
+                case Say(address, message):
+                    self._channel.send(address, encode(message))
+                case Answer(connection, message):
+                    self._channel.reply(connection, encode(message))
+                case Ready() as ready:
+                    self._connect(ready)
+                case Lost() as lost:
+                    self._lose(lost, now)
+
+    def _connect(self, ready: Ready) -> None:
+        try:
+            self._handshake.connect(ready.peer, ready.welcome)
+        except DisaggError as error:
+            logger.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, error)
+            self._links.refuse(ready.peer, str(error), time.monotonic())
+            return
+        if self._lost.pop(ready.peer, None) == ready.epoch:
+            self.sessions.receives.peer_back(ready.peer, time.monotonic())
+        for start in self._early.pop(ready.peer, []):
+            self._start(start)
+        self.notify()
+
+    def _lose(self, lost: Lost, now: float) -> None:
+        level = logging.INFO if lost.announced else logging.WARNING
+        logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
+        self._lost[lost.peer] = lost.epoch
+        self.sessions.peer_lost(lost.peer, lost.cause, now)
+        self._packing.lose(lost.peer)
+        for start in self._early.pop(lost.peer, []):
+            self.sessions.sends.settled(start.ticket, now=now, error=f"{lost.peer} is gone: {lost.cause}")
+        if self._handshake.disconnect(lost.peer, lost.epoch) is Fence.QUIET:
+            self.sessions.peer_quiet(lost.peer)
+            self._packing.quiet(lost.peer)
+        self.notify()
+
+    def _carry_out_sessions(self) -> None:
+        effects = self.sessions.effects
+        while effects:
+            match effects.popleft():
+                case SendMessage(peer, message):
+                    self._say(peer, message)
+                case StartTransfer() as start:
+                    self._start(start)
+                case Event() as event:
+                    self._on_event(event)
+
+    def _say(self, peer: PeerRank, message: Message) -> None:
+        """What cannot be sent now is said again by the protocol."""
+        link = self._links.link(peer)
+        if link is not None:
+            self._channel.send(link.address, encode(message))
+
+    def _start(self, start: StartTransfer) -> None:
+        """Hand a transfer to the worker; before its rank is connected it waits."""
+        ticket = start.ticket
+        rank = self._handshake.rank(ticket.peer)
+        session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+        if session is None:
+            return
+        if rank is None:
+            self._early.setdefault(ticket.peer, []).append(start)
+            return
+        destination = session.destinations[ticket.peer]
+        plan, pack_below = rank.plan, self._pack_below if rank.ring is not None else 0
+        job = Job(
+            ticket,
+            rank.engine,
+            lambda: bind_outgoing(plan, start, pack_below=pack_below),
+            lambda: destination.reason != "",
+            start.chunk.ready,
+            rank.ring,
+        )
+        self._worker.submit(job)
+
+    def _on_reports(self, reports: list[Report]) -> None:
+        """In the worker's thread: hand reports to the control thread."""
+
+        def take(now: float) -> None:
+            for report in reports:
+                self._take_report(report, now)
+
+        self.command(take)
+
+    def _take_report(self, report: Report, now: float) -> None:
+        if isinstance(report, Unpacked):
+            self.stats.unpack_s += report.seconds
+            session, peer, filled = self._packing.unpacked(report)
+            done = {"chunk": filled.chunk, "nbytes": filled.nbytes}
+            self.sessions.receives.end_unpack(session, peer, **done, now=now, error=report.error)
+            return
+        ticket: Any = report.ticket
+        if isinstance(report, SlotFilled):
+            self._tell_filled(ticket, report, now)
+            return
+        if not report.unsettled:
+            self.stats.add(report)
+        self.sessions.sends.settled(ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed)
+
+    def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
+        session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+        destination = session.destinations.get(ticket.peer) if session is not None else None
+        if destination is not None and destination.reserve is not None:
+            self._packing.on_slot_filled(ticket.peer, ticket, destination.reserve.nonce, report, now)

@@ -1,0 +1,509 @@
+"""`KVManager`: what a server embeds. It checks what the server says, in the server's thread, and leaves the rest to `hub`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disagg import backends
+from disagg.agreement import Agreement, LocalRank, ModelId
+from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
+from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
+from disagg.component import Component
+from disagg.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RequestAborted
+from disagg.handles import Receiver, Sender
+from disagg.handshake import Handshake
+from disagg.hub import Hub, Stats
+from disagg.leases import Lease, LeaseState
+from disagg.links import Identity, LinkLimits, Links
+from disagg.memory import merge_regions
+from disagg.packing import Packing
+from disagg.plan import check_rows
+from disagg.rows import Pages, Rows, Slot
+from disagg.session import Chunk, Event, Limits, PeerRank, RequestKey, Sessions
+from disagg.staging import RingPool, SlotPool
+from disagg.topology import Topology
+from disagg.transfers import ReadyEvent
+from disagg.wire import TokenRange
+
+logger = logging.getLogger(__name__)
+
+
+def new_request_id() -> bytes:
+    """A request id that no other request has: 128 random bits."""
+    return secrets.token_bytes(16)
+
+
+@dataclass(frozen=True)
+class PeerHealth:
+    """One configured peer: whether all its ranks are ready, and if not, why."""
+
+    ready: bool
+    problem: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `KVManager.health()` says. `ok` is false for good once a thread of the manager has died, or it was closed.
+
+    `quarantined` counts requests whose rows are not proved quiet, by reason.
+    """
+
+    ok: bool
+    problem: str
+    peers: dict[str, PeerHealth]
+    num_receiving: int
+    num_sending: int
+    quarantined: dict[str, int]
+
+
+class KVManager:
+    """One rank's transfers. Every call returns at once; work happens in two supervised threads.
+
+    `name` names the instance, and is the same on all its ranks; `leader` is the control address of rank 0, which answers
+    for the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`; where that is
+    every interface, `advertise` says which address peers use. Its host is also where the engine is reached. Off loopback
+    it takes `keys`, or `insecure=True`; an engine with an open TCP data plane takes `trusted_network=True` as well. Pieces
+    below `pack_below` bytes travel packed (0: never; `None`: as is known to be fast for the engine).
+
+    Raises `ConfigError` for settings that cannot be, `BackendUnavailable` where the engine cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        topology: Topology,
+        components: Sequence[Component],
+        model: ModelId,
+        backend: str | Callable[[BackendOptions], Backend] = "auto",
+        listen: str = "tcp://127.0.0.1:0",
+        advertise: str | None = None,
+        leader: str | None = None,
+        keys: KeyPair | None = None,
+        insecure: bool = False,
+        trusted_network: bool = False,
+        transport: str = "auto",
+        devices: Sequence[str] = (),
+        require: str | None = None,
+        pack_below: int | None = None,
+        limits: Limits | None = None,
+        link_limits: LinkLimits | None = None,
+    ) -> None:
+        self.name, self.topology = name, topology
+        self._local = LocalRank.of(topology, components)
+        options = _options(listen, advertise, transport, devices, require, trusted_network)
+        if leader is None and topology.rank != 0:
+            raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} must be told the address of rank 0")
+        self._has_keys = keys is not None
+        self._allowed = {keys.public} if keys is not None else set()
+        with contextlib.ExitStack() as opened:
+            channel = Channel(listen, keys=keys, insecure=insecure, allow=self._allowed.__contains__)
+            opened.callback(channel.close)
+            self.backend = backend(options) if callable(backend) else backends.load(backend, options)
+            opened.callback(self.backend.close)
+            shape = dataclasses.replace(self.backend.staging, **({} if pack_below is None else {"pack_below": pack_below}))
+            slots, rings = (SlotPool(shape), RingPool(shape)) if shape.pack_below else (None, None)
+            staged = [pool.region for pool in (slots, rings) if pool is not None]
+            self.backend.register(merge_regions([*(r for component in components for r in component.regions), *staged]))
+            self._opened = opened.pop_all()
+        self.address = advertised_address(advertise, channel.address)
+        identity = Identity(
+            instance=name,
+            rank=topology.rank,
+            num_ranks=topology.num_ranks,
+            epoch=secrets.randbits(62),
+            model=model.name,
+            revision=model.revision,
+            table=self._local.table.encode(),
+            address=self.address,
+            leader=leader is None,
+        )
+        packing = Packing(rings, limits=limits or Limits())
+        self._handshake = Handshake(identity, self._local, self.backend, grant=packing.grant)
+        self._links = Links(
+            identity,
+            leader=leader,
+            leader_key=keys.public if keys is not None else None,
+            admit=self._handshake.admit,
+            examine=self._handshake.examine,
+            limits=link_limits,
+        )
+        self._handles: dict[tuple[str, str, RequestKey], Receiver | Sender] = {}
+        self._leases: set[Lease] = set()
+        self._events: deque[Event] = deque()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._draining = self._closed = False
+        self._hub = Hub(
+            channel=channel,
+            links=self._links,
+            handshake=self._handshake,
+            sessions=Sessions(group=topology.dp_rank, limits=limits),
+            backend=self.backend,
+            packing=packing,
+            slots=slots,
+            pack_below=shape.pack_below,
+            on_event=self._end_request,
+            on_death=self._fail_everything,
+        )
+        self._hub.start()
+        self._hub.command(self._links.join)
+        logger.info(
+            "%s: listening at %s, backend %s over %s, components %s",
+            self._handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in components),
+        )  # fmt: skip
+
+    def __enter__(self) -> KVManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- peers -------------------------------------------------------------------------------------------------------
+
+    def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
+        """Know a peer instance by the control address of its leader. A new address or key replaces the old one."""
+        self._check_alive()
+        parse_address(address, what=f"peer {name!r}")
+        if name == self.name:
+            raise ConfigError(f"peer: {name!r} is this instance's own name")
+        if self._has_keys and public_key is None:
+            raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
+        if public_key is not None:
+            check_key(public_key, what=f"peer {name!r}, public key")
+            self._allowed.add(public_key)
+        self._hub.command(lambda now: self._links.add_peer(name, address, public_key, now))
+
+    def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
+        """Wait until every rank of a peer has answered, plans are compared, and the engine is connected.
+
+        Raises `PeerUnreachable` with the reason where that does not happen in time.
+        """
+        with self._hub.changed:
+            self._hub.changed.wait_for(lambda: self._is_ready(name) or self._problem, timeout_s)
+        self._check_alive()
+        if not self._is_ready(name):
+            raise PeerUnreachable(f"peer {name!r} is not ready after {timeout_s} s: {self._peer_problem(name)}")
+
+    def engine(self, peer: str, rank: int) -> tuple[Backend, RemotePeer]:
+        """The engine and its connection to one rank, for measuring it without the protocol.
+
+        Raises `PeerUnreachable` where that rank is not connected.
+        """
+        remote = self._handshake.rank(PeerRank(peer, rank))
+        if remote is None:
+            raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._peer_problem(peer)}")
+        return self.backend, remote.engine
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def receiver(
+        self,
+        request_id: bytes,
+        *,
+        peer: str,
+        rows: Mapping[str, Rows],
+        need: Mapping[str, TokenRange] | None = None,
+        group: int = 0,
+        attempt: int = 0,
+        deadline_s: float = 60.0,
+        ready: ReadyEvent | None = None,
+        tag: Any = None,
+    ) -> Receiver:
+        """Reserve rows for a request that `peer`'s `group` will send. `need` says, for each component of pages, which
+        tokens `[start, stop)` of the request; a slot is always needed whole.
+
+        Nothing is reserved before `ready` has passed. Raises `PeerUnreachable` where the peer is not ready, `LayoutError`
+        for rows that cannot take what is needed, `LocalProtocolError` for an attempt that was used before.
+        """
+        agreement = self._agreement(peer)
+        if not 0 <= group < agreement.num_groups:
+            raise LocalProtocolError(f"group: peer {peer!r} has groups 0 to {agreement.num_groups - 1}, found {group}")
+        self.check_kinds(rows)
+        needed = self._needs(agreement, rows, need or {})
+        receiver = Receiver(self, _key(request_id, attempt), peer, tag)
+        self._add(receiver)
+        expected, rows = agreement.expected(self._local, group, needed), dict(rows)
+
+        def open_receive(now: float) -> None:
+            session = receiver.session = self._hub.sessions.receives.open(
+                receiver.key,
+                peer=peer,
+                nonce=secrets.randbits(62),
+                source_group=group,
+                rows=rows,
+                need=needed,
+                expected=expected,
+                now=now,
+                deadline=now + deadline_s,
+                ready=ready is None,
+                tag=tag,
+            )
+            self._leases.add(session.lease)
+            if ready is not None:
+                self._hub.when_ready(session, ready)
+
+        self._open(receiver, open_receive)
+        return receiver
+
+    def sender(self, request_id: bytes, *, peer: str, attempt: int = 0, deadline_s: float = 60.0, tag: Any = None) -> Sender:
+        """Serve a request to `peer`, whichever of its groups reserves it. Order is free: rows sent before are held.
+
+        Raises `PeerUnreachable` where the peer is not ready, `LocalProtocolError` for an attempt that was used before.
+        """
+        agreement = self._agreement(peer)
+        sender = Sender(self, _key(request_id, attempt), peer, tag)
+        self._add(sender)
+
+        def open_send(now: float) -> None:
+            session = sender.session = self._hub.sessions.sends.open(
+                sender.key,
+                peer=peer,
+                expected=agreement.readers(self._local),
+                peer_group_size=agreement.group_size,
+                now=now,
+                deadline=now + deadline_s,
+                tag=tag,
+            )
+            self._leases.add(session.lease)
+
+        self._open(sender, open_send)
+        return sender
+
+    def events(self) -> list[Event]:
+        """Every request that has ended since the last call."""
+        with contextlib.suppress(OSError):  # nothing to read, or closed
+            os.eventfd_read(self._event_fd)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `events` has something to give."""
+        return self._event_fd
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over the transfers that this rank has started."""
+        return self._hub.stats
+
+    def health(self) -> Health:
+        """The state now; never blocks."""
+        names = list(self._links.instances)
+        quarantined: dict[str, int] = {}
+        for lease in list(self._leases):
+            if lease.state is LeaseState.QUARANTINED:
+                quarantined[lease.reason] = quarantined.get(lease.reason, 0) + 1
+        sessions = self._hub.sessions
+        return Health(
+            not self._problem,
+            self._problem,
+            {name: PeerHealth(self._is_ready(name), self._peer_problem(name)) for name in names},
+            len(sessions.receives.sessions),
+            len(sessions.sends.sessions),
+            quarantined,
+        )
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Take no new requests, and wait for those under way; whether all have ended in time."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        for handle in list(self._handles.values()):
+            with contextlib.suppress(TimeoutError):
+                handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+        return not self._handles
+
+    def close(self) -> None:
+        """Say goodbye, end what is under way, stop the threads and the engine. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._hub.stop("the manager was closed")
+        self._fail_everything("the manager was closed")
+        self._hub.notify()
+        self._opened.close()
+        os.close(self._event_fd)
+
+    # -- for handles, in the server's threads ------------------------------------------------------------------------
+
+    def send(self, sender: Sender, chunk: Chunk) -> None:
+        """See `Sender.send`."""
+
+        def send(now: float) -> None:
+            if sender.session is not None:
+                self._hub.sessions.sends.send(sender.session, chunk, now)
+
+        self._check_alive()
+        self._hub.command(send)
+
+    def finish(self, sender: Sender, payload: bytes) -> None:
+        """See `Sender.finish`."""
+
+        def finish(now: float) -> None:
+            if sender.session is not None:
+                self._hub.sessions.sends.finish(sender.session, payload, now)
+
+        self._check_alive()
+        self._hub.command(finish)
+
+    def abort(self, handle: Receiver | Sender, error: RequestAborted) -> None:
+        """See `Receiver.abort` and `Sender.abort`."""
+
+        def abort(now: float) -> None:
+            if isinstance(handle, Receiver) and handle.session is not None:
+                self._hub.sessions.receives.abort(handle.session, error, now)
+            elif isinstance(handle, Sender) and handle.session is not None:
+                self._hub.sessions.sends.abort(handle.session, error, now)
+
+        if not self._problem:
+            self._hub.command(abort)
+
+    def check_kinds(self, rows: Mapping[str, Rows]) -> None:
+        """That rows are of declared components and of their kind; raises `LocalProtocolError`."""
+        for name, given in rows.items():
+            layouts = self._local.table.components.get(name)
+            if layouts is None:
+                known = ", ".join(sorted(self._local.table.components))
+                raise LocalProtocolError(f"rows: no component {name!r} was declared; there are {known}")
+            kind = next(layout.rows for layout in layouts if layout is not None)
+            expected = Pages if kind == "pages" else Slot
+            if not isinstance(given, expected):
+                raise LocalProtocolError(f"rows of {name!r}: expected {expected.__name__}, found {type(given).__name__}")
+
+    def _needs(self, agreement: Agreement, rows: Mapping[str, Rows], need: Mapping[str, TokenRange]) -> dict[str, TokenRange]:
+        """What this rank needs of every agreed component that it holds; checks the rows against it."""
+        unknown = sorted(need.keys() - self._local.table.components.keys())
+        if unknown:
+            raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
+        held = self._local.table.ranks[self.topology.group_rank].by_name
+        needed: dict[str, TokenRange] = {}
+        for name in agreement.incoming.components:
+            layout, placement = held.get(name), self._local.placements.get(name)
+            if layout is None or placement is None:
+                continue
+            start, stop = (0, 1) if layout.rows == "slot" else need.get(name, (-1, -1))
+            if not 0 <= start <= stop:
+                raise LocalProtocolError(f"need of {name!r}: expected tokens 0 <= start <= stop, found {need.get(name)}")
+            needed[name] = (int(start), int(stop))
+            if start == stop:
+                continue
+            if name not in rows:
+                raise LocalProtocolError(f"rows: component {name!r} is needed, but no rows are given for it")
+            check_rows(layout, placement, rows[name], needed[name])
+        return needed
+
+    def _agreement(self, peer: str) -> Agreement:
+        self._check_alive()
+        if self._draining:
+            raise LocalProtocolError("the manager is draining: it takes no new requests")
+        agreement = self._handshake.agreement(peer)
+        if agreement is None or not self._is_ready(peer):
+            raise PeerUnreachable(f"peer {peer!r} is not ready: {self._peer_problem(peer)}")
+        return agreement
+
+    def _add(self, handle: Receiver | Sender) -> None:
+        if self._handles.setdefault(_place(handle), handle) is not handle:
+            raise LocalProtocolError(f"request {handle.key}: this attempt is under way; use a new attempt number")
+
+    def _open(self, handle: Receiver | Sender, run: Callable[[float], None]) -> None:
+        """Have a session opened; its failure ends the handle, and so does a control thread that died just now."""
+        self._hub.command(run, on_error=lambda error: self._end_unopened(handle, error))
+        if self._hub.over:
+            self._fail_everything(self._problem)
+
+    @property
+    def _problem(self) -> str:
+        return self._hub.problem or ("the manager was closed" if self._closed else "")
+
+    def _check_alive(self) -> None:
+        if self._problem:
+            raise LocalProtocolError(f"the manager has ended: {self._problem}")
+
+    def _is_ready(self, name: str) -> bool:
+        instance = self._links.instances.get(name)
+        return instance is not None and instance.ready and self._handshake.num_connected(name) == instance.num_ranks
+
+    def _peer_problem(self, name: str) -> str:
+        instance = self._links.instances.get(name)
+        if instance is None:
+            return "it is not configured; add_peer() it"
+        return "" if self._is_ready(name) else instance.problem
+
+    # -- ends, in the hub's threads ----------------------------------------------------------------------------------
+
+    def _end_request(self, event: Event) -> None:
+        """Tell the server."""
+        handle = self._handles.pop((event.direction, event.peer, event.key), None)
+        event.lease.on_release(lambda: self._leases.discard(event.lease))
+        if not event.ok:
+            who, what = self._handshake.me, f"{event.direction} of request {event.key}"
+            logger.warning("%s: %s with %s failed: %s", who, what, event.peer, event.error)
+        if handle is None:
+            return
+        handle.end(event)
+        self._events.append(event)
+        os.eventfd_write(self._event_fd, 1)
+
+    def _end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
+        """A request that could not be opened: nothing ever touched its rows."""
+        lease = Lease()
+        lease.release()
+        self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag))
+
+    def _fail_everything(self, reason: str) -> None:
+        """Nothing can be promised any more: every request ends, and rows that are not released are quarantined."""
+        for lease in list(self._leases):
+            lease.quarantine(reason)
+        for handle in list(self._handles.values()):
+            error = RequestAborted(reason)
+            if handle.session is None:
+                self._end_unopened(handle, error)
+                continue
+            lease = handle.session.lease
+            self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag))
+
+
+def _place(handle: Receiver | Sender) -> tuple[str, str, RequestKey]:
+    return handle.direction, handle.peer, handle.key
+
+
+def _key(request_id: bytes, attempt: int) -> RequestKey:
+    if len(request_id) != 16:
+        raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
+    if not 0 <= attempt < 2**31:
+        raise LocalProtocolError(f"attempt: expected 0 to 2**31 - 1, found {attempt}")
+    return RequestKey(request_id, attempt)
+
+
+def _options(
+    listen: str, advertise: str | None, transport: str, devices: Sequence[str], require: str | None, trusted_network: bool
+) -> BackendOptions:
+    """What the engine is told."""
+    host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
+    if is_wildcard(host):
+        raise ConfigError(f"listen: {listen!r} is every interface, so advertise=tcp://host:port must say where peers reach it")
+    return BackendOptions(
+        host=host,
+        transport=_transport(transport, "transport"),
+        devices=tuple(devices),
+        require=None if require is None else _transport(require, "require"),
+        trusted_network=trusted_network or is_loopback(host),
+    )
+
+
+def _transport(value: str, what: str) -> Transport:
+    try:
+        return Transport(value)
+    except ValueError:
+        raise ConfigError(f"{what}: expected one of {', '.join(t.value for t in Transport)}, found {value!r}") from None

@@ -1,0 +1,255 @@
+"""Which pieces travel packed, and the talk about it: slots filled, unpacked, credited. In the control thread.
+
+Both sides know the order of a stream without naming its addresses: span classes of the plan, layers, tokens in order, cut
+where either side's pages end. The writer says of each slot which bytes of which stream it holds; the receiver derives where
+they belong from its own rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from disagg.copies import CopyBatch
+from disagg.errors import LocalProtocolError
+from disagg.plan import ComponentPlan, RowSpace, SpanClass, TransferPlan, bind, first_page
+from disagg.rows import Pages, Rows, Slot
+from disagg.session import PeerRank, ReceiveSession, StartTransfer, Ticket
+from disagg.session.types import Limits, back_off
+from disagg.staging import Ring, RingPool
+from disagg.transfers import Bound, SlotFilled, Stream, Unpack, Unpacked
+from disagg.wire import Complete, Credit, Filled, Part, RingGrant, Written, unpack_rows
+
+logger = logging.getLogger(__name__)
+
+MIN_PIECES = 32
+"""Fewer pieces than this go one by one: a slot costs two messages."""
+
+
+def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
+    """Whether the pieces of a span class are below the threshold; runs of tokens end with the shorter page."""
+    if not span.dense:
+        return span.nbytes < pack_below
+    return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
+
+
+def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) -> Bound:
+    """Every copy of a transfer: what goes directly, and what goes packed. Raises `LayoutError` where rows do not fit."""
+    direct, packed, parts = [], [], []
+    for written in start.written:
+        component = plan.components.get(written.component)
+        source = start.chunk.rows.get(written.component)
+        if component is None or source is None:
+            continue
+        reserved = start.reserve.rows.get(written.component)
+        if reserved is None:
+            raise LocalProtocolError(f"component {written.component!r} is needed, but the receiver reserved no rows for it")
+        num_tokens = start.reserve.need[written.component][1]
+        small = tuple(i for i, span in enumerate(component.spans) if is_small(component, span, pack_below))
+        copies = _bind(component, None, written, source, unpack_rows(reserved), num_tokens)
+        if not small or len(copies) < MIN_PIECES:
+            direct.append(copies)
+            continue
+        large = tuple(i for i in range(len(component.spans)) if i not in small)
+        if large:
+            direct.append(_bind(component, large, written, source, unpack_rows(reserved), num_tokens))
+            copies = _bind(component, small, written, source, unpack_rows(reserved), num_tokens)
+        packed.append(copies)
+        parts.append(Part(written.component, small, written.layers, written.start, written.stop))
+    whole = CopyBatch.concatenate(packed)
+    stream = Stream(whole.source, whole.nbytes, tuple(parts)) if len(whole) else None
+    return Bound(CopyBatch.concatenate(direct), stream)
+
+
+def bind_incoming(
+    plan: TransferPlan, parts: tuple[Part, ...], rows: Mapping[str, Rows], need: Mapping[str, tuple[int, int]]
+) -> Stream:
+    """Where a writer's packed stream belongs, by this side's rows. Raises `LayoutError` for parts that do not fit."""
+    batches = []
+    for part in parts:
+        component, destination, needed = plan.components.get(part.component), rows.get(part.component), need.get(part.component)
+        fits = component is not None and all(span < len(component.spans) for span in part.spans)
+        if component is None or destination is None or needed is None or not fits:
+            raise LocalProtocolError(f"packed stream: component {part.component!r}, span classes {part.spans} are not expected")
+        written = Written(0, part.component, part.layers, max(part.start, needed[0]), min(part.stop, needed[1]))
+        source = _any_rows(component.source, written, needed[1])
+        batches.append(_bind(component, part.spans, written, source, destination, needed[1]))
+    whole = CopyBatch.concatenate(batches)
+    return Stream(whole.destination, whole.nbytes)
+
+
+def _bind(
+    component: ComponentPlan, spans: tuple[int, ...] | None, written: Written, source: Rows, destination: Rows, num_tokens: int
+) -> CopyBatch:
+    chosen = component if spans is None else replace(component, spans=tuple(component.spans[i] for i in spans))
+    return bind(
+        chosen,
+        source=source,
+        destination=destination,
+        tokens=(written.start, written.stop),
+        num_tokens=num_tokens,
+        layers=written.layers,
+    )
+
+
+def _any_rows(space: RowSpace, written: Written, num_tokens: int) -> Rows:
+    """Rows as the writer may have them: their ids do not matter for the order, only where pages end."""
+    if space.tokens is None:
+        return Slot(0)
+    first = first_page(space, written.start, num_tokens)
+    count = first_page(space, max(written.stop - 1, written.start), num_tokens) - first + 1
+    return Pages(np.arange(count + 1, dtype=np.int32) % space.num_rows, written.start)
+
+
+@dataclass
+class _Said:
+    """A filled slot whose credit has not come."""
+
+    message: Complete
+    retry_at: float = 0.0
+    retry_s: float = 0.0
+
+
+@dataclass
+class _Granted:
+    """A ring that was granted, and per slot the newest use of it: its sequence number, and whether it was unpacked."""
+
+    epoch: int
+    generation: int
+    ring: Ring
+    uses: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Token:
+    """Names an unpacking."""
+
+    peer: PeerRank
+    session: ReceiveSession
+    granted: _Granted
+    filled: Filled
+
+
+class Packing:
+    """What is said about slots, in both directions."""
+
+    def __init__(self, rings: RingPool | None, *, limits: Limits) -> None:
+        self._rings = rings
+        self._messages: list[tuple[PeerRank, Complete | Credit]] = []
+        self._limits = limits
+        self._said: dict[tuple[PeerRank, int], _Said] = {}
+        self._granted: dict[PeerRank, _Granted] = {}
+
+    def take_messages(self) -> list[tuple[PeerRank, Complete | Credit]]:
+        """What is to be sent since the last call: slots filled for one request in one message, credits to one rank too."""
+        merged: dict[tuple[PeerRank, bytes, int, int] | PeerRank, tuple[PeerRank, Complete | Credit]] = {}
+        for peer, message in self._messages:
+            if isinstance(message, Credit):
+                known = merged.get(peer, (peer, Credit(slots=())))[1]
+                assert isinstance(known, Credit)
+                merged[peer] = peer, Credit(slots=known.slots + message.slots)
+                continue
+            key = peer, message.request_id, message.attempt, message.nonce
+            earlier = merged.get(key, (peer, None))[1]
+            before = earlier.filled if isinstance(earlier, Complete) else ()
+            merged[key] = peer, msgspec.structs.replace(message, filled=before + message.filled)
+        self._messages.clear()
+        return list(merged.values())
+
+    def grant(self, peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
+        """The ring of a rank's connection; a new one for every epoch and generation, since late writes may hit the old."""
+        granted = self._granted.get(peer)
+        if granted is None or (granted.epoch, granted.generation) != (epoch, generation):
+            ring = self._rings.take() if self._rings is not None else None
+            if ring is None:
+                if self._rings is not None:
+                    logger.warning("no ring is left for %s: its small pieces will travel one by one", peer)
+                self._granted.pop(peer, None)
+                return None
+            granted = self._granted[peer] = _Granted(epoch, generation, ring)
+        ring = granted.ring
+        return RingGrant(ring.address, ring.slot_nbytes, ring.num_slots)
+
+    def on_slot_filled(self, peer: PeerRank, ticket: Ticket, nonce: int, report: SlotFilled, now: float) -> None:
+        """Tell a receiver what is in a slot, until it answers with its credit."""
+        filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes)
+        request_id, attempt = ticket.key
+        message = Complete(request_id=request_id, attempt=attempt, nonce=nonce, final=False, filled=(filled,))
+        said = self._said[peer, report.slot] = _Said(message)
+        back_off(said, self._limits, now)
+        self._messages.append((peer, message))
+
+    def on_credit(self, peer: PeerRank, slot: int, sequence: int) -> None:
+        """A slot was unpacked: it need not be told of again."""
+        said = self._said.get((peer, slot))
+        if said is not None and said.message.filled[0].sequence == sequence:
+            del self._said[peer, slot]
+
+    def take(
+        self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None], incoming: TransferPlan
+    ) -> Unpack | None:
+        """What to do about a slot that a writer has filled; `None` where it was told of before, or nobody waits for it."""
+        granted = self._granted.get(peer)
+        if granted is None or filled.slot >= granted.ring.num_slots or not 0 < filled.nbytes <= granted.ring.slot_nbytes:
+            return None
+        newest, done = granted.uses.get(filled.slot, (0, True))
+        if filled.sequence <= newest:
+            if filled.sequence == newest and done:
+                self._credit(peer, filled)
+            return None
+        session = begin()
+        granted.uses[filled.slot] = filled.sequence, session is None
+        if session is None:
+            self._credit(peer, filled)
+            return None
+        token = _Token(peer, session, granted, filled)
+        return Unpack(
+            token, self._stream(session, peer, filled, incoming), granted.ring.slot(filled.slot), filled.offset, filled.nbytes
+        )
+
+    @staticmethod
+    def _stream(session: ReceiveSession, peer: PeerRank, filled: Filled, incoming: TransferPlan) -> Callable[[], Stream]:
+        """A chunk's stream, bound by the worker when it is first unpacked."""
+        key = peer, filled.chunk
+        if key not in session.streams:
+            session.streams[key] = functools.cache(lambda: bind_incoming(incoming, filled.parts, session.rows, session.need))
+        stream: Callable[[], Stream] = session.streams[key]
+        return stream
+
+    def unpacked(self, report: Unpacked) -> tuple[ReceiveSession, PeerRank, Filled]:
+        """A slot was scattered: give it back to its writer."""
+        token: _Token = report.token
+        token.granted.uses[token.filled.slot] = token.filled.sequence, True
+        if self._granted.get(token.peer) is token.granted:
+            self._credit(token.peer, token.filled)
+        return token.session, token.peer, token.filled
+
+    def _credit(self, peer: PeerRank, filled: Filled) -> None:
+        self._messages.append((peer, Credit(slots=((filled.slot, filled.sequence),))))
+
+    def lose(self, peer: PeerRank) -> None:
+        """A rank is gone: nothing more is told to it."""
+        for key in [found for found in self._said if found[0] == peer]:
+            del self._said[key]
+
+    def quiet(self, peer: PeerRank) -> None:
+        """It is proved that a lost rank writes no more: its ring is free again."""
+        granted = self._granted.pop(peer, None)
+        if granted is not None and self._rings is not None:
+            self._rings.give_back(granted.ring)
+
+    def tick(self, now: float) -> None:
+        """Say again what was not answered."""
+        for (peer, _), said in self._said.items():
+            if now >= said.retry_at:
+                back_off(said, self._limits, now)
+                self._messages.append((peer, said.message))
+
+    def next_tick(self) -> float:
+        """When `tick` next has something to do."""
+        return min((said.retry_at for said in self._said.values()), default=float("inf"))

@@ -1,0 +1,448 @@
+"""The receiving side: reserves rows at the elected writers, accounts for what lands, and pronounces the outcome."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from disagg.errors import DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.leases import Lease
+from disagg.rows import Rows
+from disagg.session.types import (
+    NEVER,
+    Effect,
+    Event,
+    Limits,
+    PeerRank,
+    RequestKey,
+    SendMessage,
+    Timers,
+    Tombstone,
+    Tombstones,
+    back_off,
+    brief,
+    ids,
+    key_of,
+)
+from disagg.wire import Abort, Busy, Complete, Drained, Outcome, Reserve, TokenRange, pack_rows
+
+
+class ReceiveState(enum.Enum):
+    """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `ABORTING`: failed, writers not all quiet."""
+
+    WAITING = "waiting"
+    OPEN = "open"
+    SUCCEEDED = "succeeded"
+    ABORTING = "aborting"
+    FAILED = "failed"
+
+
+class ReceiveStep(enum.Enum):
+    READY = "the rows are ready"
+    COVERED = "everything needed has landed"
+    FAILURE = "something failed"
+    QUIET = "every writer is quiet"
+
+
+RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
+    (ReceiveState.WAITING, ReceiveStep.READY): ReceiveState.OPEN,
+    (ReceiveState.WAITING, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.OPEN, ReceiveStep.COVERED): ReceiveState.SUCCEEDED,
+    (ReceiveState.OPEN, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.ABORTING, ReceiveStep.QUIET): ReceiveState.FAILED,
+}
+
+
+class Coverage:
+    """Which tokens of which layers one writer has accounted for, of one component."""
+
+    def __init__(self, layers: tuple[int, ...], need: TokenRange) -> None:
+        self.need = need
+        self._missing: dict[int, list[TokenRange]] = {layer: [need] for layer in layers} if need[0] < need[1] else {}
+
+    def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
+        """Account for `[start, stop)` in `layers`; what is not awaited, or no range, is ignored."""
+        if start >= stop:
+            return
+        for layer in tuple(self._missing) if layers is None else layers:
+            left = self._missing.get(layer)
+            if left is None:
+                continue
+            first = bisect_right(left, start, key=itemgetter(1))
+            last = bisect_left(left, stop, key=itemgetter(0))
+            if first < last:
+                ends = (left[first][0], start), (stop, left[last - 1][1])
+                left[first:last] = [part for part in ends if part[0] < part[1]]
+            if not left:
+                del self._missing[layer]
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    def __str__(self) -> str:
+        layer, left = next(iter(self._missing.items()))
+        missing = ", ".join(f"[{a}, {b})" for a, b in left)
+        return f"tokens {missing} of layer {layer} ({len(self._missing)} layers incomplete)"
+
+
+class WriterState(enum.Enum):
+    """Of one writer, as the receiver sees it."""
+
+    RESERVED = "reserved"
+    COMPLETE = "complete"
+    ABORTING = "aborting"
+    QUIET = "quiet"
+    LOST = "lost"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing of this writer can still land."""
+        return self in (WriterState.COMPLETE, WriterState.QUIET)
+
+
+@dataclass
+class Writer:
+    """One elected writer of a receive."""
+
+    coverage: dict[str, Coverage]
+    state: WriterState = WriterState.RESERVED
+    payload: bytes = b""
+    unpacked: dict[int, int] = field(default_factory=dict)
+    owed: dict[int, int] | None = None
+    retry_at: float = NEVER
+    retry_s: float = 0.0
+    reserve: Reserve | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it was told something that it has not answered."""
+        return self.state in (WriterState.RESERVED, WriterState.ABORTING) and self.reserve is not None
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether its last word has come, and all that it packed has been unpacked."""
+        return self.owed is not None and all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())
+
+
+Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
+"""By writer rank and component: the layers and the tokens that this writer must account for."""
+
+
+@dataclass
+class ReceiveSession:
+    """One request that this rank receives. `streams` is what its unpacker keeps for as long as the session lives."""
+
+    key: RequestKey
+    peer: str
+    nonce: int
+    source_group: int
+    destination_group: int
+    rows: Mapping[str, Rows]
+    need: Mapping[str, TokenRange]
+    writers: dict[PeerRank, Writer]
+    deadline: float
+    tag: Any
+    state: ReceiveState = ReceiveState.OPEN
+    error: DisaggError | None = None
+    payload: bytes = b""
+    lease: Lease = field(default_factory=Lease)
+    drain_deadline: float = NEVER
+    unpacking: int = 0
+    streams: dict[Hashable, Any] = field(default_factory=dict)
+    armed_at: float = NEVER
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (ReceiveState.SUCCEEDED, ReceiveState.FAILED)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the local kernels have let go of the rows."""
+        return self.state is not ReceiveState.WAITING
+
+    @property
+    def due(self) -> float:
+        """When time alone next changes something."""
+        if self.ended:
+            return NEVER
+        judged = self.drain_deadline if self.state is ReceiveState.ABORTING else self.deadline
+        return min(judged, *(writer.retry_at for writer in self.writers.values() if writer.waiting), NEVER)
+
+
+class Receives:
+    """Every request that this rank receives."""
+
+    def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+        self._group = group
+        self._limits = limits
+        self._effects = effects
+        self._timers = timers
+        self.sessions: dict[tuple[str, RequestKey], ReceiveSession] = {}
+        self._ended = Tombstones(limits.max_tombstones)
+
+    def open(
+        self,
+        key: RequestKey,
+        *,
+        peer: str,
+        nonce: int,
+        source_group: int,
+        rows: Mapping[str, Rows],
+        need: Mapping[str, TokenRange],
+        expected: Expected,
+        now: float,
+        deadline: float,
+        ready: bool = True,
+        tag: Any = None,
+    ) -> ReceiveSession:
+        """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
+
+        Raises `LocalProtocolError` where this attempt was opened before.
+        """
+        if (peer, key) in self.sessions or (peer, key) in self._ended:
+            raise LocalProtocolError(
+                f"request {key}: this attempt was already received from {peer!r}; use a new attempt number"
+            )
+        writers = {
+            PeerRank(peer, rank): Writer({name: Coverage(*awaited) for name, awaited in parts.items()})
+            for rank, parts in sorted(expected.items())
+        }
+        session = ReceiveSession(
+            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, ReceiveState.WAITING
+        )
+        self.sessions[peer, key] = session
+        self._timers.arm(session)
+        if ready:
+            self.ready(session, now)
+        return session
+
+    def ready(self, session: ReceiveSession, now: float) -> None:
+        """The rows may be written: reserve them."""
+        if not self._step(session, ReceiveStep.READY):
+            return
+        for writer, at in session.writers.items():
+            self._reserve(session, writer, at, now)
+        self._judge(session)
+
+    def _reserve(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        if writer.reserve is None:
+            writer.reserve = Reserve(
+                request_id=session.key.request_id,
+                attempt=session.key.attempt,
+                nonce=session.nonce,
+                source_group=session.source_group,
+                destination_group=session.destination_group,
+                rows={name: pack_rows(session.rows[name]) for name in writer.coverage if name in session.rows},
+                need={name: session.need[name] for name in writer.coverage},
+            )
+        self._schedule(session, writer, now)
+        self._effects.append(SendMessage(peer, writer.reserve))
+
+    def abort(self, session: ReceiveSession, error: DisaggError, now: float) -> None:
+        """End the request with `error`; once ended, nothing changes."""
+        if not self._step(session, ReceiveStep.FAILURE):
+            return
+        session.error = error
+        session.drain_deadline = now + self._limits.drain_timeout_s
+        self._timers.arm(session)
+        for peer, writer in session.writers.items():
+            if writer.reserve is None:
+                writer.state = WriterState.QUIET
+                self._effects.append(SendMessage(peer, self._abort_of(session)))
+            elif writer.state is WriterState.RESERVED:
+                writer.state = WriterState.ABORTING
+                self._say_abort(session, peer, writer, now)
+        self._report(session, ok=False)
+        self._settle(session)
+
+    def _say_abort(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        self._schedule(session, writer, now)
+        self._effects.append(SendMessage(peer, self._abort_of(session)))
+
+    def _abort_of(self, session: ReceiveSession) -> Abort:
+        return Abort(**ids(session.key), nonce=session.nonce, reason=brief(session.error))
+
+    def _judge(self, session: ReceiveSession) -> None:
+        """Success, once every writer is complete."""
+        if any(writer.state is not WriterState.COMPLETE for writer in session.writers.values()):
+            return
+        self._step(session, ReceiveStep.COVERED)
+        session.payload = next((w.payload for w in session.writers.values() if w.payload), b"")
+        self._end(session, ok=True)
+        self._report(session, ok=True)
+
+    def _settle(self, session: ReceiveSession) -> None:
+        """The end of a failed request, once every writer is quiet and nothing is being unpacked into its rows."""
+        quiet = not session.unpacking and all(writer.state.quiet for writer in session.writers.values())
+        if quiet and self._step(session, ReceiveStep.QUIET):
+            self._end(session, ok=False)
+
+    def _end(self, session: ReceiveSession, *, ok: bool) -> None:
+        outcome = Outcome(**ids(session.key), nonce=session.nonce, ok=ok, reason=brief(session.error))
+        self._ended.put((session.peer, session.key), Tombstone(session.nonce, outcome))
+        del self.sessions[session.peer, session.key]
+        session.lease.release()
+        for peer, writer in session.writers.items():
+            if writer.reserve is not None:
+                self._effects.append(SendMessage(peer, outcome))
+
+    def on_complete(self, peer: PeerRank, message: Complete, now: float) -> None:
+        session = self._receive_of(peer, message)
+        writer = session.writers.get(peer) if session else None
+        if session is None or writer is None:
+            self._answer_ended(peer, message)
+            return
+        if not message.final:
+            return
+        for written in message.written:
+            coverage = writer.coverage.get(written.component)
+            if coverage is not None:
+                coverage.add(written.layers, written.start, written.stop)
+        if session.state is ReceiveState.ABORTING:
+            writer.state = WriterState.QUIET
+            self._settle(session)
+            return
+        writer.payload, writer.owed = message.payload, dict(message.packed)
+        self._conclude(session, peer, writer, now)
+
+    def _conclude(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        """A writer is complete once its last word has come and everything is unpacked."""
+        if session.state is not ReceiveState.OPEN or not writer.has_everything:
+            return
+        lacking = next(((name, c) for name, c in writer.coverage.items() if not c.complete), None)
+        writer.state = WriterState.COMPLETE
+        if lacking:
+            self.abort(session, RequestAborted(f"{peer} finished without component {lacking[0]!r}: {lacking[1]}"), now)
+        else:
+            self._judge(session)
+
+    def begin_unpack(self, peer: PeerRank, message: Complete) -> ReceiveSession | None:
+        """The session whose rows a filled slot is to be unpacked into, if it still waits for that; its rows are then kept
+        until `end_unpack`.
+        """
+        session = self._receive_of(peer, message)
+        if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
+            return None
+        session.unpacking += 1
+        return session
+
+    def end_unpack(
+        self, session: ReceiveSession, peer: PeerRank, *, chunk: int, nbytes: int, now: float, error: str = ""
+    ) -> None:
+        """A slot has been unpacked into the rows of `session`; or could not be, and why."""
+        session.unpacking -= 1
+        writer = session.writers[peer]
+        writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
+        if error:
+            self.abort(session, RequestAborted(error), now)
+        self._conclude(session, peer, writer, now)
+        self._settle(session)
+
+    def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
+        session = self._receive_of(peer, message)
+        if session is None or peer not in session.writers:
+            self._answer_ended(peer, message)
+            return
+        self.abort(session, RequestAborted(f"{peer}: {message.reason}"), now)
+
+    def on_drained(self, peer: PeerRank, message: Drained, now: float) -> None:
+        session = self._receive_of(peer, message)
+        if session is None or peer not in session.writers:
+            self._answer_ended(peer, message)
+            return
+        session.writers[peer].state = WriterState.QUIET
+        self.abort(session, RequestAborted(f"{peer}: {message.reason or 'the writer ended the attempt'}"), now)
+        self._settle(session)
+
+    def on_busy(self, peer: PeerRank, message: Busy, now: float) -> None:
+        key = RequestKey(message.request_id or b"", message.attempt)
+        session = self.sessions.get((peer.instance, key))
+        if session is None or session.nonce != message.nonce:
+            return
+        writer = session.writers.get(peer)
+        if writer is not None and writer.state is WriterState.RESERVED:
+            writer.retry_at = now + min(max(message.retry_after_s, 0.001), self._limits.max_retry_s)
+            self._timers.arm(session)
+
+    def _receive_of(self, peer: PeerRank, message: Complete | Abort | Drained) -> ReceiveSession | None:
+        session = self.sessions.get((peer.instance, key_of(message)))
+        return session if session is not None and session.nonce == message.nonce else None
+
+    def _answer_ended(self, peer: PeerRank, message: Complete | Abort | Drained) -> None:
+        """Say again how an attempt ended, to a writer that did not hear it."""
+        tombstone = self._ended.get((peer.instance, key_of(message)))
+        if tombstone is not None and tombstone.outcome is not None and tombstone.nonce == message.nonce:
+            self._effects.append(SendMessage(peer, tombstone.outcome))
+        elif not isinstance(message, Abort):
+            reason = "the receiver does not know this attempt"
+            self._effects.append(
+                SendMessage(peer, Outcome(**ids(key_of(message)), nonce=message.nonce, ok=False, reason=reason))
+            )
+
+    def peer_lost(self, peer: PeerRank, cause: str, now: float) -> None:
+        """Its requests end; rows that it may still write stay with their leases until `peer_quiet`."""
+        for session in [found for found in self.sessions.values() if peer in found.writers]:
+            writer = session.writers[peer]
+            if writer.state.quiet:
+                continue
+            if writer.reserve is not None:
+                writer.state = WriterState.LOST
+                session.lease.quarantine(f"{peer} is gone and may still write: {cause}")
+            self.abort(session, RequestAborted(f"{peer} is gone: {cause}"), now)
+
+    def peer_back(self, peer: PeerRank, now: float) -> None:
+        """The same process of a lost peer is reached again: ask it to prove what it has stopped."""
+        for session in self.sessions.values():
+            writer = session.writers.get(peer)
+            if writer is not None and writer.state is WriterState.LOST:
+                writer.state = WriterState.ABORTING
+                self._say_abort(session, peer, writer, now)
+
+    def peer_quiet(self, peer: PeerRank) -> None:
+        """It is proved that nothing of the lost peer can land any more."""
+        for session in list(self.sessions.values()):
+            writer = session.writers.get(peer)
+            if writer is not None and writer.state is WriterState.LOST:
+                writer.state = WriterState.QUIET
+                self._settle(session)
+
+    def tick(self, session: ReceiveSession, now: float) -> None:
+        """Judge the deadlines of one session, and say again what was not answered."""
+        if now >= session.deadline:
+            self.abort(session, RequestTimeout(_late(session)), now)
+        if now >= session.drain_deadline:
+            session.drain_deadline = NEVER
+            silent = [str(peer) for peer, writer in session.writers.items() if not writer.state.quiet]
+            session.lease.quarantine(f"no proof that {', '.join(silent)} stopped writing")
+        for peer, writer in session.writers.items():
+            if not writer.waiting or now < writer.retry_at:
+                continue
+            if writer.state is WriterState.RESERVED:
+                self._reserve(session, peer, writer, now)
+            else:
+                self._say_abort(session, peer, writer, now)
+
+    def _report(self, session: ReceiveSession, *, ok: bool) -> None:
+        event = Event(session.key, session.peer, "receive", ok, session.payload, session.error, session.lease, session.tag)
+        self._effects.append(event)
+
+    def _schedule(self, session: ReceiveSession, writer: Writer, now: float) -> None:
+        back_off(writer, self._limits, now)
+        self._timers.arm(session)
+
+    def _step(self, session: ReceiveSession, step: ReceiveStep) -> bool:
+        state = RECEIVE_TABLE.get((session.state, step))
+        if state is not None:
+            session.state = state
+        return state is not None
+
+
+def _late(session: ReceiveSession) -> str:
+    silent = [str(peer) for peer, writer in session.writers.items() if writer.state is WriterState.RESERVED]
+    return f"request {session.key}: the deadline passed while waiting for {', '.join(silent) or 'local kernels'}"

@@ -1,0 +1,538 @@
+"""The sending side: matches reserves with what the server sends, starts transfers, and says when all of it has landed."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.errors import DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.leases import Lease
+from disagg.session.types import (
+    NEVER,
+    Chunk,
+    Effect,
+    Event,
+    Limits,
+    PeerRank,
+    RequestKey,
+    SendMessage,
+    StartTransfer,
+    Ticket,
+    Timers,
+    Tombstone,
+    Tombstones,
+    back_off,
+    brief,
+    ids,
+    key_of,
+)
+from disagg.wire import Abort, Busy, Complete, Drained, Outcome, Reserve, TokenRange, Written
+
+
+class SendState(enum.Enum):
+    """Of one destination. `AWAITED`: no reserve yet. `CLOSED`: outcome known. `LOST`: the peer is gone."""
+
+    AWAITED = "awaited"
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    ABORTING = "aborting"
+    DRAINED = "drained"
+    CLOSED = "closed"
+    LOST = "lost"
+
+
+class SendStep(enum.Enum):
+    RESERVED = "a reserve arrived"
+    LANDED = "everything has been sent and has settled"
+    FAILURE = "something failed"
+    QUIET = "nothing is in flight"
+    OUTCOME = "the receiver's outcome arrived"
+    PEER_LOST = "the peer is gone"
+
+
+SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
+    (SendState.AWAITED, SendStep.RESERVED): SendState.ACTIVE,
+    (SendState.AWAITED, SendStep.FAILURE): SendState.CLOSED,
+    (SendState.ACTIVE, SendStep.LANDED): SendState.COMPLETED,
+    (SendState.ACTIVE, SendStep.FAILURE): SendState.ABORTING,
+    (SendState.ACTIVE, SendStep.PEER_LOST): SendState.LOST,
+    (SendState.COMPLETED, SendStep.OUTCOME): SendState.CLOSED,
+    (SendState.COMPLETED, SendStep.FAILURE): SendState.ABORTING,
+    (SendState.COMPLETED, SendStep.PEER_LOST): SendState.LOST,
+    (SendState.ABORTING, SendStep.QUIET): SendState.DRAINED,
+    (SendState.ABORTING, SendStep.PEER_LOST): SendState.LOST,
+    (SendState.DRAINED, SendStep.OUTCOME): SendState.CLOSED,
+    (SendState.DRAINED, SendStep.PEER_LOST): SendState.LOST,
+}
+
+
+@dataclass
+class Destination:
+    """One destination rank of a send."""
+
+    state: SendState = SendState.AWAITED
+    reserve: Reserve | None = None
+    in_flight: set[int] = field(default_factory=set)
+    unsettled: set[int] = field(default_factory=set)
+    landed: dict[int, tuple[Written, ...]] = field(default_factory=dict)
+    packed: dict[int, int] = field(default_factory=dict)
+    started: int = 0
+    reason: str = ""
+    ok: bool = False
+    retry_at: float = NEVER
+    retry_s: float = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is in flight to it."""
+        return not self.in_flight and not self.unsettled
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (SendState.CLOSED, SendState.LOST)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it was told something that it has not answered."""
+        return self.state in (SendState.COMPLETED, SendState.DRAINED)
+
+
+@dataclass
+class SendSession:
+    """One request that this rank sends: to every destination rank that it is an elected writer of."""
+
+    key: RequestKey
+    peer: str
+    expected: frozenset[int]
+    peer_group_size: int
+    deadline: float
+    tag: Any
+    destination_group: int | None = None
+    destinations: dict[PeerRank, Destination] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    finished: bool = False
+    payload: bytes = b""
+    error: DisaggError | None = None
+    reported: bool = False
+    lease: Lease = field(default_factory=Lease)
+    armed_at: float = NEVER
+
+    @property
+    def due(self) -> float:
+        """When time alone next changes something."""
+        judged = self.deadline if self.error is None and not self.reported else NEVER
+        return min(judged, *(d.retry_at for d in self.destinations.values() if d.waiting), NEVER)
+
+    def may_reserve(self, peer: PeerRank) -> bool:
+        """Whether this rank writes anything to `peer`, as far as the static plan says."""
+        group, rank = divmod(peer.rank, self.peer_group_size)
+        return rank in self.expected and self.destination_group in (None, group)
+
+    def needed(self, component: str) -> TokenRange | None:
+        """The union of what reserved destinations need of `component`; `None` until all have reserved."""
+        needs = [
+            d.reserve.need[component] for d in tuple(self.destinations.values()) if d.reserve and component in d.reserve.need
+        ]
+        if len(self.destinations) < len(self.expected) or not needs:
+            return None
+        return min(start for start, _ in needs), max(stop for _, stop in needs)
+
+
+class _Parked:
+    """Reserves whose `sender` has not been opened yet, and aborts that came even before their reserve; bounded."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._messages: dict[RequestKey, dict[PeerRank, Reserve | Abort]] = {}
+        self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def get(self, peer: PeerRank, key: RequestKey) -> Reserve | Abort | None:
+        return self._messages.get(key, {}).get(peer)
+
+    def put(self, peer: PeerRank, key: RequestKey, message: Reserve | Abort, now: float) -> bool:
+        """Whether there was room for it."""
+        if len(self._order) >= self._limits.max_parked_reserves:
+            return False
+        self._messages.setdefault(key, {})[peer] = message
+        self._order[key, peer] = now + self._limits.parked_reserve_s
+        return True
+
+    def take(self, key: RequestKey) -> list[tuple[PeerRank, Reserve | Abort]]:
+        """Everything parked for a request, which is parked no longer."""
+        found = list(self._messages.get(key, {}).items())
+        for peer, _ in found:
+            self.drop(peer, key)
+        return found
+
+    def drop(self, peer: PeerRank, key: RequestKey) -> None:
+        if self._order.pop((key, peer), None) is not None:
+            del self._messages[key][peer]
+            if not self._messages[key]:
+                del self._messages[key]
+
+    def drop_peer(self, peer: PeerRank) -> None:
+        for key, parked in [found for found in self._order if found[1] == peer]:
+            self.drop(parked, key)
+
+    @property
+    def next_expiry(self) -> float:
+        return next(iter(self._order.values()), NEVER)
+
+    def expire(self, now: float) -> None:
+        while self._order:
+            (key, peer), expires = next(iter(self._order.items()))
+            if now < expires:
+                return
+            self.drop(peer, key)
+
+
+class Sends:
+    """Every request that this rank sends."""
+
+    def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+        self._group = group
+        self._limits = limits
+        self._effects = effects
+        self._timers = timers
+        self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
+        self._served: dict[RequestKey, set[str]] = {}
+        self._parked = _Parked(limits)
+        self._ended = Tombstones(limits.max_tombstones)
+
+    def open(
+        self,
+        key: RequestKey,
+        *,
+        peer: str,
+        expected: frozenset[int],
+        peer_group_size: int,
+        now: float,
+        deadline: float,
+        tag: Any = None,
+    ) -> SendSession:
+        """Serve one request to `peer`, whose group ranks `expected` (of `peer_group_size`) have this rank as a writer.
+
+        Raises `LocalProtocolError` where this attempt was opened before.
+        """
+        if (peer, key) in self.sessions or (peer, key) in self._ended:
+            raise LocalProtocolError(f"request {key}: this attempt was already sent to {peer!r}; use a new attempt number")
+        session = SendSession(key, peer, expected, peer_group_size, deadline, tag)
+        self.sessions[peer, key] = session
+        self._served.setdefault(key, set()).add(peer)
+        for waiting, message in self._parked.take(key):
+            if isinstance(message, Reserve):
+                self.on_reserve(waiting, message, now)
+            else:
+                self.on_abort(waiting, message, now)
+        self._timers.arm(session)
+        return session
+
+    def send(self, session: SendSession, chunk: Chunk, now: float) -> None:
+        """Send the rows of `chunk` to every destination: those that have reserved now, the others when they do.
+
+        Raises `LocalProtocolError` after `finish`. On a request that has ended it does nothing.
+        """
+        if session.finished:
+            raise LocalProtocolError(f"request {session.key}: nothing can be sent after finish()")
+        if session.error is not None:
+            return
+        session.chunks.append(chunk)
+        for peer, destination in session.destinations.items():
+            self._start_chunks(session, peer, destination)
+            self._progress(session, peer, destination, now)
+
+    def finish(self, session: SendSession, payload: bytes, now: float) -> None:
+        """Nothing more will be sent. Raises `LocalProtocolError` the second time."""
+        if session.finished:
+            raise LocalProtocolError(f"request {session.key}: finish() was already called")
+        session.finished, session.payload = True, payload
+        for peer, destination in session.destinations.items():
+            self._progress(session, peer, destination, now)
+        self._settle(session)
+
+    def abort(self, session: SendSession, error: DisaggError, now: float) -> None:
+        """End the request towards every destination, also those that have not reserved yet; once ended, nothing changes.
+
+        The server is told at once; the lease follows when nothing reads the rows any more.
+        """
+        if session.reported:
+            return
+        session.error = error
+        self._report(session)
+        for peer, destination in session.destinations.items():
+            self._fail_destination(session, peer, destination, brief(error), now)
+        self._settle(session)
+
+    def settled(self, ticket: Ticket, *, now: float, error: str = "", unsettled: bool = False, packed: int = 0) -> None:
+        """A started transfer is over: done, failed with `error`, or (`unsettled`) not provably over. `packed` of its bytes
+        went into the receiver's ring.
+
+        A transfer that was reported unsettled may be reported again once it has settled.
+        """
+        session = self.sessions.get((ticket.peer.instance, ticket.key))
+        destination = session.destinations.get(ticket.peer) if session else None
+        if session is None or destination is None:
+            return
+        known = ticket.chunk in destination.in_flight or ticket.chunk in destination.unsettled
+        if not known:
+            return
+        destination.in_flight.discard(ticket.chunk)
+        if packed:
+            destination.packed[ticket.chunk] = packed
+        destination.unsettled.discard(ticket.chunk)
+        if unsettled:
+            destination.unsettled.add(ticket.chunk)
+            session.lease.quarantine(error)
+        if error:
+            destination.landed.pop(ticket.chunk, None)
+            self._fail_destination(session, ticket.peer, destination, brief(error), now)
+        self._progress(session, ticket.peer, destination, now)
+        self._settle(session)
+
+    def on_reserve(self, peer: PeerRank, message: Reserve, now: float) -> None:
+        key = key_of(message)
+        session = self.sessions.get((peer.instance, key))
+        ended = self._ended.get((peer, key)) or self._ended.get((peer.instance, key))
+        known = session.destinations.get(peer) if session else None
+        if known is not None:
+            if known.reserve is None:
+                self._refuse(peer, message, known.reason)
+            elif known.reserve != message:
+                self._refuse(peer, message, "this attempt is already reserved, with another nonce or other content")
+        elif ended is not None:
+            self._refuse(peer, message, ended.reason or "this attempt has ended")
+        elif message.source_group != self._group:
+            self._refuse(peer, message, f"reserve of source group {message.source_group} came to group {self._group}")
+        elif session is not None:
+            self._accept(session, peer, message, now)
+        elif self._served.get(key):
+            self._refuse(peer, message, f"the request is not served to {peer.instance}")
+        else:
+            self._park(peer, key, message, now)
+
+    def _accept(self, session: SendSession, peer: PeerRank, message: Reserve, now: float) -> None:
+        if peer.rank // session.peer_group_size != message.destination_group or not session.may_reserve(peer):
+            self._refuse(peer, message, f"{peer} of group {message.destination_group} is no destination of this request here")
+            return
+        session.destination_group = message.destination_group
+        destination = session.destinations[peer] = Destination()
+        self._step(destination, SendStep.RESERVED)
+        destination.reserve = message
+        if session.error is not None:
+            self._fail_destination(session, peer, destination, brief(session.error), now)
+        else:
+            self._start_chunks(session, peer, destination)
+        self._progress(session, peer, destination, now)
+        self._settle(session)
+
+    def _park(self, peer: PeerRank, key: RequestKey, message: Reserve, now: float) -> None:
+        parked = self._parked.get(peer, key)
+        if parked is not None and parked != message:
+            self._refuse(peer, message, "this attempt is already reserved, with another nonce or other content")
+        elif parked is None and not self._parked.put(peer, key, message, now):
+            reason = f"{len(self._parked)} reservations wait for their senders"
+            busy = Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=self._limits.busy_retry_s)
+            self._effects.append(SendMessage(peer, busy))
+
+    def _refuse(self, peer: PeerRank, message: Reserve, reason: str) -> None:
+        """Nothing of this reservation was or will be written."""
+        named = ids(key_of(message))
+        self._effects.append(SendMessage(peer, Abort(**named, nonce=message.nonce, reason=reason, from_writer=True)))
+        self._effects.append(SendMessage(peer, Drained(**named, nonce=message.nonce, reason=reason)))
+
+    def _start_chunks(self, session: SendSession, peer: PeerRank, destination: Destination) -> None:
+        """Start every chunk that this destination has not had yet."""
+        if destination.state is not SendState.ACTIVE or destination.reserve is None:
+            return
+        for chunk in session.chunks[destination.started :]:
+            destination.started += 1
+            written = tuple(w for name, need in destination.reserve.need.items() if (w := chunk.written(name, need)))
+            if not written:
+                continue
+            destination.in_flight.add(chunk.number)
+            destination.landed[chunk.number] = written
+            ticket = Ticket(peer, session.key, chunk.number)
+            self._effects.append(StartTransfer(ticket, chunk, destination.reserve, written))
+
+    def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        """Say what has landed, or that all is quiet."""
+        if destination.state is SendState.ACTIVE and session.finished and destination.quiet:
+            self._step(destination, SendStep.LANDED)
+            self._say_complete(session, peer, destination, now)
+        elif destination.state is SendState.ABORTING and destination.quiet:
+            self._step(destination, SendStep.QUIET)
+            self._say_drained(session, peer, destination, now)
+
+    def _say_complete(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        assert destination.reserve is not None
+        written = tuple(w for number in sorted(destination.landed) for w in destination.landed[number])
+        self._schedule(session, destination, now)
+        self._effects.append(
+            SendMessage(
+                peer,
+                Complete(
+                    **ids(session.key),
+                    nonce=destination.reserve.nonce,
+                    written=written,
+                    payload=session.payload,
+                    packed=tuple(sorted(destination.packed.items())),
+                ),
+            )
+        )
+
+    def _say_drained(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        assert destination.reserve is not None
+        self._schedule(session, destination, now)
+        self._effects.append(
+            SendMessage(peer, Drained(**ids(session.key), nonce=destination.reserve.nonce, reason=destination.reason))
+        )
+
+    def _fail_destination(
+        self, session: SendSession, peer: PeerRank, destination: Destination, reason: str, now: float, *, told: bool = False
+    ) -> None:
+        """This destination's attempt ends; `told`: the receiver said so itself."""
+        if not self._step(destination, SendStep.FAILURE):
+            return
+        destination.reason = destination.reason or reason
+        assert destination.reserve is not None
+        if not told:
+            self._schedule(session, destination, now)
+            nonce = destination.reserve.nonce
+            abort = Abort(**ids(session.key), nonce=nonce, reason=reason, from_writer=True)
+            self._effects.append(SendMessage(peer, abort))
+        self._progress(session, peer, destination, now)
+
+    def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
+        key = key_of(message)
+        session = self.sessions.get((peer.instance, key))
+        destination = session.destinations.get(peer) if session else None
+        if session is None or destination is None or destination.reserve is None:
+            if (peer, key) not in self._ended:
+                self._ended.put((peer, key), Tombstone(message.nonce, reason=message.reason))
+            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
+            self._parked.drop(peer, key)
+            if session is not None and session.may_reserve(peer):
+                self._unreserved_end(session, peer, message.reason)
+            elif session is None and (peer.instance, key) not in self._ended:
+                self._parked.put(peer, key, message, now)
+            return
+        if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
+            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
+            return
+        if destination.state is SendState.DRAINED or (destination.ended and destination.quiet):
+            self._say_drained(session, peer, destination, now)
+        else:
+            self._fail_destination(session, peer, destination, message.reason, now, told=True)
+        self._settle(session)
+
+    def _unreserved_end(self, session: SendSession, peer: PeerRank, reason: str) -> None:
+        """A destination that gave up before its reserve got here."""
+        session.destination_group = peer.rank // session.peer_group_size
+        destination = session.destinations.setdefault(peer, Destination(reason=reason))
+        if self._step(destination, SendStep.FAILURE):
+            self._settle(session)
+
+    def on_outcome(self, peer: PeerRank, message: Outcome, now: float) -> None:
+        session = self.sessions.get((peer.instance, key_of(message)))
+        destination = session.destinations.get(peer) if session else None
+        if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
+            return
+        if destination.state is SendState.ACTIVE and not message.ok:
+            self._fail_destination(session, peer, destination, message.reason, now, told=True)
+        if self._step(destination, SendStep.OUTCOME):
+            destination.ok = message.ok
+            destination.reason = "" if message.ok else destination.reason or message.reason
+        self._settle(session)
+
+    def _settle(self, session: SendSession) -> None:
+        """Release the source rows when nothing reads them any more; report when every destination has ended."""
+        destinations = session.destinations.values()
+        all_known = session.error is not None or len(session.destinations) >= len(session.expected)
+        ended = all_known and all(d.ended for d in destinations)
+        if ended and not session.reported:
+            worst = next((d.reason for d in destinations if not d.ok), None)
+            if worst is not None:
+                session.error = RequestAborted(worst or "a destination failed")
+            if session.finished or session.error is not None:
+                self._report(session)
+        no_more = session.finished or session.error is not None
+        reading = any(d.state is SendState.ACTIVE or not d.quiet for d in destinations)
+        if no_more and all_known and not reading:
+            session.lease.release()
+        if session.reported and ended and session.lease.released:
+            self._bury(session)
+
+    def _report(self, session: SendSession) -> None:
+        session.reported = True
+        ok, payload = session.error is None, session.payload
+        self._effects.append(Event(session.key, session.peer, "send", ok, payload, session.error, session.lease, session.tag))
+
+    def _bury(self, session: SendSession) -> None:
+        if self.sessions.pop((session.peer, session.key), None) is None:
+            return
+        self._served[session.key].discard(session.peer)
+        if not self._served[session.key]:
+            del self._served[session.key]
+        self._ended.put((session.peer, session.key), Tombstone(None, reason=brief(session.error)))
+
+    def peer_lost(self, peer: PeerRank, cause: str) -> None:
+        """Its share of every request ends; source rows stay leased while a transfer to it may still read them."""
+        self._parked.drop_peer(peer)
+        for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
+            destination = session.destinations.get(peer)
+            if destination is not None and self._step(destination, SendStep.PEER_LOST):
+                destination.reason = destination.reason or f"{peer} is gone: {cause}"
+                self._settle(session)
+
+    def peer_quiet(self, peer: PeerRank) -> None:
+        """It is proved that nothing of the lost peer is in flight any more."""
+        for session in list(self.sessions.values()):
+            destination = session.destinations.get(peer)
+            if destination is not None and destination.state is SendState.LOST:
+                destination.in_flight.clear()
+                destination.unsettled.clear()
+                self._settle(session)
+
+    def tick(self, session: SendSession, now: float) -> None:
+        """Judge the deadline of one session, and say again what was not answered."""
+        if now >= session.deadline and not session.reported:
+            self.abort(session, RequestTimeout(_late(session)), now)
+        for peer, destination in session.destinations.items():
+            if not destination.waiting or now < destination.retry_at:
+                continue
+            if destination.state is SendState.COMPLETED:
+                self._say_complete(session, peer, destination, now)
+            else:
+                self._say_drained(session, peer, destination, now)
+
+    def expire(self, now: float) -> None:
+        """Forget reserves that nobody served in time; their receivers have their own deadlines."""
+        self._parked.expire(now)
+
+    @property
+    def next_expiry(self) -> float:
+        return self._parked.next_expiry
+
+    def _schedule(self, session: SendSession, destination: Destination, now: float) -> None:
+        back_off(destination, self._limits, now)
+        self._timers.arm(session)
+
+    def _step(self, destination: Destination, step: SendStep) -> bool:
+        state = SEND_TABLE.get((destination.state, step))
+        if state is not None:
+            destination.state = state
+        return state is not None
+
+
+def _late(session: SendSession) -> str:
+    reserved = len(session.destinations)
+    if reserved < len(session.expected):
+        found = f"{reserved} of {len(session.expected)} ranks of {session.peer!r} reserved"
+        return f"request {session.key}: the deadline passed; {found}"
+    waiting = [str(peer) for peer, destination in session.destinations.items() if not destination.ended]
+    return f"request {session.key}: the deadline passed while waiting for {', '.join(waiting)}"

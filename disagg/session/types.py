@@ -1,0 +1,212 @@
+"""What both sides of a request share: names of things, effects, time, and memory of what has ended."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+from disagg.errors import ConfigError, DisaggError
+from disagg.leases import Lease
+from disagg.rows import Rows, Slot
+from disagg.wire import Busy, Outcome, RequestMessage, Reserve, TokenRange, Written
+
+NEVER = float("inf")
+
+
+class PeerRank(NamedTuple):
+    """One rank of another instance."""
+
+    instance: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
+
+class RequestKey(NamedTuple):
+    """One attempt of one request."""
+
+    request_id: bytes
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id.hex()}#{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and times of the protocol; seconds."""
+
+    max_parked_reserves: int = 16384
+    max_tombstones: int = 65536
+    retry_s: float = 0.5
+    max_retry_s: float = 5.0
+    busy_retry_s: float = 0.05
+    parked_reserve_s: float = 600.0
+    drain_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_s") and not getattr(self, field.name) > 0:
+                raise ConfigError(f"limits {field.name}: expected more than 0, found {getattr(self, field.name)!r}")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all).
+
+    `ready` is passed through to whoever starts transfers: the rows may be read once it has passed.
+    """
+
+    number: int
+    rows: Mapping[str, Rows]
+    tokens: TokenRange | None
+    layers: tuple[int, ...] | None
+    ready: Any = None
+
+    def written(self, component: str, need: TokenRange) -> Written | None:
+        """What this chunk contributes to `need` of a component; `None` where it holds nothing of it."""
+        rows = self.rows.get(component)
+        if rows is None:
+            return None
+        if isinstance(rows, Slot):
+            start, stop = need
+        else:
+            start, stop = self.tokens or (rows.first_token, need[1])
+        start, stop = max(start, need[0]), min(stop, need[1])
+        return Written(self.number, component, self.layers, start, stop) if start < stop else None
+
+
+class Ticket(NamedTuple):
+    """Names one transfer of the protocol: a chunk of a request, to one destination rank."""
+
+    peer: PeerRank
+    key: RequestKey
+    chunk: int
+
+
+@dataclass(frozen=True)
+class SendMessage:
+    """Effect: send `message` to `peer`."""
+
+    peer: PeerRank
+    message: RequestMessage | Busy
+
+
+@dataclass(frozen=True)
+class StartTransfer:
+    """Effect: copy `written` of a chunk's rows into the destination's rows, then call `settled(ticket, ...)`."""
+
+    ticket: Ticket
+    chunk: Chunk
+    reserve: Reserve
+    written: tuple[Written, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Effect, and what the server sees: a request of this rank has ended."""
+
+    key: RequestKey
+    peer: str
+    direction: str
+    ok: bool
+    payload: bytes
+    error: DisaggError | None
+    lease: Lease
+    tag: Any
+
+
+Effect = SendMessage | StartTransfer | Event
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """What is left of an ended attempt: enough to answer whoever asks again."""
+
+    nonce: int | None
+    outcome: Outcome | None = None
+    reason: str = ""
+
+
+class Tombstones(OrderedDict[Hashable, Tombstone]):
+    """The newest `limit` tombstones."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def put(self, key: Hashable, tombstone: Tombstone) -> None:
+        self[key] = tombstone
+        self.move_to_end(key)
+        while len(self) > self._limit:
+            self.popitem(last=False)
+
+
+class Timed(Protocol):
+    """A session that time alone may change."""
+
+    armed_at: float
+
+    @property
+    def due(self) -> float: ...
+
+
+class Timers:
+    """Sessions by the time they are next due; each is looked at once, however often its times change."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._count = itertools.count()
+
+    def arm(self, session: Timed) -> None:
+        """Look at the session when it is next due."""
+        due = session.due
+        if due < session.armed_at:
+            session.armed_at = due
+            heapq.heappush(self._heap, (due, next(self._count), session))
+
+    def pop(self, now: float) -> Timed | None:
+        """A session that is due, to be armed again; `None` when there is no more."""
+        while self._heap and self._heap[0][0] <= now:
+            due, _, session = heapq.heappop(self._heap)
+            if due == session.armed_at:  # otherwise it has been armed for an earlier time since
+                session.armed_at = NEVER
+                return session
+        return None
+
+    @property
+    def next(self) -> float:
+        return self._heap[0][0] if self._heap else NEVER
+
+
+class Waiting(Protocol):
+    """A party whose answer is awaited."""
+
+    retry_at: float
+    retry_s: float
+
+
+def back_off(waiting: Waiting, limits: Limits, now: float) -> None:
+    """The next retry: twice as far away each time."""
+    waiting.retry_s = min(waiting.retry_s * 2 or limits.retry_s, limits.max_retry_s)
+    waiting.retry_at = now + waiting.retry_s
+
+
+def key_of(message: RequestMessage) -> RequestKey:
+    """The attempt that a message is about."""
+    return RequestKey(message.request_id, message.attempt)
+
+
+def ids(key: RequestKey) -> dict[str, Any]:
+    """The fields that name an attempt in a message."""
+    return {"request_id": key.request_id, "attempt": key.attempt}
+
+
+def brief(error: DisaggError | str | None) -> str:
+    """An error as the reason of a message: not longer than the wire allows, and UTF-8 whatever an engine said."""
+    return str(error or "")[:4096].encode(errors="replace").decode()

@@ -1,0 +1,122 @@
+"""Memory between pages: slots that a sender packs pieces into, and rings of slots that a receiver unpacks from.
+
+Engines pay for each piece, so small pieces travel packed. A receiver keeps one ring per peer rank; the writer fills free
+slots with large writes and says what is in them; the receiver scatters them into pages and gives the slots back. A late
+write of a peer that was given up lands in its retired ring, never in pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends.base import StagingShape
+from disagg.errors import RemoteProtocolError
+from disagg.memory import MemoryRegion, RemoteRegion
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _arena(nbytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+
+
+def _touch(arena: Bytes) -> None:
+    """Have the system give memory for every page now, and not at the first transfer."""
+    arena[:: mmap.PAGESIZE] = 0
+
+
+class SlotPool:
+    """Slots of this side's memory to pack into. Used by one thread."""
+
+    def __init__(self, shape: StagingShape) -> None:
+        self.slot_nbytes = shape.slot_nbytes
+        self._arena = _arena(shape.slot_nbytes * shape.num_slots)
+        _touch(self._arena)
+        base = int(self._arena.__array_interface__["data"][0])
+        self.region = MemoryRegion(base, self._arena.nbytes)
+        self._free = deque(base + i * shape.slot_nbytes for i in range(shape.num_slots))
+
+    def take(self) -> int | None:
+        """The address of a free slot."""
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, address: int) -> None:
+        """The engine has let go of the slot."""
+        self._free.append(address)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`num_slots` slots of `slot_nbytes` from `address`, in the memory of the side that unpacks them."""
+
+    address: int
+    slot_nbytes: int
+    num_slots: int
+
+    def slot(self, number: int) -> int:
+        """The address of a slot."""
+        return self.address + number * self.slot_nbytes
+
+
+class RingPool:
+    """The rings of a receiver: one for each peer rank that asks, as long as there are any. Used by one thread."""
+
+    def __init__(self, shape: StagingShape) -> None:
+        self._shape = shape
+        nbytes = shape.slot_nbytes * shape.num_slots
+        self._arena = _arena(nbytes * shape.num_rings)
+        base = int(self._arena.__array_interface__["data"][0])
+        self.region = MemoryRegion(base, self._arena.nbytes)
+        self._free = deque(Ring(base + i * nbytes, shape.slot_nbytes, shape.num_slots) for i in range(shape.num_rings))
+
+    def take(self) -> Ring | None:
+        """A ring that nobody has; `None` where all are taken: that peer's pieces then travel one by one."""
+        if not self._free:
+            return None
+        ring = self._free.popleft()
+        start = ring.address - self.region.address
+        _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])
+        return ring
+
+    def give_back(self, ring: Ring) -> None:
+        """It is proved that nobody writes into the ring any more."""
+        self._free.append(ring)
+
+
+class RemoteRing:
+    """A peer's ring, as its writer sees it: which slots are free. Thread-safe."""
+
+    def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...]) -> None:
+        stop = ring.address + ring.slot_nbytes * ring.num_slots
+        if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
+            raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
+        self.ring = ring
+        self._lock = threading.Lock()
+        self._free = deque(range(ring.num_slots))
+        self._outstanding: dict[int, int] = {}
+        self._sequence = 0
+
+    def take(self) -> tuple[int, int] | None:
+        """A free slot and the sequence number of this use of it."""
+        with self._lock:
+            if not self._free:
+                return None
+            slot = self._free.popleft()
+            self._sequence += 1
+            self._outstanding[slot] = self._sequence
+            return slot, self._sequence
+
+    def credit(self, slot: int, sequence: int) -> bool:
+        """The peer has unpacked that use of a slot; whether it was outstanding."""
+        with self._lock:
+            if self._outstanding.get(slot) != sequence:
+                return False
+            del self._outstanding[slot]
+            self._free.append(slot)
+            return True

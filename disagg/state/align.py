@@ -1,0 +1,82 @@
+"""Two bare lists of ids: cut them to one length, and find the runs in which both step by one.
+
+For servers that hand over nothing but a source list and a destination list (sliding windows, sparse-attention index
+keys). Arguments are never changed, and what is returned is never a view of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg import _core
+from disagg.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Ids = npt.NDArray[np.int64]
+_LARGEST_ID = np.iinfo(np.int64).max
+
+
+def align_state_indices(
+    source: npt.ArrayLike, destination: npt.ArrayLike, *, anchor: Literal["start", "end"] = "start"
+) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]]]:
+    """New arrays `(source, destination)` of the shorter one's length, each of its argument's dtype.
+
+    The longer one is cut at its end, or at its start with `anchor="end"` (windows: the last positions match); a warning
+    is logged when that happens. Raises `ConfigError` for anything but two 1-D lists of integers, or for another anchor.
+
+    >>> align_state_indices([4, 5, 6], [8, 9])
+    (array([4, 5]), array([8, 9]))
+    >>> align_state_indices([4, 5, 6], [8, 9], anchor="end")
+    (array([5, 6]), array([8, 9]))
+    """
+    if anchor not in ("start", "end"):
+        raise ConfigError(f"anchor: expected 'start' or 'end', found {anchor!r}")
+    ids = _integers(source, "source"), _integers(destination, "destination")
+    size = min(len(side) for side in ids)
+    if len(ids[0]) != len(ids[1]):
+        logger.warning(
+            "state indices: source has %d, destination has %d; cut to %d at the %s of the longer one",
+            len(ids[0]), len(ids[1]), size, "end" if anchor == "start" else "start",
+        )  # fmt: skip
+    first, second = (side[:size] if anchor == "start" else side[len(side) - size :] for side in ids)
+    return first.copy(), second.copy()
+
+
+def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
+    """`(source_starts, destination_starts, lengths)`: one entry per maximal run in which both lists step by one, in order.
+
+    A pair with a negative id ("no page here") is in no run; empty on either side gives no runs. int64 and int32 arrays
+    without gaps are read in place. Raises `ValueError` where lengths differ, and `ConfigError` (a `ValueError` too) for
+    anything but two 1-D lists of integers that fit int64.
+
+    >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
+    (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
+    """
+    return _core.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
+
+
+def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
+    """`values` as a 1-D integer array, itself if it is one. An empty sequence, which has no type, counts as integers."""
+    array = np.asarray(values)
+    if array.size == 0 and not hasattr(values, "dtype"):
+        array = array.astype(np.int64)
+    if array.ndim != 1:
+        raise ConfigError(f"{name} indices: expected one dimension, found shape {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ConfigError(f"{name} indices: expected integers, found dtype {array.dtype}")
+    return array
+
+
+def _core_ids(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.int32]:
+    """`values` as the compiled core takes them: int64 or int32, without gaps; copied only where they are not."""
+    array = _integers(values, name)
+    if array.dtype == np.int32:
+        return np.ascontiguousarray(array, dtype=np.int32)
+    if array.dtype.kind == "u" and array.size and int(array.max()) > _LARGEST_ID:
+        raise ConfigError(f"{name} indices: expected ids below 2**63, found {int(array.max())}")
+    return np.ascontiguousarray(array, dtype=np.int64)

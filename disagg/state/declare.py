@@ -1,0 +1,313 @@
+"""What every state kind is made of: roles with declared axes, and who owns which positions of each axis.
+
+A state kind names its roles, gives each inner axis a global size and an ownership rule, and calls `declare`. There is
+nothing else to write for a new one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from disagg.component import Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
+from disagg.errors import ConfigError
+from disagg.layout import (
+    EVERYTHING,
+    LAYER,
+    TOKEN,
+    Axis,
+    ComponentLayout,
+    Interval,
+    Intervals,
+    Owned,
+    Periodic,
+    RowKind,
+    Share,
+    TensorLayout,
+    positions_to_intervals,
+    split,
+)
+from disagg.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
+from disagg.topology import Topology
+
+Rule = Callable[[Topology], Owned]
+"""What a rank owns of an axis."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An axis of constant global `size`, and who owns what of it."""
+
+    size: int
+    owned: Rule
+
+    def local_size(self, rank: Topology) -> int:
+        """How many positions `rank` holds."""
+        return self.owned(rank).within(self.size).count_below(self.size)
+
+
+def whole(size: int) -> Inner:
+    """Every rank of the group holds the whole axis: replicas, or an axis that nothing splits."""
+    return Inner(size, lambda _: EVERYTHING)
+
+
+def by_tp(size: int) -> Inner:
+    """Heads or channels split over tensor-parallel ranks, by `split`; replicas where there are more ranks than heads."""
+    return Inner(size, lambda rank: Intervals((split(size, rank.tp, rank.tp_rank),)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sub-block of a fused axis: `units` of `width` positions, of which a rank holds whole units.
+
+    `groups`: shared by several heads, so that every rank holds all of them where they neither divide by the ranks nor
+    divide them.
+    """
+
+    units: int
+    width: int
+    groups: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.units * self.width
+
+
+def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
+    """A fused axis `x ‖ B ‖ C`: each block is split over tensor-parallel ranks on its own, in whole units, by `split`."""
+    parts = tuple(blocks)
+
+    def owned(rank: Topology) -> Owned:
+        start, intervals = 0, []
+        for block in parts:
+            uneven = block.units % rank.tp != 0 and rank.tp % block.units != 0
+            whole_block = block.groups and uneven
+            first, last = (0, block.units) if whole_block else split(block.units, rank.tp, rank.tp_rank)
+            intervals.append(Interval(start + first * block.width, start + last * block.width))
+            start += block.size
+        return Intervals(tuple(intervals))
+
+    return Inner(sum(block.size for block in parts), owned)
+
+
+def all_tokens(_: Topology) -> Owned:
+    """Every rank of the group holds every token: no context parallelism."""
+    return EVERYTHING
+
+
+def page_blocks(page_size: int) -> Rule:
+    """Context parallel prefill by pages: each rank holds one block of neighbouring pages of `page_size` tokens."""
+    return lambda rank: Share(rank.cp_rank, rank.cp, page_size)
+
+
+def pages_in_turn(page_size: int) -> Rule:
+    """Page-sharded KV: logical page `p` is on context-parallel rank `p % cp`, as its page `p // cp`."""
+    return lambda rank: Periodic(rank.cp_rank * page_size, page_size, rank.cp * page_size)
+
+
+def tokens_in_turn(rank: Topology) -> Owned:
+    """Context parallel decode: token `t` is on rank `t % cp`, as its token `t // cp`."""
+    return Periodic(rank.cp_rank, 1, rank.cp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One tensor per layer. `axes` names its axes in memory order, `page` or `slot` among them; `inner` its other axes.
+
+    `granule` tokens share one position of its token axis. `dtype` is needed only where a rank may have no layer of it.
+    Without `tensors` it is the description that memory is allocated by.
+    """
+
+    name: str
+    axes: str
+    inner: Mapping[str, Inner]
+    dtype: str | None = None
+    granule: int = 1
+    tensors: Mapping[int, Any] = field(default_factory=dict)
+
+    def of(self, tensors: Mapping[int, Any], *, axes: str | None = None) -> Role:
+        """The same role over a rank's tensors, by layer; `axes` where their memory order is another."""
+        return replace(self, tensors=tensors, axes=axes or self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot, or of `granule` tokens, in one layer, undivided."""
+        return math.prod(inner.size for inner in self.inner.values()) * ITEMSIZE[dtype_of(self, self.name)]
+
+    def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
+        """The shape of one layer's tensor on `rank`: `rows` pages or slots, pages of `page_size` tokens."""
+        sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
+        return tuple(self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis] for axis in self.axes.split())
+
+
+def declare(
+    name: str,
+    roles: Sequence[Role],
+    *,
+    rows: RowKind,
+    topology: Topology,
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+    tokens: Rule = all_tokens,
+    page_size: int | None = None,
+    optional: bool = False,
+) -> Component:
+    """The component of `roles`: what each rank of the group owns, and where this rank's rows are.
+
+    `layers_by_stage` is needed with pipeline parallelism; a stage without layers of this component gives no tensors.
+    Raises `ConfigError` where tensors contradict the declaration, naming layer, axis and both values.
+    """
+    what = f"component {name!r}"
+    row_axis = "page" if rows == "pages" else "slot"
+    placements: list[TensorPlacement] = []
+    regions: list[MemoryRegion] = []
+    found: list[tuple[int, int]] = []
+    for role in roles:
+        tensors = {layer: raw_tensor(tensor) for layer, tensor in role.tensors.items()}
+        axes = _axes(role, row_axis, what)
+        if not tensors:
+            continue
+        place, num_rows, memory = _place(role, tensors, axes, row_axis, topology, what)
+        placements.append(place)
+        regions.extend(memory)
+        sample = next(iter(tensors.values()))
+        size = sample.shape[axes.index(TOKEN)] * role.granule if rows == "pages" else 1
+        found.append((num_rows, size))
+    if len(set(found)) > 1:
+        raise ConfigError(f"{what}: its tensors must have as many rows and tokens per page, found {sorted(set(found))}")
+    own = next((tuple(role.tensors) for role in roles if role.tensors), ())
+    if any(tuple(role.tensors) != own for role in roles):
+        raise ConfigError(f"{what}: its tensors must be of the same layers, found {[tuple(r.tensors) for r in roles]}")
+    if page_size is not None and found and found[0][1] != page_size:
+        raise ConfigError(f"{what}: expected pages of {page_size} tokens, found {found[0][1]}")
+    stages = group_layers(topology, own, layers_by_stage, what=what)
+    dtypes = [dtype_of(role, name) for role in roles]
+    layouts = tuple(
+        ComponentLayout(name, rows, _tensor_layouts(dtypes, roles, rank, stages[rank.pp_rank], rows, tokens), optional)
+        if stages[rank.pp_rank]
+        else None
+        for rank in topology.group()
+    )
+    placement = Placement(name, found[0][1], found[0][0], tuple(placements)) if found else None
+    return Component(name, layouts, placement, tuple(regions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One kind of state of a model, before anyone has memory for it: what `models` makes of a configuration.
+
+    `layers` are the ids of the layers that have it. `window` tokens before the next one are needed (`None`: all);
+    `ring`: its rows are rings of that many tokens, one per request, addressed by `token % ring`. `packed`: its roles lie
+    behind each other in one page, each for all tokens of the page.
+    """
+
+    name: str
+    rows: RowKind
+    layers: tuple[int, ...]
+    roles: tuple[Role, ...]
+    window: int | None = None
+    ring: int | None = None
+    packed: bool = False
+    optional: bool = False
+
+    def role(self, name: str) -> Role:
+        """The role of that name; raises `ConfigError` where there is none."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise ConfigError(f"component {self.name!r}: expected one of {', '.join(r.name for r in self.roles)}, found {name!r}")
+
+    def page_tokens(self, page_size: int) -> int:
+        """Tokens of one of its pages, beside pools with pages of `page_size`: a ring is one page, a granule is not cut."""
+        return self.ring or math.lcm(page_size, *(role.granule for role in self.roles))
+
+    def nbytes(self, num_tokens: int, *, prefix: int = 0) -> int:
+        """Bytes that decode needs of a request of `num_tokens`, of which it has `prefix`: all layers and heads, no replicas."""
+        start, stop = self.needed(num_tokens, prefix=prefix)
+        per_layer = sum((stop // role.granule - start // role.granule) * role.nbytes for role in self.roles)
+        return len(self.layers) * per_layer
+
+    def needed(self, num_tokens: int, *, prefix: int = 0) -> tuple[int, int]:
+        """The tokens that decode needs of `num_tokens`, of which it has `prefix`; a slot is needed whole."""
+        if self.rows == "slot":
+            return 0, 1
+        start = 0 if self.window is None else num_tokens - self.window
+        return min(max(start, prefix, 0), num_tokens), num_tokens
+
+    def component(
+        self,
+        tensors: Mapping[str, Mapping[int, Any]],
+        *,
+        topology: Topology,
+        layers_by_stage: Sequence[Sequence[int]] | None = None,
+        axes: Mapping[str, str] | None = None,
+        tokens: Rule = all_tokens,
+    ) -> Component:
+        """The component over this rank's `tensors`, by role and layer (none where its stage has no such layer); `axes` by
+        role where the memory order is another than the kind's usual one.
+
+        Raises `ConfigError` where a role has no tensors, or they contradict it.
+        """
+        expected = [role.name for role in self.roles]
+        if sorted(expected) != sorted(tensors):
+            found = ", ".join(tensors) or "none"
+            raise ConfigError(f"component {self.name!r}: expected tensors for {', '.join(expected)}, found {found}")
+        orders = axes or {}
+        return declare(
+            self.name,
+            [role.of(tensors[role.name], axes=orders.get(role.name)) for role in self.roles],
+            rows=self.rows,
+            topology=topology,
+            layers_by_stage=layers_by_stage,
+            tokens=tokens,
+            optional=self.optional,
+        )
+
+
+def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
+    """The role's axes, each known and all there."""
+    expected = [row_axis, *([TOKEN] if row_axis == "page" else []), *role.inner]
+    axes = parse_axes(role.axes, known=expected, what=what)
+    missing = [axis for axis in expected if axis not in axes]
+    if missing:
+        raise ConfigError(f"{what}, tensor {role.name!r}: axes {role.axes!r} lack {' '.join(missing)!r}")
+    return axes
+
+
+def _place(
+    role: Role, tensors: Mapping[int, RawTensor], axes: tuple[str, ...], row_axis: str, topology: Topology, what: str
+) -> tuple[TensorPlacement, int, Sequence[MemoryRegion]]:
+    """The role's placement, its number of rows, and its memory."""
+    sample = next(iter(tensors.values()))
+    if role.dtype is not None and sample.dtype != role.dtype:
+        raise ConfigError(f"{what}, tensor {role.name!r}: expected dtype {role.dtype}, found {sample.dtype}")
+    sizes = {axis: inner.local_size(topology) for axis, inner in role.inner.items()}
+    if TOKEN in axes and len(sample.shape) == len(axes):
+        sizes[TOKEN] = sample.shape[axes.index(TOKEN)]
+    return tensor_placement(role.name, tensors, axes, row_axis=row_axis, sizes=sizes, what=what)
+
+
+def _tensor_layouts(
+    dtypes: Sequence[str], roles: Sequence[Role], rank: Topology, layers: Sequence[int], rows: RowKind, tokens: Rule
+) -> tuple[TensorLayout, ...]:
+    """What `rank` owns of each role."""
+    tensors = []
+    for role, dtype in zip(roles, dtypes, strict=True):
+        axes = [Axis(LAYER, None, positions_to_intervals(layers))]
+        if rows == "pages":
+            axes.append(Axis(TOKEN, None, tokens(rank), role.granule))
+        axes.extend(Axis(axis, inner.size, inner.owned(rank)) for axis, inner in role.inner.items())
+        tensors.append(TensorLayout(role.name, dtype, tuple(axes)))
+    return tuple(tensors)
+
+
+def dtype_of(role: Role, component: str) -> str:
+    """The dtype of a role: as declared, or its tensors'; raises `ConfigError` where it has neither."""
+    for tensor in role.tensors.values():
+        return raw_tensor(tensor).dtype
+    if role.dtype is None:
+        raise ConfigError(
+            f"component {component!r}, tensor {role.name!r}: this stage has no layer of it, so dtype must be said"
+        )
+    return role.dtype

@@ -1,0 +1,122 @@
+"""Recurrent state: the convolution window and the temporal state of Mamba1, Mamba2, GDN, KDA and lightning attention.
+
+A request has one slot. `*_roles` describe a kind; `recurrent` binds them to a rank's tensors. Convolution and temporal
+state keep their own dtypes. Memory orders are declared (`"slot channel width"` or `"slot width channel"`), strides come
+from the tensors, so views of a larger slot page work. Slots are resolved when they are sent: give `Slot(id)` to `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from disagg.component import Component
+from disagg.state.declare import Block, Role, State, blocks_by_tp, by_tp, whole
+from disagg.topology import Topology
+
+
+def gdn_roles(
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    kernel: int,
+    dtypes: tuple[str | None, str | None] = (None, None),
+) -> tuple[Role, Role]:
+    """Gated delta net (Qwen3-Next, Qwen3.5): `conv` over `q ‖ k ‖ v`, each split by heads, of `kernel - 1` columns, and
+    `temporal` per value head.
+    """
+    keys, values = Block(num_key_heads, key_head_dim), Block(num_value_heads, value_head_dim)
+    inner = {"head": by_tp(num_value_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
+    return (
+        _conv((keys, keys, values), kernel, dtypes[0]),
+        Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtypes[1]),
+    )
+
+
+def kda_roles(
+    *,
+    num_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    kernel: int,
+    fused: bool = True,
+    dtypes: tuple[str | None, str | None] = (None, None),
+) -> tuple[Role, ...]:
+    """Kimi delta attention: `conv` over `q ‖ k ‖ v`, stored `[kernel - 1, channel]`, or `conv_q`, `conv_k`, `conv_v` where
+    they are not fused; and `temporal` per head.
+    """
+    keys, values = Block(num_heads, key_head_dim), Block(num_heads, value_head_dim)
+    axes = "slot width channel"
+    parts = {"conv": (keys, keys, values)} if fused else {"conv_q": (keys,), "conv_k": (keys,), "conv_v": (values,)}
+    inner = {"head": by_tp(num_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
+    return (
+        *(_conv(blocks, kernel, dtypes[0], name=name, axes=axes) for name, blocks in parts.items()),
+        Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtypes[1]),
+    )
+
+
+def mamba2_roles(
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_groups: int,
+    state_size: int,
+    kernel: int,
+    dtypes: tuple[str | None, str | None] = (None, None),
+) -> tuple[Role, Role]:
+    """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba): `conv` over `x ‖ B ‖ C`, `x` split by heads, `B` and `C` by groups;
+    where groups and ranks do not divide each other, every rank holds `B` and `C` whole. `temporal` per head.
+    """
+    group = Block(num_groups, state_size, groups=True)
+    inner = {"head": by_tp(num_heads), "head_dim": whole(head_dim), "state": whole(state_size)}
+    return (
+        _conv((Block(num_heads, head_dim), group, group), kernel, dtypes[0]),
+        Role(name="temporal", axes="slot head head_dim state", inner=inner, dtype=dtypes[1]),
+    )
+
+
+def mamba1_roles(
+    *, inner_size: int, state_size: int, kernel: int, dtypes: tuple[str | None, str | None] = (None, None)
+) -> tuple[Role, Role]:
+    """Mamba1 (Jamba): `conv` and `temporal`, both split by channel."""
+    inner = {"channel": by_tp(inner_size), "state": whole(state_size)}
+    return (
+        _conv((Block(inner_size, 1),), kernel, dtypes[0]),
+        Role(name="temporal", axes="slot channel state", inner=inner, dtype=dtypes[1]),
+    )
+
+
+def lightning_roles(*, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str | None = None) -> tuple[Role]:
+    """Lightning attention (MiniMax): `temporal` per head, and no convolution."""
+    inner = {"head": by_tp(num_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
+    return (Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtype),)
+
+
+def recurrent(
+    roles: Sequence[Role],
+    tensors: Mapping[str, Mapping[int, Any]],
+    *,
+    topology: Topology,
+    axes: Mapping[str, str] | None = None,
+    name: str = "ssm",
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+) -> Component:
+    """The component of one kind over this rank's `tensors`, by role and layer; `axes` by role where the memory order is
+    another than the kind's usual one.
+
+        ssm = recurrent(gdn_roles(...), {"conv": conv, "temporal": temporal}, topology=topology)
+
+    Raises `ConfigError` where a role has no tensors, or they contradict it.
+    """
+    layers = next((tuple(by_layer) for by_layer in tensors.values()), ())
+    state = State(name=name, rows="slot", layers=layers, roles=tuple(roles))
+    return state.component(tensors, topology=topology, axes=axes, layers_by_stage=layers_by_stage)
+
+
+def _conv(
+    blocks: Sequence[Block], kernel: int, dtype: str | None, *, name: str = "conv", axes: str = "slot channel width"
+) -> Role:
+    """A convolution window: the last `kernel - 1` inputs of every channel."""
+    return Role(name=name, axes=axes, inner={"channel": blocks_by_tp(blocks), "width": whole(kernel - 1)}, dtype=dtype)

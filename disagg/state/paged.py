@@ -1,0 +1,132 @@
+"""Paged attention KV: multi-head and grouped-query attention, latent attention (MLA), block scales, draft layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from disagg.component import Component, parse_axes
+from disagg.errors import ConfigError
+from disagg.layout import TOKEN
+from disagg.memory import RawTensor, raw_tensor
+from disagg.state.declare import Role, Rule, all_tokens, by_tp, declare, whole
+from disagg.topology import Topology
+
+ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
+"""Axis orders of KV pages, by their usual names."""
+
+
+def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, axes: str = ORDERS["nhd"]) -> tuple[Role, Role]:
+    """K and V of `dims` elements per head and token, split over tensor-parallel ranks by head."""
+    heads = by_tp(num_kv_heads)
+    return (
+        Role(name="k", axes=axes, inner={"kv_head": heads, "dim": whole(dims[0])}, dtype=dtype),
+        Role(name="v", axes=axes, inner={"kv_head": heads, "dim": whole(dims[1])}, dtype=dtype),
+    )
+
+
+def mla_roles(dim: int, *, dtype: str | None, scales: int = 0, scales_dtype: str | None = None) -> tuple[Role, ...]:
+    """The latent of `dim` elements per token, held whole by every rank, and `scales` block scales per token."""
+    latent = Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype)
+    scale = Role(name="latent_scale", axes="page token dim", inner={"dim": whole(scales)}, dtype=scales_dtype)
+    return (latent, scale) if scales else (latent,)
+
+
+def gqa(
+    tensors: Mapping[int, Any],
+    *,
+    axes: str,
+    num_kv_heads: int,
+    topology: Topology,
+    name: str = "kv",
+    dims: tuple[int, int] | None = None,
+    dtype: str | None = None,
+    scales: Mapping[int, Any] | None = None,
+    scales_per_head: int = 1,
+    scales_dtype: str | None = None,
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+    tokens: Rule = all_tokens,
+    optional: bool = False,
+) -> Component:
+    """K and V of multi-head or grouped-query attention, sharded over tensor-parallel ranks by KV head.
+
+    `tensors` maps each layer id of this rank to `(k, v)`, or to one tensor that packs both along a `kv` axis of size 2.
+    `axes` names their axes in memory order, from `page kv token kv_head dim`: `"page token kv_head dim"` is NHD,
+    `"page kv_head token dim"` HND. Total KV heads are given, never inferred: rank `r` of `T` owns
+    `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so ranks beyond `H` hold replicas. K and V may differ in `dim`.
+    `scales` are block scales beside them (FP8, MX): the same axes, with `scales_per_head` in place of `dim`.
+    `dims` (of K and V) and `dtype` are needed only where a stage may have no layer.
+
+    Raises `ConfigError` where a tensor contradicts that, naming layer, axis and both values.
+    """
+    what = f"component {name!r}"
+    names = parse_axes(axes, known=("page", "kv", TOKEN, "kv_head", "dim"), what=what)
+    if num_kv_heads < 1:
+        raise ConfigError(f"{what}: num_kv_heads: expected at least 1, found {num_kv_heads}")
+    plain = " ".join(axis for axis in names if axis != "kv")
+    bound = pairs(tensors, names, what=what)
+    if dims is None:
+        dims = _dim(bound["k"], plain, what), _dim(bound["v"], plain, what)
+    roles = [role.of(bound[role.name], axes=plain) for role in gqa_roles(num_kv_heads, dims=dims, dtype=dtype)]
+    if scales is not None:
+        bound = pairs(scales, names, what=f"{what}, scales")
+        sized = gqa_roles(num_kv_heads, dims=(scales_per_head, scales_per_head), dtype=scales_dtype)
+        roles += [replace(role.of(bound[role.name], axes=plain), name=f"{role.name}_scale") for role in sized]
+    return declare(
+        name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
+    )
+
+
+def mla(
+    tensors: Mapping[int, Any],
+    *,
+    axes: str = "page token dim",
+    dim: int,
+    topology: Topology,
+    name: str = "mla",
+    dtype: str | None = None,
+    scales: Mapping[int, Any] | None = None,
+    scales_dim: int = 1,
+    scales_dtype: str | None = None,
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+    tokens: Rule = all_tokens,
+    optional: bool = False,
+) -> Component:
+    """The latent of multi-head latent attention, `dim = kv_lora + rope` elements per token, the same on every rank of a group.
+
+    `tensors` maps each layer id to one tensor; one elected rank writes each destination rank's copy. `scales` are block
+    scales of `scales_dim` per token, in tensors of the same axes. Raises `ConfigError` as `gqa` does.
+    """
+    declared = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
+    roles = [role.of(given, axes=axes) for role, given in zip(declared, (tensors, scales or {}), strict=False)]
+    return declare(
+        name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
+    )
+
+
+def _dim(by_layer: Mapping[int, RawTensor], axes: str, what: str) -> int:
+    """The size of `dim` in the first layer; 1 where the tensor has other axes, which `declare` then reports."""
+    if not by_layer:
+        raise ConfigError(f"{what}: no layers are given, so dims and dtype must be said")
+    return max(dict(zip(axes.split(), next(iter(by_layer.values())).shape, strict=False)).get("dim", 1), 1)
+
+
+def pairs(tensors: Mapping[int, Any], axes: Sequence[str], *, what: str) -> dict[str, dict[int, RawTensor]]:
+    """K and V by layer, from pairs or from tensors that pack both along `kv`."""
+    roles: dict[str, dict[int, RawTensor]] = {"k": {}, "v": {}}
+    for layer, given in tensors.items():
+        if "kv" in axes:
+            packed, axis = raw_tensor(given), list(axes).index("kv")
+            if len(packed.shape) != len(axes) or packed.shape[axis] != 2:
+                raise ConfigError(
+                    f"{what}, layer {layer}: axes {' '.join(axes)!r} expect 2 along 'kv', found shape {packed.shape}"
+                )
+            pair: Sequence[Any] = [packed.select(axis, 0), packed.select(axis, 1)]
+        elif not isinstance(given, tuple | list) or len(given) != 2:
+            raise ConfigError(f"{what}, layer {layer}: expected (k, v), or a 'kv' axis in {' '.join(axes)!r}")
+        else:
+            pair = given
+        for role, tensor in zip(roles, pair, strict=True):
+            roles[role][layer] = raw_tensor(tensor)
+    return roles

@@ -1,0 +1,115 @@
+"""Sparse attention: index keys with their scales in one page (NSA, DSA), their open pools, and compressed KV by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from disagg.component import Component
+from disagg.errors import ConfigError
+from disagg.memory import RawTensor, raw_tensor
+from disagg.state.declare import Role, Rule, all_tokens, declare, whole
+from disagg.topology import Topology
+
+
+def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:
+    """Index keys and their scales, in bytes, held whole by every rank; one of each for `tokens_per_key` tokens."""
+    sizes = {"key": key_nbytes, "scale": scale_nbytes}
+    return tuple(
+        Role(name=name, axes="page token byte", inner={"byte": whole(size)}, dtype="uint8", granule=tokens_per_key)
+        for name, size in sizes.items()
+        if size
+    )
+
+
+def compressed_roles(dim: int, *, ratio: int, dtype: str | None) -> tuple[Role]:
+    """One entry of `dim` elements for `ratio` tokens, held whole by every rank."""
+    return (Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype, granule=ratio),)
+
+
+def index_keys(
+    pages: Mapping[int, Any],
+    *,
+    page_size: int,
+    topology: Topology,
+    key_nbytes: int = 128,
+    scale_nbytes: int = 4,
+    tokens_per_key: int = 1,
+    name: str = "index",
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+    tokens: Rule = all_tokens,
+) -> Component:
+    """Index keys: each layer's tensor is `[page, bytes]`, a page being `page_size / tokens_per_key` keys of `key_nbytes`
+    and *then* as many scales of `scale_nbytes` (0: none). The same on every rank. Layers that share another's top-k have
+    no rows: leave them out.
+
+    Raises `ConfigError` where pages are too small for that.
+    """
+    num_keys = page_size // tokens_per_key
+    roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
+    bound = _halves(roles, pages, num_keys)
+    return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
+
+
+def index_tail(
+    rings: Mapping[int, Any],
+    *,
+    tail: int,
+    topology: Topology,
+    key_nbytes: int = 128,
+    scale_nbytes: int = 4,
+    name: str = "index_tail",
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+) -> Component:
+    """The open pool of pooled index keys: each layer's tensor is `[ring, bytes]`, a ring being `tail` keys and then
+    `tail` scales; token `t` is at `t % tail`. `tail` may differ between the sides.
+
+    Of `n` tokens, `open_pool(n, tokens_per_key)` are needed; their rows are `window.ring_rows(ring, need=..., stride=tail)`.
+    """
+    bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail)
+    return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
+
+
+def open_pool(num_tokens: int, tokens_per_key: int) -> tuple[int, int]:
+    """The tokens that no pooled key covers yet: the last `num_tokens % tokens_per_key`."""
+    return num_tokens - num_tokens % tokens_per_key, num_tokens
+
+
+def compressed(
+    tensors: Mapping[int, Any],
+    *,
+    ratio: int,
+    dim: int,
+    topology: Topology,
+    name: str,
+    axes: str = "page token dim",
+    dtype: str | None = None,
+    layers_by_stage: Sequence[Sequence[int]] | None = None,
+    tokens: Rule = all_tokens,
+) -> Component:
+    """Compressed KV of one kind (DeepSeek-V4: ratio 4, ratio 128): one entry of `dim` elements for `ratio` tokens, the same
+    on every rank. Pages are counted in tokens: a tensor with `n` entries per page has pages of `n * ratio`.
+    """
+    roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
+    return declare(name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
+
+
+def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:
+    """Roles over parts of pages that lie one behind the other: all keys, then all scales."""
+    bound, start = [], 0
+    total = num_keys * sum(role.inner["byte"].size for role in roles)
+    for role in roles:
+        nbytes = role.inner["byte"].size
+        bound.append(role.of({layer: _part(page, start, num_keys, nbytes, total) for layer, page in pages.items()}))
+        start += num_keys * nbytes
+    return bound
+
+
+def _part(page: Any, start: int, num_keys: int, nbytes: int, total: int) -> RawTensor:
+    """`num_keys` runs of `nbytes`, from byte `start` of each page of a tensor `[page, bytes]`, as `[page, key, byte]`."""
+    raw = raw_tensor(page)
+    if len(raw.shape) != 2 or raw.shape[1] * raw.itemsize < total:
+        found = f"shape {raw.shape} of {raw.itemsize} bytes each"
+        raise ConfigError(f"index pages: expected [page, at least {total} bytes], found {found}")
+    strides = (raw.strides[0] * raw.itemsize, nbytes, 1)
+    return RawTensor(raw.pointer + start, (raw.shape[0], num_keys, nbytes), strides, "uint8", raw.device)

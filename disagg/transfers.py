@@ -1,0 +1,413 @@
+"""The thread that moves bytes: waits for ready events, binds rows to addresses, posts copies or packs them into the peer's
+ring, polls them to their end, and unpacks what has arrived in this side's rings.
+
+It takes jobs and reports what became of each; it knows neither messages nor requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from disagg import _core
+from disagg.backends.base import Backend, Op, Progressive, RemotePeer, Transfer, TransferStatus
+from disagg.copies import Addresses, CopyBatch
+from disagg.errors import DisaggError, RemoteProtocolError
+from disagg.staging import RemoteRing, SlotPool
+
+logger = logging.getLogger(__name__)
+
+MIN_SLEEP_S = 20e-6
+MAX_SLEEP_S = 500e-6
+IDLE_PROGRESS_S = 1e-3
+UNSETTLED_POLL_S = 0.05
+SLOTS_AT_ONCE = 2
+"""Packed or unpacked before anyone is told: a word for each slot costs more than its copy, one for all would let the other
+side wait.
+"""
+
+
+class ReadyEvent(Protocol):
+    """What a caller gives to say when its kernels are done with memory; a torch or CUDA event is one."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    """Pieces of one side's memory in an order that both sides know: together a stream of `total` bytes."""
+
+    def __init__(self, addresses: Addresses, nbytes: Addresses, parts: Any = ()) -> None:
+        self.addresses, self.nbytes, self.parts = addresses, nbytes, parts
+        self._ends = np.cumsum(nbytes, dtype=np.uint64)
+        self.total = int(self._ends[-1]) if len(nbytes) else 0
+
+    def cut(self, offset: int, nbytes: int) -> tuple[Addresses, Addresses]:
+        """The pieces of the stream's bytes `[offset, offset + nbytes)`: addresses and sizes, one behind the other.
+
+        Raises `RemoteProtocolError` where the stream does not have them.
+        """
+        if not 0 <= offset < offset + nbytes <= self.total:
+            found = f"[{offset}, +{nbytes})"
+            raise RemoteProtocolError(f"packed stream of {self.total} bytes: expected a range of it, found {found}")
+        # As uint64, or NumPy turns the whole column into floats.
+        start, stop = np.uint64(offset), np.uint64(offset + nbytes)
+        first = int(self._ends.searchsorted(start, side="right"))
+        last = int(self._ends.searchsorted(stop, side="left")) + 1
+        addresses, sizes = self.addresses[first:last].copy(), self.nbytes[first:last].copy()
+        skipped = start - (self._ends[first] - self.nbytes[first])
+        addresses[0] += skipped
+        sizes[0] -= skipped
+        sizes[-1] -= self._ends[last - 1] - stop
+        return addresses, sizes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a job comes to: pieces that go one by one, and pieces that go packed."""
+
+    direct: CopyBatch
+    stream: Stream | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Copies to make: `bind` gives them once `ready` has passed, and may raise; nothing is posted after `cancelled()`."""
+
+    ticket: Hashable
+    peer: RemotePeer
+    bind: Callable[[], Bound]
+    cancelled: Callable[[], bool]
+    ready: ReadyEvent | None = None
+    ring: RemoteRing | None = None
+
+
+@dataclass(frozen=True)
+class Unpack:
+    """A slot of this side's ring to be scattered: `nbytes` of `stream()`, from `offset` on, lie at `address`."""
+
+    token: Any
+    stream: Callable[[], Stream]
+    address: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SlotFilled:
+    """Report: a slot of the peer's ring holds `nbytes` of the job's stream, from `offset` on."""
+
+    ticket: Hashable
+    slot: int
+    sequence: int
+    parts: Any
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Report: a slot was scattered, or could not be."""
+
+    token: Any
+    nbytes: int
+    error: str
+    seconds: float
+
+
+@dataclass
+class Settled:
+    """Report: what became of a job. `unsettled`: the engine cannot tell yet; another report follows when it can."""
+
+    ticket: Hashable
+    error: str = ""
+    unsettled: bool = False
+    nbytes: int = 0
+    packed: int = 0
+    pieces: int = 0
+    bind_s: float = 0.0
+    pack_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+
+
+Report = Settled | SlotFilled | Unpacked
+
+
+@dataclass
+class _Slot:
+    """A packed write under way: from a local slot into a slot of the peer's ring."""
+
+    transfer: Transfer
+    local: int
+    filled: SlotFilled
+
+
+@dataclass
+class _Active:
+    """A job that was bound: what it has in flight, and how much of its stream has been packed."""
+
+    job: Job
+    report: Settled
+    stream: Stream | None
+    started_at: float
+    direct: Transfer | None = None
+    slots: list[_Slot] = field(default_factory=list)
+    offset: int = 0
+    error: str = ""
+    told_unsettled: bool = False
+
+    @property
+    def packing(self) -> bool:
+        return self.stream is not None and self.offset < self.stream.total and not self.error
+
+    def in_flight(self) -> bool:
+        return self.direct is not None or bool(self.slots)
+
+
+class TransferWorker:
+    """One supervised thread over one backend. `on_reports` is called in it with what there is to report; `on_death` if it
+    fails.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        slots: SlotPool | None,
+        on_reports: Callable[[list[Report]], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._backend = backend
+        self._progressive = backend if isinstance(backend, Progressive) else None
+        self._slots = slots
+        self._on_reports = on_reports
+        self._reports: list[Report] = []
+        self._on_death = on_death
+        self._new: deque[Job] = deque()
+        self._unpacks: deque[Unpack] = deque()
+        self._waiting: list[Job] = []
+        self._active: list[_Active] = []
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"disagg-transfers-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Jobs that have not settled."""
+        return len(self._new) + len(self._waiting) + len(self._active)
+
+    def submit(self, job: Job | Unpack) -> None:
+        """Take a job; from any thread."""
+        if isinstance(job, Job):
+            self._new.append(job)
+        else:
+            self._unpacks.append(job)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """A peer's slots have become free; from any thread."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Take no more and end; whether the thread has ended in time."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # the thread's top: what it owned must fail, not hang
+            logger.exception("transfer thread died")
+            self._on_death(error)
+
+    def _loop(self) -> None:
+        sleep_s = MIN_SLEEP_S
+        while not self._stopping:
+            self._wake.clear()
+            busy = self._unpack_some() + self._take_new() + self._advance_all()
+            if self._reports:
+                reports, self._reports = self._reports, []
+                self._on_reports(reports)
+            sleep_s = MIN_SLEEP_S if busy else min(sleep_s * 2, MAX_SLEEP_S)
+            if busy:
+                continue
+            if self._waiting or any(a.in_flight() and not a.told_unsettled for a in self._active):
+                time.sleep(sleep_s)
+                continue
+            self._wake.wait(self._idle_s())
+            if self._progressive is not None:
+                self._progressive.progress()
+
+    def _idle_s(self) -> float | None:
+        if self._progressive is not None:
+            return IDLE_PROGRESS_S
+        return UNSETTLED_POLL_S if self._active else None
+
+    def _unpack_some(self) -> int:
+        """Scatter slots that have arrived, not more than are soon to be given back; how many."""
+        count = min(len(self._unpacks), SLOTS_AT_ONCE)
+        for _ in range(count):
+            unpack = self._unpacks.popleft()
+            started, error = time.perf_counter(), ""
+            try:
+                _core.scatter(*unpack.stream().cut(unpack.offset, unpack.nbytes), unpack.address)
+            except DisaggError as problem:
+                error = str(problem)
+            self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
+        return count
+
+    def _take_new(self) -> int:
+        """Begin every job whose event has passed; how many."""
+        jobs, self._waiting = self._waiting, []
+        while self._new:
+            jobs.append(self._new.popleft())
+        begun = 0
+        for job in jobs:
+            if job.ready is not None and not job.cancelled() and not job.ready.query():
+                self._waiting.append(job)
+            else:
+                self._begin(job)
+                begun += 1
+        return begun
+
+    def _begin(self, job: Job) -> None:
+        if job.cancelled():
+            self._reports.append(Settled(job.ticket, error="the attempt ended before anything was posted"))
+            return
+        started = time.perf_counter()
+        try:
+            bound = job.bind()
+            report = Settled(job.ticket, bind_s=time.perf_counter() - started)
+            active = _Active(job, report, bound.stream, time.perf_counter())
+            if len(bound.direct) or not active.packing:
+                active.direct = self._post(job, bound.direct, report)
+        except DisaggError as error:
+            self._reports.append(Settled(job.ticket, error=str(error)))
+            return
+        except Exception as error:  # one request's error ends that request only
+            logger.exception("a transfer could not be posted")
+            self._reports.append(Settled(job.ticket, error=f"{type(error).__name__}: {error}"))
+            return
+        self._active.append(active)
+
+    def _post(self, job: Job, copies: CopyBatch, report: Settled) -> Transfer:
+        started = time.perf_counter()
+        transfer = self._backend.submit(Op.WRITE, job.peer, copies)
+        report.post_s += time.perf_counter() - started
+        report.nbytes += copies.total_nbytes
+        report.pieces += len(copies)
+        return transfer
+
+    def _advance_all(self) -> int:
+        """Pack what there is room for, and see what has settled; how much has changed."""
+        changed = 0
+        for active in self._active:
+            changed += self._pack(active) + self._poll(active)
+        self._active = [active for active in self._active if active.packing or active.in_flight()]
+        return changed
+
+    def _pack(self, active: _Active) -> int:
+        """Fill slots of the peer's ring while there are any, not more than are soon to be told of; how many."""
+        packed = 0
+        while packed < SLOTS_AT_ONCE and active.packing and not self._fail_if_cancelled(active) and self._pack_one(active):
+            packed += 1
+        return packed
+
+    def _fail_if_cancelled(self, active: _Active) -> bool:
+        if active.job.cancelled():
+            active.error = active.error or "the attempt ended before everything was sent"
+            if not active.in_flight():
+                self._finish(active)
+        return bool(active.error)
+
+    def _pack_one(self, active: _Active) -> bool:
+        """Gather the next bytes of a stream into a slot and post it; `False` where no slot is free."""
+        ring, stream = active.job.ring, active.stream
+        assert ring is not None
+        assert stream is not None
+        assert self._slots is not None
+        local = self._slots.take()
+        if local is None:
+            return False
+        remote = ring.take()
+        if remote is None:
+            self._slots.give_back(local)
+            return False
+        started = time.perf_counter()
+        nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
+        _core.gather(*stream.cut(active.offset, nbytes), local)
+        active.report.pack_s += time.perf_counter() - started
+        active.report.packed += nbytes
+        slot, sequence = remote
+        try:
+            transfer = self._post(active.job, CopyBatch([local], [ring.ring.slot(slot)], [nbytes]), active.report)  # type: ignore[arg-type]
+        except DisaggError as error:
+            self._slots.give_back(local)
+            active.error = str(error)
+            if not active.in_flight():
+                self._finish(active)
+            return False
+        filled = SlotFilled(active.job.ticket, slot, sequence, stream.parts, active.offset, nbytes)
+        active.slots.append(_Slot(transfer, local, filled))
+        active.offset += nbytes
+        return True
+
+    def _poll(self, active: _Active) -> int:
+        """Take what has settled; report the job once nothing is left. How much has settled."""
+        if not active.in_flight():
+            return 0
+        settled = 0
+        if active.direct is not None and self._take_status(active, active.direct):
+            active.direct = None
+            settled += 1
+        left = []
+        for slot in active.slots:
+            if not self._take_status(active, slot.transfer):
+                left.append(slot)
+                continue
+            assert self._slots is not None
+            assert active.job.ring is not None
+            self._slots.give_back(slot.local)
+            if slot.transfer.poll() is TransferStatus.DONE:
+                self._reports.append(slot.filled)
+            else:
+                active.job.ring.credit(slot.filled.slot, slot.filled.sequence)
+            settled += 1
+        active.slots = left
+        if not active.in_flight() and not active.packing:
+            self._finish(active)
+        return settled
+
+    def _take_status(self, active: _Active, transfer: Transfer) -> bool:
+        """Whether a transfer has settled; its error becomes the job's."""
+        status = transfer.poll()
+        if status is TransferStatus.PENDING:
+            return False
+        if status is not TransferStatus.DONE:
+            active.error = active.error or transfer.error or "the transfer failed"
+        if status is TransferStatus.UNSETTLED:
+            if not active.told_unsettled:
+                active.told_unsettled = True
+                self._reports.append(Settled(active.job.ticket, error=active.error, unsettled=True))
+            return False
+        transfer.close()
+        return True
+
+    def _finish(self, active: _Active) -> None:
+        active.report.error = active.error
+        active.report.wire_s = time.perf_counter() - active.started_at
+        self._reports.append(active.report)

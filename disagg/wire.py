@@ -1,0 +1,266 @@
+"""The control messages, as typed values, and their bytes.
+
+MessagePack maps with a `type` tag. Evolution: a new field has a default; a field is never renamed, retyped or reused;
+unknown fields are ignored; a change that an old peer cannot ignore raises `PROTOCOL_VERSION`. Decoding is total: any
+bytes give a message or `RemoteProtocolError`, within bounds on size and nesting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgpack
+import msgspec
+import numpy as np
+
+from disagg.errors import LayoutError, RemoteProtocolError
+from disagg.rows import Pages, Rows, Slot
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_NBYTES = 64 << 20
+"""A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
+MAX_ITEMS = 1 << 16
+MAX_PAYLOAD_NBYTES = 1 << 16
+
+RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Nonce = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_NBYTES)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+TokenRange = tuple[Tokens, Tokens]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
+    """Base of all messages; the tag is the class's name in lower case. A field at its default is left out."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One rank of an instance and the address of its control channel."""
+
+    rank: Small
+    address: Name
+    epoch: Epoch
+
+
+class RingGrant(msgspec.Struct, frozen=True):
+    """A ring in the memory of who grants it: `num_slots` slots of `slot_nbytes` from `address`."""
+
+    address: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+
+
+class Hello(Message, frozen=True, tag="hello", kw_only=True):
+    """A rank introduces itself on a connection that it opened. Siblings say their address to their leader."""
+
+    version: int
+    instance: Name
+    rank: Small
+    epoch: Epoch
+    model: Reason
+    revision: Reason
+    table: bytes
+    address: Name | None = None
+    generation: Small = 0
+
+
+class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
+    """The answer to an accepted hello: who is here, what it owns, where its memory is, and how to reach its engine."""
+
+    version: int
+    instance: Name
+    rank: Small
+    epoch: Epoch
+    model: Reason
+    revision: Reason
+    table: bytes
+    plans: bytes
+    members: tuple[Member, ...]
+    placements: bytes
+    backend: Name
+    endpoint: bytes
+    ring: RingGrant | None = None
+
+
+class Reject(Message, frozen=True, tag="reject", kw_only=True):
+    """A refusal: the field, both values, and why. `hello_first` asks for a new hello on this connection."""
+
+    field: Name
+    reason: Reason
+    hello_first: bool = False
+
+
+class PagesRow(msgspec.Struct, frozen=True, tag="pages", tag_field="kind"):
+    """`Pages` on the wire: ids as little-endian int32."""
+
+    ids: bytes
+    first_token: Tokens
+
+
+class SlotRow(msgspec.Struct, frozen=True, tag="slot", tag_field="kind"):
+    """`Slot` on the wire."""
+
+    id: Small
+
+
+class RequestMessage(Message, frozen=True, kw_only=True):
+    """Base of what concerns one attempt of one request."""
+
+    request_id: RequestId
+    attempt: Small
+
+
+class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
+    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request."""
+
+    nonce: Nonce
+    source_group: Small
+    destination_group: Small
+    rows: dict[Name, PagesRow | SlotRow]
+    need: dict[Name, TokenRange]
+
+
+class Busy(Message, frozen=True, tag="busy", kw_only=True):
+    """Not now: the hello or the reserve may be sent again after `retry_after_s`."""
+
+    reason: Reason
+    retry_after_s: Seconds
+    request_id: RequestId | None = None
+    attempt: Small = 0
+    nonce: Nonce = 0
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that the writer was elected for, of one component, in `layers` (all: `None`) and tokens `[start, stop)`."""
+
+    chunk: Small
+    component: Name
+    layers: tuple[Small, ...] | None
+    start: Tokens
+    stop: Tokens
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a packed stream: span classes of a component's plan, in `layers` (all: `None`) and tokens `[start, stop)`."""
+
+    component: Name
+    spans: tuple[Small, ...]
+    layers: tuple[Small, ...] | None
+    start: Tokens
+    stop: Tokens
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True):
+    """A slot of the receiver's ring holds `nbytes` of a chunk's packed stream, from `offset` on."""
+
+    slot: Small
+    sequence: Nonce
+    chunk: Small
+    parts: tuple[Part, ...]
+    offset: Tokens
+    nbytes: Small
+
+
+class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
+    """What has landed. `filled` slots are to be unpacked; each is said again until its credit comes. The `final` one says
+    which chunks of what the writer has sent, and of which chunks how many bytes went packed; then nothing more will come
+    and nothing is in flight.
+    """
+
+    nonce: Nonce
+    written: tuple[Written, ...] = ()
+    payload: Payload = b""
+    final: bool = True
+    filled: tuple[Filled, ...] = ()
+    packed: tuple[tuple[Small, Tokens], ...] = ()
+
+
+class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
+    """Either side ends the attempt, with its first cause; the writer answers, or goes on to say, `Drained`."""
+
+    nonce: Nonce
+    reason: Reason
+    from_writer: bool = False
+
+
+class Drained(RequestMessage, frozen=True, tag="drained", kw_only=True):
+    """The writer's proof: no write of this attempt can land any more; and why it ended the attempt."""
+
+    nonce: Nonce
+    reason: Reason = ""
+
+
+class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
+    """The receiver's verdict for its rank."""
+
+    nonce: Nonce
+    ok: bool
+    reason: Reason = ""
+
+
+class Credit(Message, frozen=True, tag="credit", kw_only=True):
+    """Slots of the receiver's ring that have been unpacked, each with the sequence number of that use."""
+
+    slots: tuple[tuple[Small, Nonce], ...]
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat", kw_only=True):
+    """The sender is alive at this epoch."""
+
+    epoch: Epoch
+
+
+class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
+    """The sender closes, and why."""
+
+    reason: Reason
+
+
+AnyMessage = Hello | Welcome | Reject | Reserve | Busy | Complete | Abort | Drained | Outcome | Credit | Heartbeat | Goodbye
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message in `data`; raises `RemoteProtocolError` naming the path of what is wrong."""
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise RemoteProtocolError(f"message of {len(data)} bytes: expected {MAX_MESSAGE_NBYTES} at most")
+    try:
+        plain = msgpack.unpackb(
+            data,
+            max_array_len=min(MAX_ITEMS, len(data)),
+            max_map_len=min(MAX_ITEMS, len(data)),
+            max_ext_len=0,
+            strict_map_key=True,
+        )
+        message: AnyMessage = msgspec.convert(plain, type=AnyMessage, builtin_types=(bytes,))
+        return message
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException, msgspec.ValidationError) as error:
+        raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error
+
+
+def pack_rows(rows: Rows) -> PagesRow | SlotRow:
+    """Rows for a reserve."""
+    if isinstance(rows, Slot):
+        return SlotRow(rows.id)
+    return PagesRow(rows.ids.astype("<i4").tobytes(), rows.first_token)
+
+
+def unpack_rows(row: PagesRow | SlotRow) -> Rows:
+    """Rows of a reserve; raises `RemoteProtocolError` where they are none."""
+    if isinstance(row, SlotRow):
+        return Slot(row.id)
+    try:
+        return Pages(np.frombuffer(row.ids, dtype="<i4"), row.first_token)
+    except (ValueError, LayoutError) as error:
+        raise RemoteProtocolError(f"reserve: {len(row.ids)} bytes of page ids: {error}") from error

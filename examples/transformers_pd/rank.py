@@ -1,0 +1,214 @@
+"""One rank of a server, with disagg in it. This is the file to copy from.
+
+A rank owns a shard of the paged pools. It declares them to disagg, builds a `KVManager` over them, and from then on says
+per request which rows of which pools are meant. Layouts, page sizes and ranks of the other side are not known here.
+"""
+
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from disagg.agreement import ModelId
+from disagg.component import Component
+from disagg.handles import Receiver
+from disagg.manager import KVManager
+from disagg.rows import Pages, Rows, Slot
+from disagg.state.declare import Block, Inner, Role, State, blocks_by_tp, whole
+from disagg.topology import Topology
+
+from .architectures import TOKENS, TensorSpec, TokenRange, describe
+from .content import NUMPY_DTYPES, CacheContent
+from .shards import Pool, Shard, Side, cut, stages
+
+TIMEOUT_S = 30.0
+
+
+# --- what the pools hold, said once to disagg ---------------------------------------------------------------------------
+
+
+def declare(pool: Pool, *, topology: Topology, layers_by_stage: Sequence[Sequence[int]], dtype: str) -> Component:
+    """A pool as disagg sees it: every axis of every tensor by name, in memory order, and who holds what of it.
+
+    For a server that does not have such a table, `disagg.state` has the usual kinds ready (`paged.gqa`, `mamba.recurrent`,
+    ...), and `disagg.models` makes them from a model's `config.json`.
+    """
+    spec = pool.component
+    roles = [
+        Role(
+            name=tensor.role,
+            axes=" ".join(pool.axes[tensor.role]),
+            inner={
+                axis: _held(tensor, axis, size) for axis, size in zip(tensor.axes, tensor.sizes, strict=True) if size != TOKENS
+            },
+            granule=spec.granule if "token" in tensor.axes else 1,
+            dtype=str(NUMPY_DTYPES[tensor.dtype or dtype]),  # a stage without layers of the component has no tensor to ask
+        )
+        for tensor in spec.tensors
+    ]
+    state = State(name=spec.name, rows="pages" if spec.paged else "slot", layers=spec.layers, roles=tuple(roles))
+    tensors = {role.name: {layer: by_role[role.name] for layer, by_role in pool.tensors.items()} for role in roles}
+    return state.component(tensors, topology=topology, layers_by_stage=layers_by_stage)
+
+
+def _held(tensor: TensorSpec, axis: str, size: int) -> Inner:
+    """What each rank holds of an axis: all of it, or a part of every block."""
+    if axis != tensor.split:
+        return whole(size)
+    return blocks_by_tp(Block(block.num_units, block.unit_size, block.groups) for block in tensor.blocks)
+
+
+# --- which rows are free ------------------------------------------------------------------------------------------------
+
+
+class FreeList:
+    """Ids of the pages or slots of a pool that no request has, in random order.
+
+    Rows come back from a lease, in a thread of the manager: hence the lock.
+    """
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self._lock = threading.Lock()
+        self._ids = list(range(num_rows))
+        random.Random(seed).shuffle(self._ids)
+
+    def take(self, count: int) -> list[int]:
+        with self._lock:
+            if count > len(self._ids):
+                raise MemoryError(f"{count} rows are needed, {len(self._ids)} are free")
+            taken, self._ids = self._ids[:count], self._ids[count:]
+            return taken
+
+    def give_back(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            self._ids.extend(ids)
+
+
+# --- the rank -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of this rank: its tokens `[start, stop)` and its rows in each pool."""
+
+    tokens: Mapping[str, TokenRange]
+    rows: Mapping[str, Rows]
+
+
+class Rank:
+    """One rank of the side `role` (`prefill` or `decode`) that serves one model."""
+
+    def __init__(self, *, role: str, name: str, side: Side, rank: int, dtype: str, backend: str, leader: str | None) -> None:
+        self._side, self._topology = side, side.topology(rank)
+        self._pools = {
+            component.name: Pool.allocate(name, component, side=side, topology=self._topology, dtype=dtype)
+            for component in describe(name)
+        }
+        self._free = {
+            pool.component.name: FreeList(side.num_pages if pool.component.paged else side.num_slots, seed=rank)
+            for pool in self._pools.values()
+        }
+        self._receivers: dict[bytes, tuple[Receiver, Request]] = {}
+        self._manager = KVManager(
+            name=role,
+            topology=self._topology,
+            components=[
+                declare(pool, topology=self._topology, layers_by_stage=stages(name, pool.component, side.pp), dtype=dtype)
+                for pool in self._pools.values()
+            ],
+            model=ModelId(name, revision=dtype),
+            backend=backend,
+            leader=leader,
+        )
+
+    def address(self) -> str:
+        """Where peers reach this rank. A side is known to the other by the address of its rank 0, the leader."""
+        return self._manager.address
+
+    def connect(self, peer: str, address: str) -> None:
+        """Know the other side, and wait until all its ranks have agreed on who writes what."""
+        self._manager.add_peer(peer, address=address)
+        self._manager.wait_ready(peer, timeout_s=TIMEOUT_S)
+
+    def send(self, request_id: bytes, *, content: CacheContent, first_token: int) -> int:
+        """Prefill: compute a request's state in two chunks, each sent as soon as it is there; returns the bytes moved."""
+        request = self._begin(content.num_tokens)
+        shard = cut(content, self._topology)  # stands for the model: this is what the rank would have computed
+        before = self._manager.stats.nbytes
+        sender = self._manager.sender(request_id, peer="decode", deadline_s=TIMEOUT_S)
+        streamed = {name: rows for name, rows in request.rows.items() if self._pools[name].streams}
+        half = content.num_tokens // 2
+        for start, stop in ((0, half), (half, content.num_tokens)):
+            for name, rows in streamed.items():
+                self._pools[name].write(rows, shard[name], (start, stop))
+            rows_of_chunk = {name: self._pools[name].rows_from(rows, start) for name, rows in streamed.items()}
+            sender.send(rows_of_chunk, tokens=(start, stop))
+        final = {name: rows for name, rows in request.rows.items() if name not in streamed}
+        for name, rows in final.items():
+            self._pools[name].write(rows, shard[name], request.tokens[name])
+        sender.finish(final, payload=first_token.to_bytes(4, "little"))
+        event = sender.wait(timeout_s=TIMEOUT_S)
+        event.lease.on_release(lambda: self._give_back(request))  # pages are free when nobody can touch them
+        if event.error is not None:
+            raise event.error
+        return self._manager.stats.nbytes - before
+
+    def reserve(self, request_id: bytes, num_tokens: int) -> None:
+        """Decode: give a request rows to arrive in. Returns at once."""
+        request = self._begin(num_tokens)
+        need = {name: tokens for name, tokens in request.tokens.items() if self._pools[name].component.paged}
+        receiver = self._manager.receiver(request_id, peer="prefill", rows=request.rows, need=need, deadline_s=TIMEOUT_S)
+        self._receivers[request_id] = receiver, request
+
+    def arrived(self, request_id: bytes) -> int:
+        """Wait until all of a request's state is in this rank's pools; its first token. A server asks `manager.events()`."""
+        receiver, _ = self._receivers[request_id]
+        event = receiver.wait(timeout_s=TIMEOUT_S)
+        if event.error is not None:
+            raise event.error
+        return int.from_bytes(event.payload, "little")
+
+    def read(self, request_id: bytes) -> Shard:
+        """What has arrived, as a copy."""
+        _, request = self._receivers[request_id]
+        return {name: self._pools[name].read(rows, request.tokens[name]) for name, rows in request.rows.items()}
+
+    def spoil(self, request_id: bytes, component: str) -> None:
+        """Flip one bit of what has arrived, the same on all ranks that hold it: whoever goes on from it must see that.
+
+        A second call puts it right again.
+        """
+        _, request = self._receivers[request_id]
+        rows, tokens = request.rows[component], request.tokens[component]
+        self._pools[component].flip_bit(rows, tokens, topology=self._topology)
+
+    def end(self, request_id: bytes) -> None:
+        """The request is over. Raises `RuntimeError` where a byte outside its rows was written."""
+        receiver, request = self._receivers.pop(request_id)
+        for name, rows in request.rows.items():
+            self._pools[name].wipe(rows, request.tokens[name])
+            if not self._pools[name].is_blank():
+                raise RuntimeError(f"component {name!r}: bytes were written that are not the request's")
+        receiver.wait().lease.on_release(lambda: self._give_back(request))
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _begin(self, num_tokens: int) -> Request:
+        """Rows for a request: pages for the tokens that each component holds, or one slot."""
+        tokens = {name: pool.component.tokens(num_tokens) for name, pool in self._pools.items()}
+        rows: dict[str, Rows] = {}
+        for name, (start, stop) in tokens.items():
+            pool = self._pools[name]
+            if pool.component.paged:
+                count = -(-stop // pool.page_size) - start // pool.page_size
+                rows[name] = Pages(np.array(self._free[name].take(count), np.int32), first_token=start)
+            else:
+                rows[name] = Slot(self._free[name].take(1)[0])
+        return Request(tokens, rows)
+
+    def _give_back(self, request: Request) -> None:
+        for name, rows in request.rows.items():
+            self._free[name].give_back([rows.id] if isinstance(rows, Slot) else rows.ids.tolist())

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that needs two GPUs: builds the extension module where it is missing, then the kill test, the tests and the
+# benchmarks. Results go to the folder that is the first argument (default: out/gpu). PYTHON names the interpreter.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+readonly python=${PYTHON:-python3} out=${1:-out/gpu}
+export PYTHONPATH="$PWD:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
+mkdir -p "$out"
+
+build() { # without CMake: one compiler call
+  local nanobind include suffix
+  nanobind=$("$python" -c 'import nanobind, os; print(os.path.dirname(nanobind.__file__))')
+  include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  g++ -std=c++20 -O3 -shared -fPIC -fvisibility=hidden -DNDEBUG -w -I"$nanobind/include" -I"$nanobind/ext/robin_map/include" \
+    -Icsrc -I"$include" "$nanobind/src/nb_combined.cpp" csrc/module.cpp -o "disagg/_core$suffix" -lpthread
+}
+
+"$python" -c 'import disagg' 2>/dev/null || build || exit 1
+for step in ${STEPS:-kill tests bench request}; do
+  echo "== $step"
+  case $step in
+    kill) timeout 180 "$python" scripts/gpu_kill.py 2>&1 | tee "$out/kill.jsonl" ;;
+    tests) timeout 280 "$python" -m pytest -q --maxfail=12 -p no:cacheprovider tests/gpu ${PYTEST_ARGS:-} 2>&1 | tee "$out/tests.log" | tail -n 60 ;;
+    bench) timeout 150 "$python" scripts/gpu_bench.py --json "$out/nvlink-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/bench.log" ;;
+    request) timeout 120 "$python" scripts/gpu_request.py --json "$out/nvlink-2xh200-requests.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/request.log" ;;
+  esac
+done

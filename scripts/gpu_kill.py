@@ -1,0 +1,329 @@
+"""What happens to a process whose kernel writes into a peer's memory when that peer is killed, or frees the memory?
+
+Two GPUs. One process owns memory on GPU 1, another maps it and a kernel of its own on GPU 0 writes into it all the while.
+Mapped by legacy handles (cuIpcGetMemHandle) and by exported ones (cuMemExportToShareableHandle). Also the other way: the
+*writer* is killed, and the owner watches when its memory stops changing. Prints one line of JSON per case::
+
+    python scripts/gpu_kill.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from disagg.backends._nvlink_cuda import Gpu, load_bindings
+from disagg.errors import BackendUnavailable
+
+NBYTES = 256 << 20
+PATIENCE_S = 60.0
+SCRIBBLE = """
+extern "C" __global__ void scribble(volatile unsigned* memory, unsigned long long words, volatile unsigned* told,
+                                    unsigned long long seed) {
+  unsigned long long thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  for (unsigned round = 1; !told[0] && round < 2000000000u; ++round) {
+    for (unsigned long long i = thread; i < words; i += threads) memory[i] = unsigned(seed) + round;
+    if (thread == 0) { told[1] = round; __threadfence_system(); }
+  }
+}
+"""
+
+
+def _own(gpu: Gpu, kind: str, sock: socket.socket | None) -> tuple[int, bytes, Any]:
+    """Memory on this GPU: its address, its legacy handle (or nothing, and the descriptor was sent), its owner's handle."""
+    if kind == "legacy":
+        address = int(gpu.call("cuMemAlloc", NBYTES))
+        return address, gpu.export(address).handle, None
+    driver = gpu.driver
+    prop = _properties(gpu)
+    handle = gpu.call("cuMemCreate", NBYTES, prop, 0)
+    fd = int(gpu.call("cuMemExportToShareableHandle", handle, prop.requestedHandleTypes, 0))
+    assert sock is not None
+    socket.send_fds(sock, [b"fd"], [fd])
+    os.close(fd)
+    return _map(gpu, driver, handle), b"", handle
+
+
+def _properties(gpu: Gpu) -> Any:
+    driver = gpu.driver
+    prop = driver.CUmemAllocationProp()
+    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = gpu.ordinal
+    prop.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return prop
+
+
+def _map(gpu: Gpu, driver: Any, handle: Any) -> int:
+    address = int(gpu.call("cuMemAddressReserve", NBYTES, 0, 0, 0))
+    gpu.call("cuMemMap", address, NBYTES, 0, handle, 0)
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = gpu.ordinal
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    gpu.call("cuMemSetAccess", address, NBYTES, [access], 1)
+    return address
+
+
+def _import(gpu: Gpu, handle: bytes, sock: socket.socket) -> int:
+    """Map a peer's memory here."""
+    if handle:
+        return gpu.open(handle)
+    _, fds, _, _ = socket.recv_fds(sock, 16, 1)
+    kind = gpu.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    imported = gpu.call("cuMemImportFromShareableHandle", fds[0], kind)
+    os.close(fds[0])
+    address = _map(gpu, gpu.driver, imported)
+    gpu.call("cuMemRelease", imported)  # the mapping alone holds the memory
+    return address
+
+
+def owner(pipe: Connection, sock: socket.socket, kind: str) -> None:
+    """Holds memory of GPU 1; frees it, or watches it, when told."""
+    gpu = Gpu(1)
+    with gpu.current():
+        address, handle, own = _own(gpu, kind, sock)
+        pipe.send(handle)
+        while (order := pipe.recv()) != "end":
+            if order == "free":
+                pipe.send(_free_and_reuse(gpu, kind, address, own))
+            elif order == "untouched":
+                pipe.send(_all(gpu, address, 0x5A))
+            elif order == "sample":
+                pipe.send(_sample(gpu, address))
+
+
+def _free_and_reuse(gpu: Gpu, kind: str, address: int, own: Any) -> str:
+    """Free the memory that the peer writes to, allocate as much again, and see whether the peer's writes reach it."""
+    if kind == "legacy":
+        gpu.call("cuMemFree", address)
+        again = int(gpu.call("cuMemAlloc", NBYTES))
+    else:
+        gpu.call("cuMemUnmap", address, NBYTES)
+        gpu.call("cuMemRelease", own)
+        again = int(gpu.call("cuMemAlloc", NBYTES))
+    gpu.call("cuMemsetD8", again, 0x5A, NBYTES)
+    gpu.call("cuCtxSynchronize")
+    time.sleep(0.5)
+    untouched = _all(gpu, again, 0x5A)
+    same = "the same address" if again == address else "another address"
+    return f"no error; new memory at {same}, {'untouched' if untouched else 'OVERWRITTEN BY THE PEER'}"
+
+
+def _all(gpu: Gpu, address: int, byte: int) -> bool:
+    found = (ctypes.c_uint8 * NBYTES)()
+    gpu.call("cuMemcpyDtoH", ctypes.addressof(found), address, NBYTES)
+    return bytes(found) == bytes([byte]) * NBYTES
+
+
+def _sample(gpu: Gpu, address: int) -> tuple[int, int]:
+    """The newest of a few words, and the time."""
+    words = (ctypes.c_uint32 * 4096)()
+    gpu.call("cuMemcpyDtoH", ctypes.addressof(words), address, ctypes.sizeof(words))
+    return max(words), time.monotonic_ns()
+
+
+def writer(pipe: Connection, sock: socket.socket, handle: bytes) -> None:
+    """Maps the peer's memory on GPU 0 and writes to it until told to stop; then says how its context is."""
+    gpu = Gpu(0)
+    with gpu.current():
+        target = _import(gpu, handle, sock)
+        told = int(gpu.call("cuMemHostAlloc", 4096, 0))
+        flags = (ctypes.c_uint32 * 2).from_address(told)
+        flags[0] = flags[1] = 0
+        _module, kernels = gpu.compile(SCRIBBLE, ["scribble"])
+        stream, event = gpu.stream(), gpu.event()
+        gpu.launch(kernels["scribble"], stream, [target, NBYTES // 4, told, 0], blocks=64, threads=512)
+        gpu.call("cuEventRecord", event, stream)
+        while flags[1] < 3:
+            time.sleep(0.001)
+        pipe.send(flags[1])
+        while (order := pipe.recv()) != "end":
+            if order == "rounds":
+                pipe.send(int(flags[1]))
+            elif order == "finish":
+                pipe.send(_finish(gpu, flags, event, kernels["scribble"], stream))
+            elif order == "unmap" and handle:
+                pipe.send(_say(lambda: gpu.close(target)))
+            elif order == "unmap":
+                pipe.send(_say(lambda: gpu.call("cuMemUnmap", target, NBYTES)))
+
+
+def _finish(gpu: Gpu, flags: Any, event: Any, kernel: Any, stream: Any) -> dict[str, str]:
+    """End the kernel that writes; then try everything that a context that is lost would refuse."""
+    flags[0] = 1
+    deadline = time.monotonic() + PATIENCE_S
+
+    def wait() -> None:
+        while not gpu.is_past(event):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the kernel does not end")
+            time.sleep(0.001)
+
+    def local() -> None:
+        memory = int(gpu.call("cuMemAlloc", 1 << 20))
+        gpu.launch(kernel, stream, [memory, 1 << 18, int(ctypes.addressof(flags)), 0], blocks=4, threads=64)
+        gpu.call("cuStreamSynchronize", stream)
+        gpu.call("cuMemsetD8", memory, 1, 1 << 20)
+        gpu.call("cuCtxSynchronize")
+        gpu.call("cuMemFree", memory)
+
+    return {"writing kernel": _say(wait), "context afterwards": _say(local)}
+
+
+def _say(step: Any) -> str:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 (the outcome is what is asked for)
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+
+@dataclass
+class _Pair:
+    """An owner and a writer, both running."""
+
+    owner: Any
+    writer: Any
+    to_owner: Connection
+    to_writer: Connection
+
+    def ask(self, whom: Connection, order: str) -> Any:
+        whom.send(order)
+        if not whom.poll(PATIENCE_S):
+            raise TimeoutError(f"no answer to {order!r}")
+        return whom.recv()
+
+    def close(self) -> None:
+        for process, pipe in ((self.writer, self.to_writer), (self.owner, self.to_owner)):
+            with contextlib.suppress(OSError):
+                pipe.send("end")
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+            pipe.close()
+
+
+def start(kind: str) -> _Pair:
+    context = multiprocessing.get_context("spawn")
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    to_owner, owner_end = context.Pipe()
+    to_writer, writer_end = context.Pipe()
+    own = context.Process(target=owner, args=(owner_end, ends[0], kind))
+    own.start()
+    handle = _receive(to_owner)
+    write = context.Process(target=writer, args=(writer_end, ends[1], handle))
+    write.start()
+    _receive(to_writer)
+    for end in (*ends, owner_end, writer_end):
+        end.close()
+    return _Pair(own, write, to_owner, to_writer)
+
+
+def _receive(pipe: Connection) -> Any:
+    if not pipe.poll(PATIENCE_S):
+        raise TimeoutError("a process said nothing")
+    return pipe.recv()
+
+
+def used_mib(gpu: int) -> int | None:
+    """Memory in use on a GPU, all processes; `None` without NVML."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used) >> 20
+    except Exception:  # noqa: BLE001 (NVML is a convenience here)
+        return None
+
+
+def owner_killed(kind: str) -> dict[str, Any]:
+    """The owner dies by SIGKILL while the writer's kernel writes."""
+    pair = start(kind)
+    try:
+        pair.owner.kill()
+        pair.owner.join()
+        before = pair.ask(pair.to_writer, "rounds")
+        time.sleep(0.5)
+        goes_on = pair.ask(pair.to_writer, "rounds") > before
+        held = used_mib(1)
+        outcome = {"kernel went on writing": goes_on, **pair.ask(pair.to_writer, "finish")}
+        outcome["unmapping"] = pair.ask(pair.to_writer, "unmap")
+        return {**outcome, "MiB on the owner's GPU: held, then after unmapping": [held, used_mib(1)]}
+    finally:
+        pair.close()
+
+
+def owner_frees(kind: str) -> dict[str, Any]:
+    """The owner frees the memory, and allocates again, while the writer's kernel writes."""
+    pair = start(kind)
+    try:
+        freed = pair.ask(pair.to_owner, "free")
+        before = pair.ask(pair.to_writer, "rounds")
+        time.sleep(0.3)
+        goes_on = pair.ask(pair.to_writer, "rounds") > before
+        return {"owner": freed, "kernel went on writing": goes_on, **pair.ask(pair.to_writer, "finish")}
+    finally:
+        pair.close()
+
+
+def writer_killed(kind: str) -> dict[str, Any]:
+    """The writer dies by SIGKILL while its kernel runs: is the owner's memory still when its process has ended?"""
+    pair = start(kind)
+    try:
+        pid = pair.writer.pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        ended = time.monotonic_ns()
+        samples = [pair.ask(pair.to_owner, "sample") for _ in range(200)]
+        last = samples[-1][0]
+        changing = [at for value, at in samples if value != last]
+        late = (max(changing) - ended) / 1e6 if changing else 0.0
+        return {"changes seen after the process ended, ms": round(late, 3), "owner's context": "works"}
+    finally:
+        pair.close()
+
+
+CASES = {"owner killed": owner_killed, "owner frees": owner_frees, "writer killed": writer_killed}
+KINDS = ("legacy", "exported")
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use; 0 without a driver."""
+    try:
+        driver, _ = load_bindings()
+    except BackendUnavailable:
+        return 0
+    return int(driver.cuDeviceGetCount()[1])
+
+
+def run(case: str, kind: str) -> dict[str, Any]:
+    """One case's outcome, by what was looked at; `{"error": ...}` where a process broke."""
+    try:
+        return CASES[case](kind)
+    except Exception as error:  # noqa: BLE001 (a survivor that does not survive is an outcome)
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> int:
+    if num_gpus() < 2:
+        print("this needs two NVIDIA GPUs that can reach each other's memory")
+        return 2
+    for case in CASES:
+        for kind in KINDS:
+            print(json.dumps({"case": case, "handles": kind, **run(case, kind)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

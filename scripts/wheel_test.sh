@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Installs the wheel in `dist/` into a new virtual environment, and uses it from outside the tree as a user would.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+wheel=$(echo "$PWD"/dist/disagg-*.whl)
+constraints=$PWD/constraints-dev.txt
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+
+echo "wheel-test: installing ${wheel##*/} into an environment of its own"
+.venv/bin/python -m venv "$place/venv"
+PIP_DISABLE_PIP_VERSION_CHECK=1 "$place/venv/bin/pip" install -q --constraint "$constraints" "${wheel}[cli]" >"$place/pip.log" 2>&1 || {
+  tail -n 40 "$place/pip.log" >&2
+  exit 1
+}
+
+cd "$place"
+PATH="$place/venv/bin:$PATH"
+unset PYTHONPATH
+python - <<'PYTHON'
+import importlib.metadata
+import pathlib
+import sys
+
+import disagg
+from disagg import _core
+from disagg.state.align import group_concurrent_contiguous
+
+assert pathlib.Path(disagg.__file__).is_relative_to(sys.prefix), disagg.__file__
+assert pathlib.Path(_core.__file__).is_relative_to(sys.prefix), _core.__file__
+assert [column.tolist() for column in group_concurrent_contiguous([4, 5, 9], [0, 1, 2])] == [[4, 9], [0, 2], [2, 1]]
+assert pathlib.Path(disagg.__file__).with_name("py.typed").exists(), "py.typed"
+assert pathlib.Path(disagg.__file__).with_name("_core.pyi").exists(), "_core.pyi"
+assert {"local", "mooncake", "nixl"} <= importlib.metadata.entry_points(group="disagg.backends").names, "entry points"
+assert "torch" not in sys.modules, "torch was imported"
+PYTHON
+echo "wheel-test: disagg-bench with the local backend"
+disagg-bench --backend local --model llama-3-8b --tokens 256 --prefill tp=2 --decode tp=1,page=32

@@ -1,0 +1,323 @@
+"""Backend `mooncake` against the contract and against the engine: real engines in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.backends.base import (
+    Backend,
+    BackendOptions,
+    Fence,
+    Op,
+    Transfer,
+    TransferStatus,
+    Transport,
+    decode_endpoint,
+    encode_endpoint,
+    local_and_remote,
+)
+from disagg.backends.mooncake import MAX_OUTSTANDING, SPLIT_NBYTES, MooncakeBackend, MooncakePeer, _pieces
+from disagg.copies import CopyBatch
+from disagg.errors import BackendUnavailable, ConfigError, PeerUnreachable
+from disagg.testing.backend_contract import (
+    Arena,
+    BackendContract,
+    BackendFactory,
+    ProcessTarget,
+    Target,
+    batch_of,
+    expected_after,
+    random_pieces,
+    settle,
+)
+from tests.backends.conftest import require_engine
+
+require_engine("mooncake.engine", "mooncake-transfer-engine-non-cuda")
+
+
+def until(transfer: Transfer, status: TransferStatus, *, patience_s: float = 60.0) -> None:
+    """Poll until `status`; fails the test when that takes longer."""
+    deadline = time.monotonic() + patience_s
+    while transfer.poll() is not status:
+        assert time.monotonic() < deadline, f"{transfer.poll()} after {patience_s} s: {transfer.error}"
+        time.sleep(0.001)
+
+
+def stop(target: ProcessTarget) -> None:
+    """Returns once every thread of the process has stopped: the signal alone takes its time on a busy machine."""
+    target.signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    tasks = Path(f"/proc/{target.process.pid}/task")
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def threads_of_peers() -> int:
+    return sum(thread.name.startswith("disagg-mooncake") for thread in threading.enumerate())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gives a silent peer up after 2 s instead of 30; it reads this at every piece."""
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
+
+
+class TestMooncakeContract(BackendContract):
+    def factory(self) -> BackendFactory:
+        return MooncakeBackend
+
+    # -- many pieces --------------------------------------------------------------------------------------------------
+
+    def test_more_pieces_than_the_engine_queues(self, backend: Backend, local: Arena, target: Target) -> None:
+        """5,000 pieces in one batch and in five at once arrive, and the peer goes on to be served."""
+        peer = backend.connect(target.endpoint, epoch=1)
+        pieces = random_pieces(Op.WRITE, random.Random(5), nbytes=(129,) * 5000, gap=9)
+        after = expected_after(Op.WRITE, local, target.arena, pieces)
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)), backend)
+        np.testing.assert_array_equal(target.arena.memory, after)
+        target.arena.scramble(9)
+        after = expected_after(Op.WRITE, local, target.arena, pieces)
+        parts = [batch_of(Op.WRITE, local, target.arena, pieces[i::5]) for i in range(5)]
+        for transfer in [backend.submit(Op.WRITE, peer, part) for part in parts]:
+            self.run(transfer, backend)
+        np.testing.assert_array_equal(target.arena.memory, after)
+        self.round_trip(backend, local, target)
+
+    def test_two_epochs_of_a_peer_share_its_queue(self, backend: Backend, target: Target) -> None:
+        peers = [backend.connect(target.endpoint, epoch=epoch) for epoch in (1, 2)]
+        first, second = peers
+        assert isinstance(first, MooncakePeer)
+        assert isinstance(second, MooncakePeer)
+        assert first.queue is second.queue
+        assert threads_of_peers() == 1
+        for peer in peers:
+            backend.disconnect(peer)
+        first.queue._thread.join(self.patience_s)
+        assert threads_of_peers() == 0
+
+    # -- a stopped peer, a killed one, a closed one -------------------------------------------------------------------
+
+    def stoppable(self, stack: ExitStack) -> ProcessTarget:
+        """A peer to be stopped, which goes on when the test is over."""
+        target = self.new_process(stack)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                target.signal(signal.SIGCONT)
+
+        stack.callback(go_on)
+        return target
+
+    @pytest.mark.usefixtures("impatient")
+    def test_what_the_engine_gave_up_lands_later(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """A peer is stopped: the engine reports failure, its bytes arrive all the same once the peer goes on."""
+        victim = self.stoppable(stack)
+        peer = backend.connect(victim.endpoint, epoch=1)
+        pieces = [(0, 0, 0, 0, 5000), (0, 6000, 0, 6000, 50)]
+        after = expected_after(Op.WRITE, local, victim.arena, pieces)
+        before = victim.arena.memory.copy()
+        stop(victim)
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces))
+        assert settle(transfer, backend, patience_s=self.patience_s) is TransferStatus.UNSETTLED
+        assert transfer.error
+        assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+        np.testing.assert_array_equal(victim.arena.memory, before)
+        victim.signal(signal.SIGCONT)
+        deadline = time.monotonic() + self.patience_s
+        while not np.array_equal(victim.arena.memory, after):
+            assert time.monotonic() < deadline, "what the engine gave up did not arrive"
+            time.sleep(0.01)
+        assert transfer.poll() is TransferStatus.UNSETTLED
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces)), backend)
+        victim.kill()
+        until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
+        transfer.close()
+
+    @pytest.mark.parametrize("op", Op)
+    def test_a_stopped_peer_finishes_nothing(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """Not even one byte, that fits into any buffer, is done before the peer has put it in place."""
+        victim = self.stoppable(stack)
+        peer = backend.connect(victim.endpoint, epoch=1)
+        pieces = [(0, 0, 0, 0, 1)]
+        stop(victim)
+        transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
+        time.sleep(1)
+        assert transfer.poll() is TransferStatus.PENDING
+        victim.signal(signal.SIGCONT)
+        self.run(transfer, backend)
+
+    @pytest.mark.parametrize("op", Op)
+    def test_a_killed_peer_is_a_failure_that_settles(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """Killed while bytes move. Its port refuses, so that nothing can land any more."""
+        victim = self.new_process(stack)
+        peer = backend.connect(victim.endpoint, epoch=1)
+        pieces = [(0, i * 300, 0, i * 300, 299) for i in range(4000)]
+        transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
+        victim.kill()
+        until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
+        assert transfer.error
+        image = local.memory.copy()
+        transfer.close()
+        self.round_trip(backend, local, self.new_target(stack))
+        np.testing.assert_array_equal(local.memory, image)
+
+    def test_a_peer_that_closed_its_engine(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """The process lives on, its engine does not."""
+        memory = Arena.create((1000,))
+        stack.callback(os.close, memory.fd)
+        other = self.open(memory, stack)
+        peer = backend.connect(other.endpoint(), epoch=1)
+        other.close()
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, memory, [(0, 0, 0, 0, 10)]))
+        until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
+
+    @pytest.mark.parametrize("op", Op)
+    def test_closing_with_a_transfer_under_way(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """It ends at once, as unsettled; no thread is left."""
+        victim = self.stoppable(stack)
+        peer = backend.connect(victim.endpoint, epoch=1)
+        stop(victim)
+        pieces = [(0, i * 100, 0, i * 100, 99) for i in range(3000)]
+        batch = batch_of(op, local, victim.arena, pieces)
+        under_way, not_begun = (backend.submit(op, peer, batch) for _ in range(2))
+        time.sleep(0.1)
+        backend.close()
+        assert under_way.poll() is TransferStatus.UNSETTLED
+        assert not_begun.poll() is TransferStatus.FAILED
+        assert threads_of_peers() == 0
+        image = local.memory.copy()
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.2)
+        np.testing.assert_array_equal(local.memory, image)
+
+    def test_a_thread_that_ends_takes_its_transfers_along(
+        self, backend: Backend, local: Arena, target: Target, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peer = backend.connect(target.endpoint, epoch=1)
+        assert isinstance(peer, MooncakePeer)
+
+        def broken() -> None:
+            raise RuntimeError("as a test")
+
+        monkeypatch.setattr(peer.queue, "_settle_flights", broken)
+        batch = batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])
+        transfer = backend.submit(Op.WRITE, peer, batch)
+        until(transfer, TransferStatus.UNSETTLED)
+        assert "as a test" in str(transfer.error)
+        with pytest.raises(PeerUnreachable):
+            backend.submit(Op.WRITE, peer, batch)
+        self.round_trip(backend, local, target)
+
+    # -- endpoints ----------------------------------------------------------------------------------------------------
+
+    def test_a_peer_with_another_transport(self, backend: Backend, target: Target) -> None:
+        descriptor, _ = decode_endpoint("mooncake", target.endpoint)
+        other = msgspec.msgpack.encode({**msgspec.msgpack.decode(descriptor), "protocol": "rdma"})
+        with pytest.raises(PeerUnreachable, match="rdma"):
+            backend.connect(encode_endpoint("mooncake", other, []), epoch=1)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_off_loopback_wants_a_trusted_network() -> None:
+    for transport in (Transport.AUTO, Transport.TCP):
+        with pytest.raises(ConfigError, match="trusted_network=True"):
+            MooncakeBackend(BackendOptions(host="192.0.2.1", transport=transport))
+    with pytest.raises(ConfigError, match="trusted_network=True"):
+        MooncakeBackend(BackendOptions(host="0.0.0.0"))
+    backend = MooncakeBackend(BackendOptions(host="192.0.2.1", trusted_network=True))
+    assert backend.transport == "tcp"
+    backend.close()
+
+
+def test_transports_that_are_not_to_be_had() -> None:
+    with pytest.raises(BackendUnavailable, match="'auto', 'rdma' or 'tcp'"):
+        MooncakeBackend(BackendOptions(transport=Transport.SHM))
+    with pytest.raises(BackendUnavailable, match="no_such_nic"):
+        MooncakeBackend(BackendOptions(require=Transport.RDMA, devices=("no_such_nic",)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("MC_TCP_PROTO", "1"), ("MC_TCP_ENABLE_CONNECTION_POOL", "False")])
+def test_settings_that_would_break_promises(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        MooncakeBackend(BackendOptions())
+
+
+def test_the_environment_is_as_before() -> None:
+    before = dict(os.environ)
+    MooncakeBackend(BackendOptions()).close()
+    assert dict(os.environ) == before
+
+
+def test_a_missing_module_and_a_missing_library() -> None:
+    """Each in a process where importing the engine fails as it does on a machine that lacks it."""
+    program = """
+        import sys
+        from disagg.backends.base import BackendOptions
+        from disagg.backends.mooncake import MooncakeBackend
+        from disagg.errors import BackendUnavailable
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "mooncake":
+                    raise {error}
+        sys.meta_path.insert(0, Finder())
+        try:
+            MooncakeBackend(BackendOptions())
+        except BackendUnavailable as error:
+            print(error.name, "|", error)
+    """
+
+    def said(error: str) -> str:
+        code = textwrap.dedent(program.format(error=error))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout
+
+    library = said("ImportError('libibverbs.so.1: cannot open shared object file: No such file or directory')")
+    for word in ("libibverbs.so.1 |", "libibverbs1 ibverbs-providers libnuma1 libcurl4", "mooncake-transfer-engine-non-cuda"):
+        assert word in library
+    module = said("ModuleNotFoundError('no', name='mooncake')")
+    for word in ("mooncake |", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine (CUDA 12)", "-cuda13"):
+        assert word in module
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", Op)
+def test_pieces_are_the_same_bytes(op: Op) -> None:
+    """Compared with a plain loop."""
+    sizes = [0, 1, SPLIT_NBYTES - 1, SPLIT_NBYTES, SPLIT_NBYTES + 1, 0, 3 * SPLIT_NBYTES + 7, 0]
+    starts = [i << 30 for i in range(1, len(sizes) + 1)]
+    copies = CopyBatch(*(np.array(column, np.uint64) for column in (starts, [s + (1 << 40) for s in starts], sizes)))
+    rows = zip(*(c.tolist() for c in (*local_and_remote(op, copies), copies.nbytes)), strict=True)
+    expected = [
+        (here + offset, there + offset, min(SPLIT_NBYTES, nbytes - offset))
+        for here, there, nbytes in rows
+        for offset in range(0, nbytes, SPLIT_NBYTES)
+    ]
+    pieces = _pieces(op, copies)
+    assert list(zip(*pieces.between(0, len(pieces)), strict=True)) == expected
+
+
+def test_the_user_may_lower_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, limit in (("64", 64), ("65535", MAX_OUTSTANDING), ("rubbish", MAX_OUTSTANDING), ("1", 2)):
+        monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", value)
+        backend = MooncakeBackend(BackendOptions())
+        assert backend._limit == limit
+        backend.close()

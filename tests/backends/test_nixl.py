@@ -1,0 +1,293 @@
+"""Backend `nixl` with the real engine, against peers in processes of their own, and what is its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.nixl import (
+    ERRORS,
+    FLAVOURS,
+    NixlBackend,
+    cma_refusal,
+    conflicts,
+    engine_errors,
+    has_rdma,
+    load_bindings,
+    ucx_settings,
+)
+from disagg.errors import BackendUnavailable, ConfigError, DisaggError, LocalProtocolError, RemoteProtocolError
+from disagg.testing.backend_contract import REGION_NBYTES, Arena, BackendContract, BackendFactory, ProcessTarget, batch_of
+from tests.backends.conftest import require_engine
+
+require_engine("nixl._bindings", "nixl")
+
+TCP = BackendOptions(require=Transport.TCP)
+SHM = BackendOptions(require=Transport.SHM)
+WHOLE = [(0, 0, 0, 0, REGION_NBYTES[0])]
+PATIENCE_S = 60.0
+
+
+class _Contract(BackendContract):
+    def factory(self) -> BackendFactory:
+        return NixlBackend
+
+
+class TestNixlContract(_Contract):
+    """Loopback, UCX's own choice."""
+
+
+class TestNixlTcpContract(_Contract):
+    def options(self) -> BackendOptions:
+        return TCP
+
+
+class TestNixlShmContract(_Contract):
+    def options(self) -> BackendOptions:
+        return SHM
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _target(options: BackendOptions, stack: ExitStack) -> ProcessTarget:
+    target = ProcessTarget(NixlBackend, options, patience_s=PATIENCE_S)
+    stack.callback(target.close)
+    stack.callback(target.go_on)
+    target.arena.scramble(2)
+    return target
+
+
+def _opened(options: BackendOptions, stack: ExitStack) -> tuple[NixlBackend, Arena]:
+    arena = Arena.create(REGION_NBYTES)
+    stack.callback(os.close, arena.fd)
+    arena.scramble(1)
+    backend = NixlBackend(options)
+    stack.callback(backend.close)
+    backend.register(arena.regions)
+    return backend, arena
+
+
+# -- what the status table of the module says -------------------------------------------------------------------------
+
+
+def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitStack) -> None:
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    target.stop()
+    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    assert [transfer.poll() for _ in range(200)] == [TransferStatus.PENDING] * 200
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    with pytest.raises(LocalProtocolError, match="pending"):
+        transfer.close()
+    backend.disconnect(peer)
+    assert transfer.poll() is TransferStatus.PENDING
+    backend.close()
+    assert transfer.poll() is TransferStatus.UNSETTLED
+    assert "closed" in str(transfer.error)
+
+
+def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    target.stop()
+    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    backend.disconnect(peer)
+    target.go_on()
+    deadline = time.monotonic() + PATIENCE_S
+    while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert transfer.poll() is TransferStatus.DONE, transfer.error
+    np.testing.assert_array_equal(target.arena.view(0), arena.view(0))
+    transfer.close()
+
+
+@pytest.mark.parametrize("options", [TCP, SHM], ids=["tcp", "shm"])
+def test_the_end_of_a_writer_is_a_proof_over_shm_and_none_over_tcp(options: BackendOptions, stack: ExitStack) -> None:
+    """The writer posts to a stopped target and is killed; what the target's memory does when the target goes on."""
+    target, writer = _target(options, stack), ProcessTarget(NixlBackend, options, patience_s=PATIENCE_S)
+    stack.callback(writer.close)
+    target.arena.view(0)[:] = 1
+    writer.arena.view(0)[:] = 0xA5
+    writer.connect(target.endpoint)
+    target.stop()
+    status = writer.write(target.endpoint, target.arena.address(0))
+    time.sleep(0.2)  # what the writer's socket takes, it takes
+    writer.kill()
+    at_death = int((target.arena.view(0) == 0xA5).sum())
+    target.go_on()
+    if options is SHM:
+        assert status is TransferStatus.DONE
+        assert at_death == REGION_NBYTES[0]
+        return
+    assert status is TransferStatus.PENDING
+    assert at_death == 0
+    deadline = time.monotonic() + PATIENCE_S
+    while not (target.arena.view(0) == 0xA5).any():
+        assert time.monotonic() < deadline, "nothing landed late: the module's table may be too careful here"
+        time.sleep(0.001)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_exception_of_nixl_is_mapped() -> None:
+    bindings = load_bindings()
+    own = {error.__name__ for error in engine_errors(bindings) if error.__module__ != "builtins"}
+    assert own == set(ERRORS)
+    assert all(issubclass(kind, DisaggError) for kind in ERRORS.values())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_exception_of_nixl_becomes_one_of_ours(name: str, stack: ExitStack) -> None:
+    backend, _ = _opened(SHM, stack)
+    foreign = getattr(load_bindings(), name)("words")
+    with pytest.raises(ERRORS[name], match=f"{name}: words") as caught, backend._mapped("testing"):
+        raise foreign
+    assert caught.value.__cause__ is foreign
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("nixl._bindings", *FLAVOURS):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendUnavailable, match="pip install nixl"):
+        NixlBackend(BackendOptions())
+
+
+def test_the_module_does_not_import_the_engine() -> None:
+    code = "import sys, disagg.backends.nixl; sys.exit('nixl' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_engine_does_not_connect_to_itself(stack: ExitStack) -> None:
+    backend, _ = _opened(BackendOptions(), stack)
+    with pytest.raises(RemoteProtocolError, match="itself"):
+        backend.connect(backend.endpoint(), epoch=1)
+
+
+# -- transports -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "rdma", "gpus", "expected"),
+    [
+        (BackendOptions(), False, False, {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo"}),
+        (BackendOptions(), True, True, {"UCX_NET_DEVICES": "lo"}),
+        (TCP, False, False, {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp"}),
+        (SHM, True, True, {"UCX_NET_DEVICES": "lo", "UCX_TLS": "shm,tcp,cuda"}),
+        (
+            BackendOptions(host="192.0.2.9", transport=Transport.SHM),
+            True,
+            False,
+            {"UCX_NET_DEVICES": "lo", "UCX_TLS": "shm,tcp"},
+        ),
+        (BackendOptions(host="192.0.2.9", require=Transport.RDMA), True, False, {"UCX_TLS": "ib,self"}),
+        (BackendOptions(host="192.0.2.9", trusted_network=True), True, False, {}),
+        (
+            BackendOptions(host="192.0.2.9", transport=Transport.RDMA, devices=("mlx5_0:1", "mlx5_1:1")),
+            True,
+            True,
+            {"UCX_TLS": "ib,self,cuda", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1"},
+        ),
+    ],
+)
+def test_what_ucx_is_told(options: BackendOptions, rdma: bool, gpus: bool, expected: dict[str, str]) -> None:
+    assert ucx_settings(options, rdma=rdma, gpus=gpus) == expected
+
+
+@pytest.mark.parametrize("transport", [Transport.AUTO, Transport.TCP])
+@pytest.mark.parametrize("host", ["192.0.2.9", "0.0.0.0", "::", "no-such-host.invalid"])
+def test_open_tcp_off_loopback_needs_a_trusted_network(transport: Transport, host: str) -> None:
+    with pytest.raises(ConfigError, match="trusted_network"):
+        NixlBackend(BackendOptions(host=host, transport=transport))
+
+
+@pytest.mark.skipif(has_rdma(), reason="this machine has an RDMA device")
+def test_rdma_without_a_device_is_unavailable() -> None:
+    with pytest.raises(BackendUnavailable, match="no RDMA device"):
+        NixlBackend(BackendOptions(require=Transport.RDMA))
+
+
+def test_a_device_that_does_not_exist_is_unavailable() -> None:
+    with pytest.raises(BackendUnavailable, match="'tcp'"):
+        NixlBackend(BackendOptions(transport=Transport.TCP, devices=("nosuchdevice0",)))
+
+
+def _listening() -> set[str]:
+    """Local addresses, in hexadecimal, of this process's listening TCP sockets, v4 and v6."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+        except FileNotFoundError:  # the descriptor of this listing itself
+            continue
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [BackendOptions(), TCP, SHM, BackendOptions(host="192.0.2.9", transport=Transport.SHM)],
+    ids=["auto", "tcp", "shm", "shm off loopback"],
+)
+def test_nothing_listens_outside_loopback(options: BackendOptions, stack: ExitStack) -> None:
+    before = _listening()
+    _opened(options, stack)
+    opened = _listening() - before
+    assert opened
+    assert all(address.startswith("0100007F:") for address in opened), opened
+    stack.close()
+    assert not _listening() & opened
+
+
+@pytest.mark.parametrize(
+    ("options", "transport"), [(BackendOptions(), "shm (cma, inferred)"), (SHM, "shm (cma, inferred)"), (TCP, "tcp")]
+)
+def test_the_transport_is_reported(options: BackendOptions, transport: str, stack: ExitStack) -> None:
+    target = _target(options, stack)
+    backend, _ = _opened(options, stack)
+    backend.connect(target.endpoint, epoch=1)
+    assert backend.transport == transport
+
+
+def test_a_refused_copy_between_processes_says_why() -> None:
+    memory = np.zeros(1, np.uint8)
+    assert cma_refusal(os.getpid(), memory.ctypes.data) is None
+    assert "Bad address" in str(cma_refusal(os.getpid(), 1))
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_is_left_as_it_was(stack: ExitStack) -> None:
+    before = dict(os.environ)
+    _opened(TCP, stack)
+    _opened(SHM, stack)
+    assert dict(os.environ) == before
+
+
+def test_what_the_user_has_set_stays_and_is_reported(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pytest.raises(BackendUnavailable, match="UCX_TLS='tcp' is set"):
+        NixlBackend(SHM)
+    backend, _ = _opened(BackendOptions(transport=Transport.SHM), stack)
+    assert "UCX_TLS='tcp' is set, 'shm,tcp' was asked for" in backend.transport
+    assert os.environ["UCX_TLS"] == "tcp"
+
+
+def test_the_same_setting_is_no_conflict() -> None:
+    assert conflicts({"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}, {"UCX_TLS": "tcp", "UCX_MODULES": "^ib,cuda"}) == []

@@ -1,0 +1,171 @@
+"""Regions, devices, and tensors by their parts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from disagg.memory import CPU, ITEMSIZE, Device, MemoryRegion, RawTensor, merge_regions, raw_tensor
+
+
+def test_item_sizes_are_those_of_numpy_where_it_has_the_type() -> None:
+    for name in (
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "uint16",
+        "float16",
+        "int32",
+        "uint32",
+        "float32",
+        "int64",
+        "uint64",
+        "float64",
+    ):
+        assert ITEMSIZE[name] == np.dtype(name).itemsize
+    assert ITEMSIZE["bfloat16"] == 2
+    assert ITEMSIZE["float8_e4m3fn"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [("cpu", CPU), ("cuda", Device("cuda", 0)), ("cuda:0", Device("cuda", 0)), ("cuda:11", Device("cuda", 11))],
+)
+def test_devices_are_read_from_text(text: str, device: Device) -> None:
+    assert Device.parse(text) == device
+    assert Device.parse(str(device)) == device
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cuda:x", "cuda:-1", "cuda:1:2", "cuda: 1", "CPU", "cuda:"])
+def test_other_texts_are_no_devices(text: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        Device.parse(text)
+
+
+def test_an_unknown_kind_of_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="found 'tpu'"):
+        Device("tpu")
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 1), (-4, 8), (16, 0), (16, -1), (2**64 - 4, 5)])
+def test_impossible_regions_are_refused(address: int, nbytes: int) -> None:
+    with pytest.raises(ConfigError, match="memory region"):
+        MemoryRegion(address, nbytes)
+
+
+DEVICES = (CPU, Device("cuda", 0), Device("cuda", 1))
+regions_ = st.lists(
+    st.builds(MemoryRegion, address=st.integers(1, 60), nbytes=st.integers(1, 9), device=st.sampled_from(DEVICES)), max_size=12
+)
+
+
+@given(regions_)
+def test_merged_regions_are_the_same_bytes_apart_and_in_order(regions: list[MemoryRegion]) -> None:
+    before = list(regions)
+    merged = merge_regions(regions)
+    assert regions == before
+    for device in DEVICES:
+        ours = [r for r in merged if r.device == device]
+        assert {b for r in ours for b in range(r.address, r.address + r.nbytes)} == {
+            b for r in regions if r.device == device for b in range(r.address, r.address + r.nbytes)
+        }
+        for left, right in itertools.pairwise(ours):
+            apart = right.address - left.address - left.nbytes
+            assert apart > 0 if device == CPU else apart >= 0  # touching regions of a GPU may be two allocations
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=4), st.sampled_from(sorted(ITEMSIZE)))
+def test_the_spanned_bytes_end_with_the_last_element(axes: list[tuple[int, int]], dtype: str) -> None:
+    tensor = RawTensor(4096, tuple(size for size, _ in axes), tuple(stride for _, stride in axes), dtype)
+    elements = [
+        sum(i * s for i, (_, s) in zip(at, axes, strict=True)) for at in itertools.product(*(range(n) for n, _ in axes))
+    ]
+    assert tensor.nbytes_spanned == (max(elements) + 1) * ITEMSIZE[dtype] if elements else tensor.nbytes_spanned == 0
+    if elements:
+        assert tensor.region == MemoryRegion(4096, tensor.nbytes_spanned)
+
+
+def test_a_view_of_one_index_is_numpys() -> None:
+    array = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    for axis in range(3):
+        for index in range(array.shape[axis]):
+            view = array[tuple(index if i == axis else slice(None) for i in range(3))]
+            assert raw_tensor(array).select(axis, index) == raw_tensor(view)
+        with pytest.raises(ConfigError, match=f"axis {axis}: index {array.shape[axis]}"):
+            raw_tensor(array).select(axis, array.shape[axis])
+        with pytest.raises(ConfigError, match=f"axis {axis}: index -1"):
+            raw_tensor(array).select(axis, -1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dtype", "message"),
+    [
+        ((2,), (1,), "float7", "dtype: .*'float7'"),
+        ((2, 3), (1,), "int8", "2 sizes but 1 strides"),
+        ((-2,), (1,), "int8", "at least 0"),
+        ((2,), (-1,), "int8", "at least 0"),
+    ],
+)
+def test_impossible_tensors_are_refused(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RawTensor(64, shape, strides, dtype)
+
+
+def test_arrays_are_taken_by_address_shape_and_element_strides() -> None:
+    array = np.zeros((4, 6), dtype=np.uint16)
+    assert raw_tensor(array) == RawTensor(array.ctypes.data, (4, 6), (6, 1), "uint16")
+    assert raw_tensor(array[1:, ::2].T) == RawTensor(array.ctypes.data + 12, (3, 3), (2, 6), "uint16")
+    tensor = RawTensor(64, (1,), (1,), "int8")
+    assert raw_tensor(tensor) is tensor
+
+
+@dataclass
+class FakeTorch:
+    """As much of a torch tensor as is asked for."""
+
+    shape: tuple[int, ...] = (2, 3)
+    dtype: str = "torch.bfloat16"
+    device: str = "cuda:1"
+
+    def data_ptr(self) -> int:
+        return 4096
+
+    def stride(self) -> tuple[int, ...]:
+        return (3, 1)
+
+
+def test_torch_tensors_and_tuples_are_taken_without_torch() -> None:
+    wanted = RawTensor(4096, (2, 3), (3, 1), "bfloat16", Device("cuda", 1))
+    assert raw_tensor(FakeTorch()) == wanted
+    assert raw_tensor((4096, [2, 3], [3, 1], "torch.bfloat16", "cuda:1")) == wanted
+    assert raw_tensor((4096, (2, 3), (3, 1), "bfloat16", Device("cuda", 1))) == wanted
+
+
+def _misaligned() -> Any:
+    return np.zeros(3, dtype=[("a", np.uint8), ("b", np.uint16)])["b"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: np.zeros(2, dtype=np.complex64), "dtype: .*'complex64'"),
+        (lambda: np.zeros(2, dtype=">u2"), "dtype: .*'>u2'"),
+        (_misaligned, "not whole elements"),
+        (lambda: np.zeros(4, dtype=np.uint8)[::-1], "at least 0"),
+        (lambda: [1, 2], "found list"),
+        (lambda: (1, 2), "found tuple"),
+        (lambda: FakeTorch(device="mps"), "device kind"),
+        (lambda: FakeTorch(dtype="torch.complex64"), "dtype"),
+    ],
+)
+def test_other_things_are_no_tensors(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raw_tensor(make())

@@ -1,0 +1,47 @@
+"""The Python blocks of `docs/states.md`, run in order, and what the page leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from disagg.state import adapter, mamba, paged, sparse, window
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+
+
+def blocks() -> list[str]:
+    """Each block of Python, with as many empty lines before it as put it at its place in the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+
+
+def test_every_block_runs() -> None:
+    names: dict[str, Any] = {}
+    found = blocks()
+    assert found
+    for block in found:
+        exec(compile(block, str(PAGE), "exec"), names)
+
+
+def components_and_roles(module: ModuleType) -> set[str]:
+    """What a module offers to declare a kind with."""
+    name = module.__name__.rpartition(".")[2]
+    made = {"Component", "list[Component]", "tuple[Role]", "tuple[Role, Role]", "tuple[Role, ...]"}
+    return {
+        f"{name}.{key}"
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+        and not key.startswith("_")
+        and getattr(value, "__annotations__", {}).get("return") in made
+    }
+
+
+def test_every_kind_is_on_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    kinds = set().union(*map(components_and_roles, (adapter, mamba, paged, sparse, window)))
+    assert len(kinds) > 10
+    assert sorted(kind for kind in kinds if f"`{kind}`" not in text) == []

@@ -1,0 +1,171 @@
+"""Memory of a GPU that tests read around the code under test, and engines over it in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends._nvlink_cuda import Gpu
+from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
+from disagg.backends.nvlink import NvlinkBackend
+from disagg.copies import CopyBatch
+from disagg.memory import Device, MemoryRegion
+
+Bytes = npt.NDArray[np.uint8]
+Piece = tuple[int, int, int, int, int]
+"""`(local region, offset, remote region, offset, nbytes)`."""
+
+GUARD = 4099
+"""Bytes before and after each region, allocated but not registered."""
+SIZES = ((6_000_001, 70_000), (300_000,))
+"""Regions by allocation."""
+REGION_NBYTES = tuple(size for sizes in SIZES for size in sizes)
+PATIENCE_S = 60.0
+
+
+class Memory:
+    """Regions in several allocations of one GPU, with guard bytes around each."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.gpu = Gpu(ordinal)
+        self.ordinal = ordinal
+        totals = [sum(sizes) + GUARD * (len(sizes) + 1) for sizes in SIZES]
+        with self.gpu.current():
+            self.bases = [int(self.gpu.call("cuMemAlloc", total)) for total in totals]
+        self.totals = totals
+        self._starts = np.cumsum([0, *totals]).tolist()
+
+    def close(self) -> None:
+        with self.gpu.current():
+            for base in self.bases:
+                self.gpu.free(base)
+        self.gpu.release()
+
+    @property
+    def regions(self) -> list[MemoryRegion]:
+        device = Device("cuda", self.ordinal)
+        return [MemoryRegion(self.address(i), size, device) for i, size in enumerate(REGION_NBYTES)]
+
+    def _place(self, region: int) -> tuple[int, int]:
+        """Allocation, and offset in it."""
+        for allocation, sizes in enumerate(SIZES):
+            if region < len(sizes):
+                return allocation, GUARD * (region + 1) + sum(sizes[:region])
+            region -= len(sizes)
+        raise IndexError(region)
+
+    def address(self, region: int, offset: int = 0) -> int:
+        allocation, start = self._place(region)
+        return self.bases[allocation] + start + offset
+
+    def at(self, region: int) -> int:
+        """Where a region begins in what `read` gives."""
+        allocation, start = self._place(region)
+        return int(self._starts[allocation]) + start
+
+    def read(self) -> Bytes:
+        """Every byte, guards too, one allocation behind the other."""
+        found = np.empty(sum(self.totals), np.uint8)
+        with self.gpu.current():
+            for base, total, start in zip(self.bases, self.totals, self._starts, strict=False):
+                self.gpu.call("cuMemcpyDtoH", found.ctypes.data + start, base, total)
+        return found
+
+    def scramble(self, seed: int) -> None:
+        """Other bytes everywhere."""
+        content = np.random.default_rng(seed).integers(0, 256, sum(self.totals), dtype=np.uint8)
+        with self.gpu.current():
+            for base, total, start in zip(self.bases, self.totals, self._starts, strict=False):
+                self.gpu.call("cuMemcpyHtoD", base, content.ctypes.data + start, total)
+            self.gpu.call("cuCtxSynchronize")
+
+
+def settle(transfer: Transfer) -> TransferStatus:
+    deadline = time.monotonic() + PATIENCE_S
+    while (status := transfer.poll()) is TransferStatus.PENDING:
+        assert time.monotonic() < deadline, "still pending"
+        time.sleep(0.0001)
+    return status
+
+
+def batch(source: Sequence[int], destination: Sequence[int], nbytes: Sequence[int]) -> CopyBatch:
+    return CopyBatch(*(np.array(column, dtype=np.uint64) for column in (source, destination, nbytes)))
+
+
+def _serve(pipe: Connection, ordinal: int, visible: str | None) -> None:
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    memory = Memory(ordinal)
+    memory.scramble(2)
+    backend = NvlinkBackend(BackendOptions())
+    backend.register(memory.regions)
+    pipe.send((backend.endpoint(), [memory.address(i) for i in range(len(REGION_NBYTES))]))
+    with suppress(EOFError):
+        while (order := pipe.recv()) is not None:
+            pipe.send(_obey(memory, backend, order))
+    backend.close()
+    memory.close()
+
+
+def _obey(memory: Memory, backend: NvlinkBackend, order: tuple[object, ...]) -> object:
+    match order:
+        case ("read",):
+            return memory.read()
+        case ("scramble", int(seed)):
+            memory.scramble(seed)
+            return None
+        case ("write", bytes(endpoint), int(address), int(nbytes)):
+            peer = backend.connect(endpoint, epoch=1)
+            status = settle(backend.submit(Op.WRITE, peer, batch([memory.address(0)], [address], [nbytes])))
+            backend.disconnect(peer)
+            return status, backend.transport
+    raise AssertionError(order)
+
+
+class Target:
+    """An engine in a process of its own, over memory of a GPU; `visible` is its CUDA_VISIBLE_DEVICES."""
+
+    def __init__(self, ordinal: int, *, visible: str | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, ordinal, visible))
+        self.process.start()
+        theirs.close()
+        self.endpoint: bytes
+        self.endpoint, self._addresses = self._receive()
+
+    def address(self, region: int, offset: int = 0) -> int:
+        """In that process."""
+        return int(self._addresses[region]) + offset
+
+    def read(self) -> Bytes:
+        found = self.ask("read")
+        assert isinstance(found, np.ndarray)
+        return found
+
+    def ask(self, *order: object) -> Any:
+        self.pipe.send(order)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        assert self.pipe.poll(PATIENCE_S), "the target process says nothing"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        killed = self.process.exitcode is not None
+        with suppress(OSError):
+            self.pipe.send(None)
+        self.process.join(PATIENCE_S)
+        assert killed or self.process.exitcode == 0, self.process.exitcode

@@ -1,0 +1,307 @@
+"""Streams, rings and the talk about slots; and what becomes of a request whose packed bytes are not what they should be."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg import ConfigError, RemoteProtocolError, _core, new_request_id
+from disagg.backends.base import StagingShape
+from disagg.memory import RemoteRegion
+from disagg.packing import Packing
+from disagg.plan import TransferPlan
+from disagg.session import Limits, PeerRank, RequestKey, Ticket
+from disagg.session.receive import ReceiveSession
+from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
+from disagg.testing.reference import PageList
+from disagg.transfers import SlotFilled, Stream, Unpack, Unpacked
+from disagg.wire import Complete, Credit, Filled, Part
+from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
+
+PEER = PeerRank("prefill-0", 0)
+SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
+PLAN = TransferPlan({})
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
+def test_a_cut_of_a_stream_is_those_bytes_in_order(sizes: list[int], data: st.DataObject) -> None:
+    total = sum(sizes)
+    bases = [1000 * (i + 1) for i in range(len(sizes))]
+    everything = [base + i for base, size in zip(bases, sizes, strict=True) for i in range(size)]
+    stream = Stream(np.array(bases, dtype=np.uint64), np.array(sizes, dtype=np.uint64))
+    offset = data.draw(st.integers(0, total - 1))
+    nbytes = data.draw(st.integers(1, total - offset))
+    addresses, lengths = stream.cut(offset, nbytes)
+    assert stream.total == total
+    assert int(lengths.sum()) == nbytes
+    found = [int(a) + i for a, n in zip(addresses, lengths, strict=True) for i in range(int(n))]
+    assert found == everything[offset : offset + nbytes]
+    assert stream.addresses.tolist() == bases
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 0), (5, 6), (10, 1), (0, 11)])
+def test_what_a_stream_does_not_have_cannot_be_cut(offset: int, nbytes: int) -> None:
+    stream = Stream(np.array([4096], dtype=np.uint64), np.array([10], dtype=np.uint64))
+    with pytest.raises(RemoteProtocolError, match="packed stream of 10 bytes"):
+        stream.cut(offset, nbytes)
+
+
+@pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
+def test_staging_of_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="staging"):
+        StagingShape(**wrong)
+
+
+def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
+    slots, rings = SlotPool(SHAPE), RingPool(SHAPE)
+    first, second = slots.take(), slots.take()
+    assert first is not None
+    assert second is not None
+    assert abs(first - second) >= SHAPE.slot_nbytes
+    assert slots.take() is None
+    slots.give_back(first)
+    assert slots.take() == first
+    one, two = rings.take(), rings.take()
+    assert one is not None
+    assert two is not None
+    assert rings.take() is None
+    places = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
+    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(places))
+    assert places[0] >= rings.region.address
+    assert places[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
+
+
+def test_a_remote_slot_is_free_again_only_by_the_credit_of_its_newest_use() -> None:
+    ring = RemoteRing(Ring(4096, 512, 1), (RemoteRegion(4096, 512),))
+    use = ring.take()
+    assert use == (0, 1)
+    assert ring.take() is None
+    assert not ring.credit(0, 7)
+    assert not ring.credit(5, 1)
+    assert ring.credit(0, 1)
+    assert not ring.credit(0, 1), "a credit that came twice frees nothing twice"
+    assert ring.take() == (0, 2)
+    assert not ring.credit(0, 1), "an old credit does not free a newer use"
+
+
+def test_a_ring_outside_the_peers_regions_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="in no region that the peer has registered"):
+        RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1023),))
+
+
+def packing() -> Packing:
+    return Packing(RingPool(SHAPE), limits=Limits(retry_s=1.0, max_retry_s=2.0))
+
+
+def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
+    made = packing()
+    first = made.grant(PEER, 7, 0)
+    assert first is not None
+    assert made.grant(PEER, 7, 0) == first
+    second = made.grant(PEER, 7, 1)
+    assert second is not None
+    assert second.address != first.address
+    assert made.grant(PEER, 8, 0) is None, "late writes may still hit the older rings, so they are not given again"
+    assert made.grant(PeerRank("prefill-1", 0), 1, 0) is None
+    assert Packing(None, limits=Limits()).grant(PEER, 7, 0) is None
+
+
+def test_a_ring_is_given_again_once_its_writer_is_proved_quiet() -> None:
+    made = packing()
+    first = made.grant(PEER, 7, 0)
+    made.quiet(PEER)
+    made.quiet(PEER)
+    assert made.grant(PeerRank("prefill-1", 0), 1, 0) is not None
+    assert made.grant(PEER, 8, 0) == first
+
+
+def filled(slot: int = 0, sequence: int = 1, nbytes: int = 100) -> Filled:
+    return Filled(slot, sequence, 0, (Part("kv", (0,), None, 0, 4),), 0, nbytes)
+
+
+def session() -> ReceiveSession:
+    return ReceiveSession(RequestKey(bytes(16), 0), "prefill-0", 5, 0, 0, {}, {}, {}, 1.0, None)
+
+
+def taken(made: Packing, found: Filled, begin: Callable[[], ReceiveSession | None]) -> Unpack | None:
+    return made.take(PEER, found, begin, PLAN)
+
+
+def given_back(made: Packing) -> list[Any]:
+    said = made.take_messages()
+    assert all(isinstance(message, Credit) for _, message in said)
+    return [message.slots for _, message in said if isinstance(message, Credit)]
+
+
+def test_a_slot_is_unpacked_once_however_often_it_is_told_of_and_credited_again() -> None:
+    made, asked = packing(), []
+    made.grant(PEER, 7, 0)
+
+    def begin() -> ReceiveSession:
+        asked.append(1)
+        return session()
+
+    unpack = taken(made, filled(), begin)
+    assert unpack is not None
+    assert taken(made, filled(), begin) is None
+    assert given_back(made) == [], "not before it is unpacked"
+    made.unpacked(Unpacked(unpack.token, 100, "", 0.0))
+    assert given_back(made) == [((0, 1),)]
+    assert taken(made, filled(), begin) is None
+    assert given_back(made) == [((0, 1),)], "its credit was lost"
+    assert taken(made, filled(sequence=2), begin) is not None
+    assert taken(made, filled(sequence=1), begin) is None
+    assert given_back(made) == []
+    assert len(asked) == 2
+
+
+def test_a_slot_that_nobody_waits_for_is_given_back_unread() -> None:
+    made = packing()
+    made.grant(PEER, 7, 0)
+    assert taken(made, filled(), lambda: None) is None
+    assert given_back(made) == [((0, 1),)]
+    assert taken(made, filled(), session) is None
+    assert given_back(made) == [((0, 1),)]
+
+
+@pytest.mark.parametrize("wrong", [filled(slot=2), filled(nbytes=0), filled(nbytes=513)])
+def test_slots_that_do_not_exist_are_ignored(wrong: Filled) -> None:
+    made = packing()
+    assert taken(made, filled(), session) is None, "no ring was granted"
+    made.grant(PEER, 7, 0)
+    assert taken(made, wrong, session) is None
+    assert given_back(made) == []
+
+
+def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
+    made = packing()
+    made.grant(PEER, 7, 0)
+    unpack = taken(made, filled(), session)
+    assert unpack is not None
+    made.grant(PEER, 8, 0)
+    made.unpacked(Unpacked(unpack.token, 100, "", 0.0))
+    assert given_back(made) == []
+
+
+def test_a_filled_slot_is_told_of_until_its_credit_comes() -> None:
+    made = packing()
+    ticket = Ticket(PEER, RequestKey(bytes(16), 0), 3)
+    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 1, 4, (), 0, 64), 0.0)
+    ((to, first),) = made.take_messages()
+    assert to == PEER
+    assert isinstance(first, Complete)
+    assert (first.nonce, first.final, first.filled) == (9, False, (Filled(1, 4, 3, (), 0, 64),))
+    assert made.next_tick() == 1.0
+    for now, expected in ((0.5, 0), (1.0, 1), (2.0, 0), (3.0, 1)):
+        made.tick(now)
+        assert len(made.take_messages()) == expected
+    made.on_credit(PEER, 1, 3)
+    made.on_credit(PEER, 0, 4)
+    assert made.next_tick() < float("inf")
+    made.on_credit(PEER, 1, 4)
+    assert made.next_tick() == float("inf")
+    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 1, 5, (), 0, 64), 9.0)
+    made.lose(PEER)
+    assert made.next_tick() == float("inf")
+
+
+def test_what_is_said_at_once_goes_in_one_message_per_request_and_rank() -> None:
+    made = packing()
+    made.grant(PEER, 7, 0)
+    made.grant(PeerRank("prefill-0", 1), 7, 0)
+    tickets = [Ticket(PEER, RequestKey(bytes([i]) * 16, 0), 0) for i in range(2)]
+    for slot, ticket in enumerate((tickets[0], tickets[1], tickets[0])):
+        made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, slot, slot + 1, (), 0, 64), 0.0)
+    for slot in (0, 1):
+        assert taken(made, filled(slot, 3), lambda: None) is None
+    said = made.take_messages()
+    assert [[f.slot for f in m.filled] for _, m in said if isinstance(m, Complete)] == [[0, 2], [1]]
+    assert [m.slots for _, m in said if isinstance(m, Credit)] == [((0, 3), (1, 3))]
+    assert made.take_messages() == []
+
+
+SMALL_RINGS: dict[str, Any] = {"pack_below": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, f.parts, f.offset + 10**6, f.nbytes), "packed stream of"),
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1), "component 'ssm'"),
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1), "span classes (77,)"),
+    ],
+)
+def test_a_writer_that_lies_about_a_slot_fails_its_request_and_no_thread(
+    monkeypatch: pytest.MonkeyPatch, lie: Callable[[Filled], Filled], message: str
+) -> None:
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
+        honest = Packing.take
+
+        def take(self: Packing, peer: PeerRank, found: Filled, *rest: Any) -> Unpack | None:
+            return honest(self, peer, lie(found), *rest)
+
+        monkeypatch.setattr(Packing, "take", take)
+        request = new_request_id()
+        receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert message in str(event.error)
+        assert all(not sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+        monkeypatch.undo()
+        clear(made.decode[0].pools)
+        assert all(event.ok for event in made.transfer(20))
+
+
+@pytest.mark.parametrize("lost", [Complete, Credit])
+def test_messages_about_slots_may_be_lost(monkeypatch: pytest.MonkeyPatch, lost: type) -> None:
+    """The first three of a kind do not arrive; nothing is lost and nothing is unpacked twice."""
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
+        left = [3]
+        for rank in made.prefill + made.decode:
+            hub, say = rank.manager._hub, rank.manager._hub._say
+
+            def drop(peer: PeerRank, message: Any, say: Any = say) -> None:
+                if isinstance(message, lost) and left[0] and not getattr(message, "final", False):
+                    left[0] -= 1
+                else:
+                    say(peer, message)
+
+            monkeypatch.setattr(hub, "_say", drop)
+        for _ in range(3):
+            assert all(event.ok for event in made.transfer(37))
+        assert left == [0]
+
+
+def test_rows_are_not_given_back_while_they_are_being_unpacked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
+        entered, go_on = threading.Event(), threading.Event()
+        scatter = _core.scatter
+        scatter_thread = made.decode[0].manager._hub._worker._thread
+
+        def slow(*arguments: Any) -> int:
+            if threading.current_thread() is scatter_thread:
+                entered.set()
+                assert go_on.wait(DEADLINE_S)
+            return scatter(*arguments)
+
+        monkeypatch.setattr(_core, "scatter", slow)
+        request = new_request_id()
+        receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
+        assert entered.wait(DEADLINE_S)
+        receiver.abort("client gone")
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert not event.lease.released
+        released = threading.Event()
+        event.lease.on_release(released.set)
+        assert not released.wait(0.05)
+        go_on.set()
+        assert released.wait(DEADLINE_S)
+        assert all("client gone" in str(sender.wait(timeout_s=DEADLINE_S).error) for sender in senders)

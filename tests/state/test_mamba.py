@@ -1,0 +1,339 @@
+"""Recurrent state of every family, byte for byte: each sub-block cut on its own, whatever the memory order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.component import Component
+from disagg.errors import ConfigError
+from disagg.state import declare, mamba
+from disagg.testing import reference_states as naive
+from disagg.testing.reference_states import Form, Part, Place
+from disagg.topology import Topology
+from tests.support.states import (
+    Kind,
+    Pools,
+    Scene,
+    Side,
+    gdn_kind,
+    kda_kind,
+    lightning_kind,
+    mamba1_kind,
+    mamba2_kind,
+    moved,
+    tp_pairs,
+)
+
+CHANNELS_FIRST, WIDTH_FIRST = "slot channel width", "slot width channel"
+
+FAMILIES: dict[str, Callable[[int], Kind]] = {
+    "gdn": lambda heads: gdn_kind(num_key_heads=heads, num_value_heads=2 * heads),
+    "kda": lambda heads: kda_kind(num_heads=heads),
+    "kda in four tensors": lambda heads: kda_kind(num_heads=heads, separate=True),
+    "mamba2": lambda heads: mamba2_kind(num_heads=heads, num_groups=2),
+    "mamba1": lambda heads: mamba1_kind(inner=2 * heads),
+    "lightning": lambda heads: lightning_kind(num_heads=heads),
+}
+"""A model with so many heads, by family."""
+
+
+# ------------------------------------------------------------------------------------------------------------ brute force
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tp_to_every_tp(family: str) -> None:
+    """All sizes to 8, with as many heads as both divide: nothing, one head, or several per rank."""
+    for source, destination in tp_pairs():
+        moved(FAMILIES[family](math.lcm(source.tp, destination.tp)), source, destination)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_fewer_heads_than_ranks_are_replicated(family: str, heads: int) -> None:
+    """Case 28: powers of two to 8, so that each head is on several ranks of one side or both."""
+    for source, destination in itertools.product((1, 2, 4, 8), repeat=2):
+        moved(FAMILIES[family](heads), Side(tp=source), Side(tp=destination))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
+def test_mamba2_groups_that_ranks_cannot_share_out_are_on_every_rank(groups: int) -> None:
+    """Cases 13 and 55: `n_groups` of 1, 2, 3, 5 and 8 on TP 1 to 8, both ways: fewer groups than ranks, and no divisors."""
+    for source, destination in tp_pairs():
+        kind = mamba2_kind(num_heads=math.lcm(source.tp, destination.tp), num_groups=groups, head_dim=1, state_size=2)
+        moved(kind, source, destination)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(2, 8), (4, 8), (8, 8), (1, 4), (16, 32)])
+def test_gdn_with_fewer_key_heads_than_value_heads(keys: int, values: int) -> None:
+    """Case 11: q and k may be replicated while v is not."""
+    for source, destination in itertools.product((1, 2, 4, 8), repeat=2):
+        moved(gdn_kind(num_key_heads=keys, num_value_heads=values), Side(tp=source), Side(tp=destination))
+
+
+# -------------------------------------------------------------------------------------------------- reported configurations
+
+
+@pytest.mark.parametrize(("source", "destination"), [(8, 1), (1, 4), (4, 2)])
+def test_gdn_conv_is_cut_by_q_k_and_v(source: int, destination: int) -> None:
+    """Case 11: neither a flat slice nor a write beyond the slot."""
+    kind = gdn_kind(num_key_heads=16, num_value_heads=32, dims=(2, 2), layers=range(3))
+    moved(kind, Side(tp=source), Side(tp=destination))
+    moved(kind, Side(tp=source, edges=(0, 1, 3)), Side(tp=destination))
+
+
+@pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (2, 4)])
+def test_mamba2_conv_of_256_32_32_channels(source: int, destination: int) -> None:
+    """Case 12: B and C are narrower than x; a flat cut gets 176 of 320 channels wrong on TP 2 to 1."""
+    kind = mamba2_kind(num_heads=16, head_dim=16, num_groups=4, state_size=8)
+    moved(kind, Side(tp=source), Side(tp=destination))
+
+
+def test_the_flat_cut_of_case_12_does_differ() -> None:
+    """The reference itself: concatenating the ranks' memories flat misplaces just those 176 channels."""
+    channels = naive.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
+    flat = [channel for rank in (0, 1) for channel in channels.held(Place(tp=2, tp_rank=rank))]
+    assert sorted(flat) == list(range(320))
+    assert sum(here != there for here, there in enumerate(flat)) == 176
+
+
+@pytest.mark.parametrize(("source", "destination"), [(1, 8), (8, 1), (4, 8), (8, 2), (3, 4), (4, 3), (6, 4)])
+def test_mamba2_groups_not_divisible_by_tp(source: int, destination: int) -> None:
+    """Cases 13 and 55: one group on every rank, or two of eight ranks' worth, next to heads that are cut."""
+    for groups in (1, 2, 3, 5):
+        moved(mamba2_kind(num_heads=24, num_groups=groups), Side(tp=source), Side(tp=destination))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4), (4, 2)])
+def test_kda_conv_has_its_channels_last(separate: bool, source: int, destination: int) -> None:
+    """Cases 14 and 16: `[K-1, channels]`, one conv tensor or three, the temporal state in another dtype."""
+    kind = kda_kind(num_heads=8, separate=separate, layers=(0, 1, 2, 4, 5, 6))
+    assert len({tensor.dtype for tensor in kind.model.tensors}) == 2
+    assert len(kind.model.tensors) == (4 if separate else 2)
+    moved(kind, Side(tp=source), Side(tp=destination))
+
+
+@pytest.mark.parametrize("family", ["gdn", "mamba2", "kda", "kda in four tensors", "mamba1"])
+@pytest.mark.parametrize(("ours", "theirs"), list(itertools.product((CHANNELS_FIRST, WIDTH_FIRST), repeat=2)))
+def test_the_memory_order_of_conv_is_declared(family: str, ours: str, theirs: str) -> None:
+    """Servers store it either way; both sides need not agree."""
+    kind = FAMILIES[family](8)
+    convs = [tensor.role for tensor in kind.model.tensors if tensor.role != "temporal"]
+    forms = [Form(num_rows=5, orders=dict.fromkeys(convs, order)) for order in (ours, theirs)]
+    for source, destination in ((1, 2), (4, 2), (2, 8)):
+        moved(kind, Side(tp=source, forms={"ssm": forms[0]}), Side(tp=destination, forms={"ssm": forms[1]}))
+
+
+def test_any_order_of_a_temporal_state_is_other_strides() -> None:
+    orders = [f"slot {' '.join(inner)}" for inner in itertools.permutations(("head", "head_dim", "state"))]
+    orders += ["head slot head_dim state", "state head head_dim slot"]
+    for ours, theirs in itertools.product(orders, repeat=2):
+        sides = [
+            Side(tp=tp, forms={"ssm": Form(num_rows=4, orders={"temporal": order})})
+            for tp, order in zip((2, 4), (ours, theirs), strict=True)
+        ]
+        moved(mamba2_kind(num_heads=4, layers=(0,)), sides[0], sides[1])
+
+
+@pytest.mark.parametrize("family", ["gdn", "mamba2", "mamba1"])
+@pytest.mark.parametrize(("source", "destination"), [(1, 2), (4, 1), (2, 8)])
+@pytest.mark.parametrize("gap", [0, 24])
+def test_conv_and_ssm_in_one_slot_page(family: str, source: int, destination: int, gap: int) -> None:
+    """Case 56: both are strided views of one page of bytes; the far side may keep them apart."""
+    together, apart = Form(num_rows=4, one_page=True, gap=gap), Form(num_rows=6)
+    for ours, theirs in ((together, together), (together, apart), (apart, together)):
+        moved(FAMILIES[family](8), Side(tp=source, forms={"ssm": ours}), Side(tp=destination, forms={"ssm": theirs}))
+
+
+@pytest.mark.parametrize("order", [CHANNELS_FIRST, WIDTH_FIRST])
+@pytest.mark.parametrize(("ours", "theirs"), [(0, 3), (3, 0), (1, 4)])
+def test_other_numbers_of_speculative_tokens(order: str, ours: int, theirs: int) -> None:
+    """Case 57: the buffers are `K-1+n` wide, with other strides; the same K-1 columns are declared, the rest stays."""
+    for source, destination in ((1, 1), (1, 4), (4, 2)):
+        sides = [
+            Side(tp=tp, forms={"ssm": Form(num_rows=4, orders={"conv": order}, spare={"width": spare})})
+            for tp, spare in ((source, ours), (destination, theirs))
+        ]
+        moved(gdn_kind(), sides[0], sides[1])
+        moved(mamba2_kind(num_groups=3), sides[0], sides[1])
+
+
+def test_slots_of_padded_pools_keep_their_padding() -> None:
+    padded = Form(num_rows=4, spare={"channel": 2, "head": 1, "slot": 1})
+    for source, destination in ((2, 1), (1, 4)):
+        moved(mamba2_kind(), Side(tp=source, forms={"ssm": padded}), Side(tp=destination))
+        moved(mamba2_kind(), Side(tp=source), Side(tp=destination, forms={"ssm": padded}))
+
+
+@pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 2, 9), (0, 3, 3, 9)])
+def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
+    """Linear-attention layers of a hybrid model: a stage's first one is not its first layer, a stage may have none."""
+    for make in FAMILIES.values():
+        kind = make(4)
+        kind = Kind(model=kind.model, layers=(1, 2, 5, 7), build=kind.build, form=kind.form)
+        moved(kind, Side(tp=2, edges=edges), Side())
+        moved(kind, Side(descending=True), Side(tp=2, edges=edges))
+        moved(kind, Side(tp=4, edges=edges), Side(tp=2, edges=(0, 6, 9), descending=True))
+
+
+def test_every_slot_to_every_slot_of_pools_of_other_sizes() -> None:
+    kind = gdn_kind(layers=(3,))
+    scene = Scene([kind], Side(forms={"ssm": Form(num_rows=2)}), Side(tp=2, forms={"ssm": Form(num_rows=7)}))
+    for _ in range(20):
+        scene.transfer()
+
+
+def test_dtypes_that_numpy_lacks_are_given_as_raw_tensors() -> None:
+    """Conv in bfloat16 and temporal in float32, by address, shape and strides."""
+    model = naive.gdn(num_key_heads=4, num_value_heads=4, key_head_dim=2, value_head_dim=2, kernel=4)
+    sizes = {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 2, "value_head_dim": 2, "kernel": 4}
+    roles = mamba.gdn_roles(**sizes, dtypes=("bfloat16", "float32"))
+
+    def build(pools: Pools) -> Component:
+        dtypes = {"conv": "torch.bfloat16", "temporal": "float32"}
+        tensors = {
+            role: {layer: (raw.pointer, raw.shape, raw.strides, dtypes[role], "cpu") for layer, raw in by_layer.items()}
+            for role, by_layer in pools.tensors.items()
+        }
+        return mamba.recurrent(roles, tensors, **pools.common)
+
+    kind = Kind(model=model, layers=(0, 2), build=build, form=Form(num_rows=5))
+    moved(kind, Side(tp=2), Side(tp=4))
+    moved(kind, Side(tp=4), Side())
+
+
+@given(st.data())
+def test_any_mamba2_in_any_form(data: st.DataObject) -> None:
+    source, destination = (data.draw(st.integers(1, 6)) for _ in range(2))
+    heads = math.lcm(source, destination) * data.draw(st.integers(1, 2))
+    kind = mamba2_kind(
+        num_heads=heads,
+        head_dim=data.draw(st.integers(1, 3)),
+        num_groups=data.draw(st.integers(1, 6)),
+        state_size=data.draw(st.integers(1, 3)),
+        kernel=data.draw(st.integers(2, 5)),
+        layers=data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)),
+    )
+    forms = [
+        Form(
+            num_rows=data.draw(st.integers(1, 4)),
+            orders={"conv": " ".join(data.draw(st.permutations(("slot", "channel", "width"))))},
+            spare={"width": data.draw(st.integers(0, 2)), "slot": data.draw(st.integers(0, 2))},
+        )
+        for _ in range(2)
+    ]
+    edges = [(0, *sorted(data.draw(st.lists(st.integers(0, 10), max_size=2))), 10) for _ in range(2)]
+    moved(
+        kind,
+        Side(tp=source, edges=edges[0], forms={"ssm": forms[0]}),
+        Side(tp=destination, edges=edges[1], forms={"ssm": forms[1]}, descending=True),
+    )
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda", "mamba2", "mamba1"])
+def test_heads_that_ranks_do_not_divide_are_cut_alike_in_conv_and_temporal(family: str) -> None:
+    """8 heads on TP 3: `[floor(r*H/T), floor((r+1)*H/T))` of the channels as of the temporal state."""
+    moved(FAMILIES[family](8), Side(tp=3), Side(tp=2))
+
+
+# ----------------------------------------------------------------------------------------------------------- declarations
+
+
+def conv_and_temporal(
+    *, channels: int = 28, heads: int = 8, slots: tuple[int, int] = (5, 5)
+) -> dict[str, dict[int, np.ndarray]]:
+    return {
+        "conv": {0: np.zeros((slots[0], channels, 3), np.uint16)},
+        "temporal": {0: np.zeros((slots[1], heads, 2, 3), np.float32)},
+    }
+
+
+ROLES = mamba.mamba2_roles(num_heads=8, head_dim=2, num_groups=2, state_size=3, kernel=4)
+
+ROLES_WITH_DTYPES = mamba.mamba2_roles(
+    num_heads=8, head_dim=2, num_groups=2, state_size=3, kernel=4, dtypes=("uint16", "float32")
+)
+
+
+def test_a_slot_component_says_what_a_rank_allocates() -> None:
+    """`local_shape` of a role is the shape that the reference gives its pools."""
+    kind = mamba2_kind()
+    for tp_rank in range(4):
+        topology = Topology(tp=4, tp_rank=tp_rank)
+        state = naive.StateRank(model=kind.model, place=Place(tp=4, tp_rank=tp_rank), layers=(0,), form=Form(num_rows=5))
+        for role, tensor in zip(ROLES, kind.model.tensors, strict=True):
+            assert role.local_shape(topology, rows=5, page_size=1) == tuple(state.sizes(tensor).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({}, {"conv": {}}, "expected tensors for conv, temporal, found conv"),
+        ({}, {}, "expected tensors for conv, temporal, found none"),
+        ({}, conv_and_temporal(channels=27), "'conv', layer 0, axis 'channel': expected 28 positions, found 27"),
+        ({}, conv_and_temporal(heads=4), "'temporal', layer 0, axis 'head': expected 8 positions, found 4"),
+        ({}, conv_and_temporal(slots=(5, 6)), r"as many rows and tokens per page, found \[\(5, 1\), \(6, 1\)\]"),
+        ({}, conv_and_temporal() | {"temporal": {}}, "of the same layers"),
+        ({"axes": {"conv": "slot channel"}}, conv_and_temporal(), "axes 'slot channel' lack 'width'"),
+        ({"axes": {"conv": "page channel width"}}, conv_and_temporal(), r"unknown \['page'\]"),
+        ({"axes": {"conv": WIDTH_FIRST}}, conv_and_temporal(), "axis 'width': expected 3 positions, found 28"),
+        ({}, {"conv": {}, "temporal": {}}, "'conv': this stage has no layer of it, so dtype must be said"),
+    ],
+)
+def test_tensors_that_contradict_the_declaration_are_refused(
+    changes: dict[str, object], tensors: dict[str, dict[int, np.ndarray]], message: str
+) -> None:
+    stages = ((0,), ()) if tensors and not any(tensors.values()) else None
+    topology = Topology(pp=2, pp_rank=1) if stages else Topology()
+    with pytest.raises(ConfigError, match=message):
+        mamba.recurrent(ROLES, tensors, topology=topology, layers_by_stage=stages, **changes)  # type: ignore[arg-type]
+
+
+def test_a_declared_dtype_is_held_against_the_tensors() -> None:
+    roles = mamba.mamba2_roles(num_heads=8, head_dim=2, num_groups=2, state_size=3, kernel=4, dtypes=("uint16", "float16"))
+    with pytest.raises(ConfigError, match="'temporal': expected dtype float16, found float32"):
+        mamba.recurrent(roles, conv_and_temporal(), topology=Topology())
+
+
+def test_pages_must_have_the_size_that_was_said() -> None:
+    role = declare.Role(name="k", axes="page token dim", inner={"dim": declare.whole(2)}, tensors={0: np.zeros((3, 4, 2))})
+    with pytest.raises(ConfigError, match="expected pages of 8 tokens, found 4"):
+        declare.declare("kv", [role], rows="pages", topology=Topology(), page_size=8)
+    assert declare.declare("kv", [role], rows="pages", topology=Topology(), page_size=4).placement is not None
+
+
+def test_what_a_kind_of_state_needs_of_a_request() -> None:
+    """Of `n` tokens and a prefix that is there: slots whole, pages from the prefix or the window on."""
+    pages = declare.State(name="kv", rows="pages", layers=(0,), roles=())
+    assert [pages.needed(9, prefix=prefix) for prefix in (0, 4, 9, 12)] == [(0, 9), (4, 9), (9, 9), (9, 9)]
+    windowed = declare.State(name="swa", rows="pages", layers=(0,), roles=(), window=4)
+    assert [windowed.needed(9, prefix=prefix) for prefix in (0, 4, 7, 12)] == [(5, 9), (5, 9), (7, 9), (9, 9)]
+    assert windowed.needed(3) == (0, 3)
+    assert declare.State(name="ssm", rows="slot", layers=(0,), roles=()).needed(9, prefix=9) == (0, 1)
+
+
+def test_a_role_is_found_by_its_name() -> None:
+    state = declare.State(name="ssm", rows="slot", layers=(0,), roles=ROLES)
+    assert state.role("temporal") is ROLES[1]
+    with pytest.raises(ConfigError, match="component 'ssm': expected one of conv, temporal, found 'k'"):
+        state.role("k")
+
+
+def test_a_state_knows_its_bytes_and_the_pages_that_fit_it() -> None:
+    """All layers and heads once, as the reference's global arrays have them; rings are one page, granules are not cut."""
+    kind = mamba2_kind()
+    state = declare.State(name="ssm", rows="slot", layers=(0, 3), roles=ROLES_WITH_DTYPES)
+    per_layer = sum(naive.global_array(kind.model, tensor, 0, request=0, num_entries=1).nbytes for tensor in kind.model.tensors)
+    assert state.nbytes(9) == state.nbytes(9, prefix=9) == 2 * per_layer
+    pooled = declare.Role(name="key", axes="page token byte", inner={"byte": declare.whole(6)}, dtype="uint8", granule=4)
+    index = declare.State(name="index", rows="pages", layers=(1,), roles=(pooled,))
+    assert [index.nbytes(num_tokens, prefix=prefix) for num_tokens, prefix in ((11, 0), (12, 0), (12, 6))] == [12, 18, 12]
+    assert [index.page_tokens(size) for size in (16, 6, 1)] == [16, 12, 4]
+    assert declare.State(name="tail", rows="pages", layers=(1,), roles=(pooled,), ring=7).page_tokens(16) == 7

@@ -1,0 +1,156 @@
+"""MLA latents and other state that every rank holds whole: one elected writer per copy, and the work shared out."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError, LayoutError
+from disagg.plan import elect
+from disagg.state import paged
+from disagg.testing.reference import Context
+from disagg.testing.reference_states import Form
+from disagg.topology import Topology
+from tests.support.states import Scene, Side, check_every_row, gqa_kind, index_kind, mla_kind, moved, runs_by_writer, tp_pairs
+
+PAGES = tuple(itertools.product((1, 3, 4, 16), repeat=2))
+
+
+def pages(size: int, rows: int = 40, **more: Any) -> Form:
+    return Form(num_rows=rows, page_size=size, **more)
+
+
+@pytest.mark.parametrize("scales", [0, 1, 3])
+def test_every_tp_to_every_tp_fills_every_copy(scales: int) -> None:
+    """Case 28: replicated state between groups of any size; block scales have their own dtype and travel with their pages."""
+    for source, destination in tp_pairs():
+        moved(mla_kind(scales=scales, layers=(0, 4, 7)), source, destination)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_block_scales_of_k_and_v_go_with_their_heads(heads: int) -> None:
+    """FP8 and MX scales are tensors of the same pages, by head, in their own dtype and memory."""
+    orders = dict.fromkeys(("k", "v", "k_scale", "v_scale"), "page kv_head token dim")
+    for source, destination in itertools.product((1, 2, 3, 4, 8), repeat=2):
+        theirs = Side(tp=destination, forms={"kv": pages(6, orders=orders)})
+        moved(gqa_kind(num_kv_heads=heads, scales=2), Side(tp=source), theirs, 11)
+
+
+@pytest.mark.parametrize(("source", "destination"), PAGES)
+def test_latents_and_scales_pair_by_token_whatever_the_page_size(source: int, destination: int) -> None:
+    kind = mla_kind(scales=2)
+    for num_tokens, prefix in ((1, 0), (15, 0), (16, 7), (17, 16), (33, 33)):
+        ours, theirs = Side(tp=2, forms={"mla": pages(source)}), Side(tp=3, forms={"mla": pages(destination)})
+        moved(kind, ours, theirs, num_tokens, prefix=prefix)
+
+
+def test_another_memory_order_and_padded_rows_are_other_strides() -> None:
+    orders = {"latent": "page dim token", "latent_scale": "page dim token"}
+    padded = Form(num_rows=9, page_size=4, spare={"dim": 3, "page": 1})
+    kind = mla_kind(scales=2)
+    moved(kind, Side(tp=2, forms={"mla": pages(4, orders=orders)}), Side(forms={"mla": padded}), 14)
+    moved(kind, Side(tp=2, forms={"mla": padded}), Side(forms={"mla": pages(3, orders=orders)}), 14)
+
+
+@pytest.mark.parametrize("context", list(Context))
+@pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (3, 2)])
+def test_context_parallel_ranks_share_out_the_tokens_of_a_latent(context: Context, source: int, destination: int) -> None:
+    kind = mla_kind(scales=1, form=pages(4))
+    for theirs in Context:
+        moved(kind, Side(tp=2, cp=source, context=context), Side(cp=destination, context=theirs), 23, prefix=5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("readers", [1, 2, 3, 8])
+def test_each_of_r_replicas_writes_its_rth_of_the_runs_give_or_take_one(replicas: int, readers: int) -> None:
+    """Case 15, the MLA half: P larger than D, and smaller; told by the addresses that are read, not by the election."""
+    for num_layers in (1, 2, 5, 8):
+        kinds = [mla_kind(layers=range(num_layers), scales=1), index_kind(layers=range(0, num_layers, 2))]
+        scene = Scene(kinds, Side(tp=replicas), Side(tp=readers))
+        runs = runs_by_writer(scene, scene.transfer())
+        # K of a layer and its scales are in buffers of their own but travel as one run: (component, layer, reader)
+        total = readers * (num_layers + len(range(0, num_layers, 2)))
+        assert sum(runs.values()) == total
+        assert max(runs.values()) - min(runs.values()) <= 1
+        assert all(total // replicas <= count <= -(-total // replicas) for count in runs.values())
+
+
+def test_pipeline_stages_elect_among_their_own_replicas() -> None:
+    scene = Scene([mla_kind(layers=range(6))], Side(tp=4, edges=(0, 2, 6)), Side(tp=2, edges=(0, 3, 6)))
+    runs = runs_by_writer(scene, scene.transfer())
+    assert [runs[rank] for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 3, 3, 9), (0, 1, 2, 9)])
+def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
+    kind = mla_kind(layers=(1, 4, 7), scales=1)
+    moved(kind, Side(tp=2, edges=edges), Side(), 9)
+    moved(kind, Side(descending=True), Side(tp=2, edges=edges), 9)
+    moved(kind, Side(edges=edges, descending=True), Side(edges=(0, 5, 9)), 9)
+
+
+def test_an_optional_draft_model_on_one_side_takes_no_part() -> None:
+    """Case 23: P without the draft model, D with it, and the other way round; V of other layers stays what it was."""
+    draft = mla_kind(name="draft", layers=(78,), optional=True)
+    for source, destination in (
+        (Side(tp=2, without=frozenset({"draft"})), Side()),
+        (Side(tp=2), Side(without=frozenset({"draft"}))),
+    ):
+        scene = Scene([gqa_kind(), draft], source, destination)
+        moves = scene.transfer(needs={"draft": (0, 0)})
+        assert {move.component for move in moves} == {"kv"}
+    assert {move.component for move in moved([gqa_kind(), draft], Side(tp=2), Side())} == {"kv", "draft"}
+
+
+def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
+    """Case 23, where the draft was declared as required."""
+    kinds = [gqa_kind(), mla_kind(name="draft", layers=(78,))]
+    scene = Scene(kinds, Side(without=frozenset({"draft"})), Side())
+    with pytest.raises(LayoutError, match="'draft': required"):
+        elect(scene.source.table, scene.destination.table)
+
+
+def test_the_destination_may_have_allocated_ahead() -> None:
+    """Lists of other lengths on the two sides: tokens are needed, pages are not counted."""
+    scene = Scene([mla_kind(form=pages(4))], Side(tp=2), Side())
+    request = scene.open(13, ahead=40, held={"mla": (0, 14)})
+    check_every_row(scene, request)
+    scene.run(request, scene.moves(request))
+    assert scene.difference(request) is None
+
+
+def test_a_stage_without_layers_must_be_told_dtypes() -> None:
+    topology = Topology(pp=2, pp_rank=1)
+    stages = ((0, 1), ())
+    with pytest.raises(ConfigError, match="'latent': this stage has no layer of it, so dtype must be said"):
+        paged.mla({}, dim=5, topology=topology, layers_by_stage=stages)
+    found = paged.mla({}, dim=5, topology=topology, layers_by_stage=stages, dtype="uint16", scales={}, scales_dtype="float32")
+    assert found.placement is None
+    assert found.layouts[0] is not None
+    assert found.layouts[0].tensor("latent_scale").dtype == "float32"
+    assert found.layouts[1] is None
+
+
+@pytest.mark.parametrize(
+    ("latent", "changes", "message"),
+    [
+        ((4, 2, 6), {}, "layer 0, axis 'dim': expected 5 positions, found 6"),
+        ((4, 2, 5), {"dtype": "float16"}, "tensor 'latent': expected dtype float16, found uint16"),
+        ((4, 2, 5), {"axes": "page dim"}, "axes 'page dim' lack 'token'"),
+        ((4, 2, 5), {"axes": "page token dim dim"}, "a name twice"),
+        ((4, 2, 5), {"axes": "slot token dim"}, r"unknown \['slot'\]"),
+        ((4, 2), {}, "name 3 axes, the tensor has shape"),
+        ((4, 2, 5), {"scales": {}}, "of the same layers"),
+        ((4, 2, 5), {"scales": {0: np.zeros((4, 3, 1), np.float32)}}, r"as many rows and tokens.*\(4, 2\), \(4, 3\)"),
+        ((4, 2, 5), {"scales": {1: np.zeros((4, 2, 1), np.float32)}}, r"of the same layers, found \[\(0,\), \(1,\)\]"),
+    ],
+)
+def test_latents_that_contradict_the_declaration_are_refused(
+    latent: tuple[int, ...], changes: dict[str, object], message: str
+) -> None:
+    given = {"dtype": "uint16", "scales_dtype": "float32"} | changes
+    with pytest.raises(ConfigError, match=message):
+        paged.mla({0: np.zeros(latent, np.uint16)}, dim=5, topology=Topology(), **given)  # type: ignore[arg-type]

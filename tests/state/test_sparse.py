@@ -1,0 +1,208 @@
+"""Sparse attention: index keys and scales that share a page, pooled keys, their open pool, compressed KV by kind."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError, LayoutError
+from disagg.plan import elect
+from disagg.state import sparse
+from disagg.testing.reference import Context
+from disagg.testing.reference_states import Form
+from disagg.topology import Topology
+from tests.support.states import (
+    Kind,
+    Scene,
+    Side,
+    check_every_row,
+    compressed_kind,
+    gqa_kind,
+    index_kind,
+    mla_kind,
+    moved,
+    runs_by_writer,
+    tp_pairs,
+)
+
+
+def one_page(page_size: int, *, rows: int = 40, gap: int = 0) -> Form:
+    return Form(num_rows=rows, page_size=page_size, one_page=True, gap=gap)
+
+
+def tail(size: int, rows: int = 4) -> Form:
+    return Form(num_rows=rows, page_size=size, one_page=True, ring=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- index keys
+
+
+def test_every_tp_to_every_tp_fills_every_copy() -> None:
+    for ours, theirs in tp_pairs():
+        moved(index_kind(), ours, theirs)
+        moved(index_kind(granule=2, form=one_page(6)), ours, theirs, 15)
+
+
+@pytest.mark.parametrize(("source", "destination"), list(itertools.product((1, 4, 6, 16), repeat=2)))
+@pytest.mark.parametrize("gap", [0, 5])
+def test_keys_and_then_their_scales_in_one_page(source: int, destination: int, gap: int) -> None:
+    """`B` keys of 128 bytes, then `B` scales of 4: with other pages the scales start elsewhere."""
+    kind = index_kind(key_nbytes=128, scale_nbytes=4)
+    scene = Scene([kind], Side(forms={"index": one_page(source)}), Side(tp=2, forms={"index": one_page(destination, gap=gap)}))
+    for num_tokens, prefix in ((1, 0), (15, 0), (16, 9), (17, 16), (33, 33)):
+        moves = scene.transfer(num_tokens, prefix=prefix)
+        assert sum(move.copies.total_nbytes for move in moves) == (num_tokens - prefix) * 132 * 2 * 2
+
+
+@pytest.mark.parametrize("num_tokens", [64 * k + extra for k in (1, 2) for extra in (-1, 0, 1)])
+@pytest.mark.parametrize("sampled", [0, 1])
+def test_page_64_at_lengths_around_its_multiples(num_tokens: int, sampled: int) -> None:
+    """Case 18: the prefill side lists a page for the token that was just sampled, decode has allocated ahead."""
+    kinds = [mla_kind(form=Form(num_rows=9, page_size=64)), index_kind(form=one_page(64))]
+    scene = Scene(kinds, Side(tp=2), Side(tp=4))
+    held = dict.fromkeys(("mla", "index"), (0, num_tokens + sampled))
+    request = scene.open(num_tokens, held=held, ahead=100)
+    check_every_row(scene, request)
+    scene.run(request, scene.moves(request))
+    assert scene.difference(request) is None
+
+
+def test_78_main_layers_and_21_index_layers() -> None:
+    """Case 21: each component pairs its own layers, by id, whatever the stages."""
+    index_layers = (*range(3), *range(6, 78, 4))
+    assert len(index_layers) == 21
+    kinds = [mla_kind(dim=2, layers=range(78)), index_kind(key_nbytes=2, scale_nbytes=1, layers=index_layers)]
+    scene = Scene(kinds, Side(tp=2, edges=(0, 20, 78)), Side(edges=(0, 40, 61, 78), descending=True))
+    runs = runs_by_writer(scene, scene.transfer(5))
+    assert sum(runs.values()) == 99
+    assert abs(runs[0] - runs[1]) <= 1
+    assert abs(runs[2] - runs[3]) <= 1
+
+
+def test_layers_that_share_anothers_top_k_have_no_rows() -> None:
+    """A stage whose layers all share has no pool of index keys at all."""
+    kinds = [mla_kind(layers=range(6)), index_kind(layers=(0, 4))]
+    for edges in ((0, 1, 4, 6), (0, 2, 4, 6)):
+        scene = Scene(kinds, Side(tp=2, edges=edges), Side(edges=(0, 3, 6)))
+        assert any(not rank.memory["index"].buffers for rank in scene.source.ranks)
+        scene.transfer(9)
+
+
+def test_minimax_index_keys_have_no_scales() -> None:
+    """One set per rank, in some layers, beside K and V by head."""
+    kinds = [gqa_kind(num_kv_heads=4, layers=range(4)), index_kind(key_nbytes=16, scale_nbytes=0, layers=(1, 2))]
+    for tp in ((1, 4), (8, 2), (3, 5)):
+        moved(kinds, Side(tp=tp[0], edges=(0, 1, 4)), Side(tp=tp[1], forms={"index": one_page(6)}), 17)
+
+
+@pytest.mark.parametrize("context", [Context.PAGE_BLOCKS, Context.PAGES_IN_TURN])
+def test_pages_of_pooled_keys_under_context_parallelism(context: Context) -> None:
+    kind = index_kind(granule=2, form=one_page(4))
+    for num_tokens in (1, 4, 17, 31):
+        moved(kind, Side(cp=3, context=context), Side(tp=2), num_tokens)
+        moved(kind, Side(tp=2), Side(cp=2, context=context), num_tokens)
+
+
+# ------------------------------------------------------------------------------------------------- pooled keys, open pools
+
+
+@pytest.mark.parametrize("granule", [2, 4, 8])
+@pytest.mark.parametrize(("source", "destination"), [(8, 8), (8, 16), (24, 8)])
+def test_pooled_keys_move_when_their_last_token_is_there(granule: int, source: int, destination: int) -> None:
+    """`B/pool` keys per page and then as many scales; a key whose pool is open is no key yet."""
+    kind = index_kind(granule=granule)
+    scene = Scene([kind], Side(tp=2, forms={"index": one_page(source)}), Side(forms={"index": one_page(destination)}))
+    for num_tokens in range(1, 30):
+        moves = scene.transfer(num_tokens)
+        assert sum(move.copies.total_nbytes for move in moves) == num_tokens // granule * 8 * 2
+
+
+def test_a_prefix_that_ends_inside_a_pool_leaves_that_pools_key_to_be_moved() -> None:
+    """With 6 tokens there and pools of 4, the key of tokens 4 to 7 is needed, that of 0 to 3 is not."""
+    scene = Scene([index_kind(granule=4, form=one_page(8))], Side(), Side())
+    for num_tokens, prefix in itertools.product((7, 8, 11, 12), range(7)):
+        moves = scene.transfer(num_tokens, prefix=prefix)
+        wanted = sum(prefix <= 4 * key + 3 < num_tokens for key in range(3))
+        assert sum(move.copies.total_nbytes for move in moves) == wanted * 8 * 2
+
+
+@pytest.mark.parametrize("pool", [4, 6])
+@pytest.mark.parametrize(("source", "destination"), [(6, 6), (6, 8), (8, 6), (11, 7)])
+def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> None:
+    """`n = len % pool` live tokens from `(len - n) % tail`, wrapping; keys and scales in halves of a ring; 0 move nothing."""
+    kind = index_kind(name="index_tail", form=tail(source))
+    scene = Scene([kind], Side(tp=2), Side(tp=3, forms={"index_tail": tail(destination)}))
+    for num_tokens in range(1, 40):
+        need = (num_tokens - num_tokens % pool, num_tokens)
+        assert sparse.open_pool(num_tokens, pool) == need
+        moves = scene.transfer(num_tokens, needs={"index_tail": need})
+        assert sum(move.copies.total_nbytes for move in moves) == num_tokens % pool * 8 * 2 * 3
+
+
+def test_pooled_keys_and_their_open_pool_together_are_every_token() -> None:
+    kinds = [index_kind(granule=4, form=one_page(8)), index_kind(name="index_tail", form=tail(5))]
+    scene = Scene(kinds, Side(tp=2), Side(forms={"index_tail": tail(7), "index": one_page(16)}))
+    for num_tokens in range(1, 26):
+        scene.transfer(num_tokens, needs={"index_tail": (num_tokens // 4 * 4, num_tokens)})
+
+
+# ------------------------------------------------------------------------------------------------------------- compressed
+
+
+def deepseek_v4() -> list[Kind]:
+    """Compressed KV of ratio 4 and 128, index keys of ratio 4, a window of raw latents: each with its own layers."""
+    return [
+        compressed_kind(ratio=4, name="kv_4", layers=(0, 2, 4), form=Form(num_rows=20, page_size=64)),
+        compressed_kind(ratio=128, name="kv_128", layers=(1, 3), form=Form(num_rows=9, page_size=256)),
+        index_kind(granule=4, layers=(0, 2, 4), form=one_page(64)),
+        mla_kind(name="window", layers=range(5), window=8, form=Form(num_rows=20, page_size=16)),
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 259])
+@pytest.mark.parametrize("edges", [(0, 9), (0, 2, 9), (0, 1, 2, 9)])
+def test_compressed_kv_is_grouped_by_kind(num_tokens: int, edges: tuple[int, ...]) -> None:
+    other = {"kv_4": Form(num_rows=40, page_size=16), "kv_128": Form(num_rows=9, page_size=128), "index": one_page(32)}
+    moved(deepseek_v4(), Side(tp=2, edges=edges), Side(forms=other), num_tokens)
+    moved(deepseek_v4(), Side(forms=other), Side(tp=4, edges=edges), num_tokens, prefix=num_tokens // 2)
+
+
+def test_a_ratio_is_one_entry_for_so_many_tokens() -> None:
+    scene = Scene(deepseek_v4(), Side(), Side())
+    nbytes = {move.component: move.copies.total_nbytes for move in scene.transfer(259)}
+    assert nbytes == {"kv_4": 64 * 3 * 2 * 3, "kv_128": 2 * 3 * 2 * 2, "index": 64 * 8 * 3, "window": 8 * 5 * 2 * 5}
+
+
+def test_ratios_that_differ_are_refused() -> None:
+    ours = Scene([compressed_kind(ratio=4, name="kv_c")], Side(), Side())
+    theirs = Scene([compressed_kind(ratio=8, name="kv_c")], Side(), Side())
+    with pytest.raises(LayoutError, match=r"'kv_c', tensor 'latent', axis 'token': granule: 4 here, 8 at the peer"):
+        elect(ours.source.table, theirs.destination.table)
+
+
+# ----------------------------------------------------------------------------------------------------------- declarations
+
+
+def test_pages_that_are_larger_than_their_keys_and_scales_will_do() -> None:
+    pages = {0: np.zeros((3, 50), np.uint8)}
+    found = sparse.index_keys(pages, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
+    assert found.placement is not None
+    assert found.placement.tensor("scale").bases[0] - found.placement.tensor("key").bases[0] == 24
+    assert {tensor.row_stride for tensor in found.placement.tensors} == {50}
+
+
+def test_pages_of_wider_elements_are_taken_as_bytes() -> None:
+    pages = {0: np.zeros((3, 8), np.float32)}
+    found = sparse.index_keys(pages, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
+    assert found.placement is not None
+    assert found.placement.tensor("key").row_stride == 32
+    assert found.layouts[0] is not None
+    assert [tensor.dtype for tensor in found.layouts[0].tensors] == ["uint8", "uint8"]
+
+
+@pytest.mark.parametrize("shape", [(3, 31), (3,), (3, 4, 8)])
+def test_pages_too_small_for_their_keys_and_scales_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"index pages: expected \[page, at least 32 bytes\], found shape"):
+        sparse.index_keys({0: np.zeros(shape, np.uint8)}, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
