@@ -36,6 +36,13 @@ struct DigestBox {
     std::uint64_t seed = 0;
 };
 
+// Where the parts of a sum are added to, if they are wanted: a place for each entry of `layers`, and one for each number that
+// a run may have as its `destination_row`.
+struct DigestParts {
+    std::span<std::uint64_t> by_layer;
+    std::span<std::uint64_t> by_row;
+};
+
 // Fewer bytes than this are not worth a thread of their own.
 inline constexpr std::uint64_t kDigestBytesPerThread = std::uint64_t{1} << 20;
 
@@ -185,17 +192,20 @@ class Nest {
 };
 
 template <typename Unit>
-std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs, std::uint64_t nbytes,
-                           std::int64_t num_threads) {
+std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs, std::uint64_t nbytes, std::int64_t num_threads,
+                           const DigestParts& parts) {
     const Nest<Unit> nest(box);
     const Weights of_layer(box.seed, kLayerAxis), of_token(box.seed, kTokenAxis);
     const std::size_t total = box.layers.size() * runs.size();
     std::uint64_t per_token = box.itemsize;
     for (const DigestAxis& axis : box.axes) per_token *= axis.count;
     const std::size_t shares = std::min(num_shares(nbytes, kDigestBytesPerThread, num_threads), total);
-    std::vector<std::uint64_t> sums(shares);
+    // A share's sums: of each layer, then of each row.
+    const std::size_t num_rows = parts.by_row.size(), width = box.layers.size() + num_rows;
+    std::vector<std::uint64_t> sums(shares * width);
     run_shares(shares, [&](std::size_t share) {
-        std::uint64_t sum = 0;
+        std::uint64_t* const by_layer = sums.data() + share * width;
+        std::uint64_t* const by_row = by_layer + box.layers.size();
         for (std::size_t item = total * share / shares; item < total * (share + 1) / shares; ++item) {
             const std::size_t layer = item / runs.size();
             const TokenRun& run = runs[item % runs.size()];
@@ -211,12 +221,18 @@ std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs,
                 of_run += of_token[position] * nest.sum(address);
                 address += box.token_stride;
             }
-            sum += of_layer[static_cast<std::uint64_t>(box.layers[layer])] * of_run;
+            of_run *= of_layer[static_cast<std::uint64_t>(box.layers[layer])];
+            by_layer[layer] += of_run;
+            if (num_rows != 0) by_row[static_cast<std::size_t>(run.destination_row)] += of_run;
         }
-        sums[share] = sum;
     });
     std::uint64_t sum = 0;
-    for (const std::uint64_t each : sums) sum += each;
+    for (std::size_t share = 0; share < shares; ++share) {
+        const std::uint64_t* const of_share = sums.data() + share * width;
+        for (std::size_t layer = 0; layer < box.layers.size(); ++layer) sum += of_share[layer];
+        for (std::size_t i = 0; i < parts.by_layer.size(); ++i) parts.by_layer[i] += of_share[i];
+        for (std::size_t i = 0; i < num_rows; ++i) parts.by_row[i] += of_share[box.layers.size() + i];
+    }
     return sum;
 }
 
@@ -224,15 +240,22 @@ std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs,
 
 // The sum, modulo 2^64, of every element of the box (its bytes as a little-endian integer; eight bytes as two) times one
 // odd weight for each of its global coordinates: layer, position, and every inner axis. Equal for equal content wherever
-// that lies; sums of disjoint boxes add up to the sum of their union. Up to `num_threads` threads. The caller guarantees
-// that the memory is mapped. Throws `std::invalid_argument` for an item size other than 1, 2, 4 or 8, bases that are not
-// one a layer, runs that are empty, or more than 2^48 bytes.
-inline std::uint64_t digest(const DigestBox& box, std::span<const TokenRun> runs, std::int64_t num_threads) {
+// that lies; sums of disjoint boxes add up to the sum of their union. What each layer and each `destination_row` contributes
+// is added to `parts`. Up to `num_threads` threads. The caller guarantees that the memory is mapped. Throws
+// `std::invalid_argument` for an item size other than 1, 2, 4 or 8, bases that are not one a layer, parts that do not have a
+// place for each layer or for a run's row, runs that are empty, or more than 2^48 bytes; then nothing was added.
+inline std::uint64_t digest(const DigestBox& box, std::span<const TokenRun> runs, std::int64_t num_threads,
+                            const DigestParts& parts = {}) {
     if (box.bases.size() != box.layers.size()) throw std::invalid_argument("digest: expected a base for each layer");
+    if (!parts.by_layer.empty() && parts.by_layer.size() != box.layers.size()) {
+        throw std::invalid_argument("digest: expected a place for each layer");
+    }
     check_num_threads(num_threads);
     std::uint64_t positions = 0;
     for (const TokenRun& run : runs) {
         if (run.length < 1) throw std::invalid_argument("runs: expected lengths of at least 1");
+        const auto row = static_cast<std::uint64_t>(run.destination_row);
+        if (!parts.by_row.empty() && row >= parts.by_row.size()) throw std::invalid_argument("runs: a row has no place");
         positions += std::min<std::uint64_t>(static_cast<std::uint64_t>(run.length), std::uint64_t{1} << 48);
         positions = std::min<std::uint64_t>(positions, std::uint64_t{1} << 48);
     }
@@ -250,11 +273,11 @@ inline std::uint64_t digest(const DigestBox& box, std::span<const TokenRun> runs
     if (nbytes == 0) return 0;
     switch (box.itemsize) {
         case 1:
-            return detail::digest_units<std::uint8_t>(box, runs, nbytes, num_threads);
+            return detail::digest_units<std::uint8_t>(box, runs, nbytes, num_threads, parts);
         case 2:
-            return detail::digest_units<std::uint16_t>(box, runs, nbytes, num_threads);
+            return detail::digest_units<std::uint16_t>(box, runs, nbytes, num_threads, parts);
         default:
-            return detail::digest_units<std::uint32_t>(box, runs, nbytes, num_threads);
+            return detail::digest_units<std::uint32_t>(box, runs, nbytes, num_threads, parts);
     }
 }
 

@@ -200,14 +200,20 @@ std::uint64_t scatter(const Addresses& addresses, const Addresses& nbytes, std::
     return disagg::scatter(view(addresses), view(nbytes), staging, num_threads);
 }
 
+using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases, const RunTable& runs,
                      const std::vector<Steps>& axes, std::uint64_t row_stride, std::uint64_t token_stride,
-                     std::uint64_t itemsize, std::uint64_t seed, std::int64_t num_threads) {
+                     std::uint64_t itemsize, std::uint64_t seed, std::int64_t num_threads, const std::optional<Sums>& by_layer,
+                     const std::optional<Sums>& by_row) {
     std::vector<disagg::DigestAxis> inner;
     for (const auto& [count, stride, start] : axes) inner.push_back({count, stride, start});
+    disagg::DigestParts parts;
+    if (by_layer) parts.by_layer = {by_layer->data(), by_layer->size()};
+    if (by_row) parts.by_row = {by_row->data(), by_row->size()};
     const nb::gil_scoped_release released;
-    return disagg::digest({view(layers), view(bases), row_stride, token_stride, inner, itemsize, seed}, view(runs),
-                          num_threads);
+    return disagg::digest({view(layers), view(bases), row_stride, token_stride, inner, itemsize, seed}, view(runs), num_threads,
+                          parts);
 }
 
 }  // namespace
@@ -260,7 +266,9 @@ NB_MODULE(_core, m) {
           "Copy the staging's bytes, cut into pieces of nbytes[i], to addresses[i]. Returns the bytes copied.\n"
           "ValueError as for copy_batch.");
     m.def("digest", &digest, "layers"_a.noconvert(), "bases"_a.noconvert(), "runs"_a.noconvert(), "axes"_a, nb::kw_only(),
-          "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1,
-          "Sum modulo 2**64 of every element times an odd weight for each of its global coordinates.\n"
+          "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1, "by_layer"_a.noconvert() = nb::none(),
+          "by_row"_a.noconvert() = nb::none(),
+          "Sum modulo 2**64 of every element times an odd weight for each of its global coordinates; its parts by layer\n"
+          "and by destination row are added to the arrays given.\n"
           "ValueError: columns of different lengths, empty runs, another item size than 1, 2, 4 or 8.");
 }

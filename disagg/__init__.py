@@ -23,6 +23,7 @@ from disagg.errors import (
     RequestTimeout,
     TransferFailed,
     TransferUnsettled,
+    VerificationFailed,
 )
 from disagg.handles import Receiver, Sender, combine
 from disagg.leases import Lease
@@ -57,6 +58,7 @@ __all__ = [
     "Topology",
     "TransferFailed",
     "TransferUnsettled",
+    "VerificationFailed",
     "__version__",
     "combine",
     "new_request_id",

@@ -125,6 +125,8 @@ def digest(
     itemsize: int,
     seed: int,
     num_threads: int = 1,
+    by_layer: _Addresses | None = None,
+    by_row: _Addresses | None = None,
 ) -> int:
     """The sum modulo 2**64 of every element of a box times one odd weight for each of its global coordinates.
 
@@ -133,6 +135,7 @@ def digest(
     page that holds everything, `token_runs` gives just that). `axes` are `(count, stride, global start)`, in bytes, in an
     order that both sides agree on: an axis is known by its place. An element is its bytes as a little-endian integer; one of
     8 bytes is two. `seed`: the same for the same component and role only. Equal content gives equal sums wherever it lies;
-    sums of disjoint boxes add up. Raises `ValueError` for columns of different lengths, empty runs, another `itemsize` than
-    1, 2, 4 or 8, or more than 2**48 bytes.
+    sums of disjoint boxes add up. What layer `i` and destination row `j` contribute is added to `by_layer[i]` and `by_row[j]`.
+    Raises `ValueError` for columns of different lengths, empty runs, a layer or row without its place, another `itemsize`
+    than 1, 2, 4 or 8, or more than 2**48 bytes; then nothing was added.
     """

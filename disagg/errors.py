@@ -14,6 +14,7 @@ DisaggError
 │   ├── TransferFailed                settled: the engine will touch neither side again
 │   └── TransferUnsettled             the engine cannot tell: the rows are quarantined
 ├── RequestAborted
+│   └── VerificationFailed            the sums of the two sides differ: names component, layer and page
 └── RequestTimeout (TimeoutError)
 ```
 """
@@ -71,6 +72,10 @@ class TransferUnsettled(BackendError):
 
 class RequestAborted(DisaggError):
     """The request ended before its data was complete; the message is the first cause."""
+
+
+class VerificationFailed(RequestAborted):
+    """What arrived is not what was sent: the sums of the two sides differ."""
 
 
 class RequestTimeout(DisaggError, TimeoutError):

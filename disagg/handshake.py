@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from disagg.links import Identity
 from disagg.plan import TransferPlan
 from disagg.session import PeerRank
 from disagg.staging import RemoteRing, Ring
+from disagg.sums import SumPlan
 from disagg.wire import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
 
 logger = logging.getLogger(__name__)
@@ -20,13 +22,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring."""
+    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, and
+    what is summed of what goes to it.
+    """
 
     epoch: int
     engine: RemotePeer
     plan: TransferPlan
     incoming: TransferPlan
     ring: RemoteRing | None
+    sum_plans: Callable[[], dict[str, SumPlan]]
 
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
@@ -149,7 +154,8 @@ class Handshake:
         ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
         remote_ring = RemoteRing(ring, regions) if ring is not None else None
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
-        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring)
+        sums = functools.cache(lambda: instance.agreement.sum_plans(self._local, peer.rank, placements))
+        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums)
         logger.info("%s: %s is ready", self.me, peer)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> Fence:

@@ -15,16 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence
 from disagg.channel import Channel, Inbound, Reply
-from disagg.errors import DisaggError, RemoteProtocolError
+from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
-from disagg.session import Event, PeerRank, ReceiveSession, SendMessage, Sessions, StartTransfer, Ticket
+from disagg.session import Event, PeerRank, ReceiveSession, SendMessage, Sessions, StartTransfer, StartVerify, Ticket
 from disagg.staging import SlotPool
 from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
-from disagg.wire import Busy, Complete, Credit, Message, RequestMessage, decode, encode
+from disagg.verification import SumWorker, sum_sent, verify_rows
+from disagg.wire import Busy, Complete, Credit, Message, PartialSums, RequestMessage, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,9 @@ JOIN_TIMEOUT_S = 10.0
 
 @dataclass
 class Stats:
-    """Sums over all transfers that this rank has started, since its manager was built."""
+    """Sums over all transfers that this rank has started, since its manager was built; and over all requests that it has
+    received, how many were `verified`, and how many of these did not hold what was sent.
+    """
 
     nbytes: int = 0
     pieces: int = 0
@@ -46,6 +50,8 @@ class Stats:
     post_s: float = 0.0
     wire_s: float = 0.0
     unpack_s: float = 0.0
+    verified: int = 0
+    mismatches: int = 0
 
     def add(self, settled: Settled) -> None:
         self.transfers += 1
@@ -57,6 +63,15 @@ class Stats:
         self.pack_s += settled.pack_s
         self.post_s += settled.post_s
         self.wire_s += settled.wire_s
+
+
+@dataclass
+class _Summing:
+    """A chunk whose sums are being made: what of it went packed, once it has settled, and its sums or why there are none."""
+
+    packed: int | None = None
+    sums: tuple[PartialSums, ...] | None = None
+    error: str = ""
 
 
 class Hub:
@@ -76,6 +91,7 @@ class Hub:
         packing: Packing,
         slots: SlotPool | None,
         pack_below: int,
+        local: LocalRank,
         on_event: Callable[[Event], None],
         on_death: Callable[[str], None],
     ) -> None:
@@ -99,6 +115,9 @@ class Hub:
         self._worker = TransferWorker(
             backend, name=str(handshake.me), slots=slots, on_reports=self._on_reports, on_death=self._on_worker_death
         )
+        self._local = local
+        self._summing: dict[Ticket, _Summing] = {}
+        self._sums = SumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
         self._thread = threading.Thread(target=self._run, name=f"disagg-control-{handshake.me}", daemon=True)
 
     def start(self) -> None:
@@ -133,6 +152,7 @@ class Hub:
         self.command(last)
         self._thread.join(JOIN_TIMEOUT_S)
         self._worker.stop(JOIN_TIMEOUT_S)
+        self._sums.stop(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
@@ -289,6 +309,8 @@ class Hub:
                     self._say(peer, message)
                 case StartTransfer() as start:
                     self._start(start)
+                case StartVerify() as start_verify:
+                    self._start_verify(start_verify)
                 case Event() as event:
                     self._on_event(event)
 
@@ -319,6 +341,35 @@ class Hub:
             rank.ring,
         )
         self._worker.submit(job)
+        if start.reserve.verify != "off":
+            self._summing[ticket] = _Summing()
+            self._sums.submit(ticket, lambda: sum_sent(rank.sum_plans(), start), ready=start.chunk.ready)
+
+    def _start_verify(self, start: StartVerify) -> None:
+        self._sums.submit(start, lambda: verify_rows(self._local.sum_plans, start))
+
+    def _on_summed(self, token: Any, sums: Any, error: DisaggError | None) -> None:
+        """In the sums' thread: hand the result to the control thread."""
+
+        def take(now: float) -> None:
+            if isinstance(token, StartVerify):
+                self.stats.verified += 1
+                self.stats.mismatches += isinstance(error, VerificationFailed)
+                self.sessions.receives.verified(token.peer, token.key, now, error=error)
+            elif token in self._summing:
+                self._summing[token].sums = sums
+                self._summing[token].error = str(error or "")
+                self._settle_summed(token, now)
+
+        self.command(take)
+
+    def _settle_summed(self, ticket: Ticket, now: float) -> None:
+        """A chunk whose sums were asked for has settled once they are there as well."""
+        summing = self._summing[ticket]
+        if summing.packed is None or not (summing.sums is not None or summing.error):
+            return
+        del self._summing[ticket]
+        self.sessions.sends.settled(ticket, now=now, error=summing.error, packed=summing.packed, sums=summing.sums or ())
 
     def _on_reports(self, reports: list[Report]) -> None:
         """In the worker's thread: hand reports to the control thread."""
@@ -342,6 +393,12 @@ class Hub:
             return
         if not report.unsettled:
             self.stats.add(report)
+        if report.error:
+            self._summing.pop(ticket, None)
+        elif ticket in self._summing:
+            self._summing[ticket].packed = report.packed
+            self._settle_summed(ticket, now)
+            return
         self.sessions.sends.settled(ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed)
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:

@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from disagg import backends
 from disagg.agreement import Agreement, LocalRank, ModelId
 from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
 from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
 from disagg.component import Component
-from disagg.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RequestAborted
+from disagg.errors import ConfigError, DisaggError, LayoutError, LocalProtocolError, PeerUnreachable, RequestAborted
 from disagg.handles import Receiver, Sender
 from disagg.handshake import Handshake
 from disagg.hub import Hub, Stats
@@ -33,7 +33,7 @@ from disagg.session import Chunk, Event, Limits, PeerRank, RequestKey, Sessions
 from disagg.staging import RingPool, SlotPool
 from disagg.topology import Topology
 from disagg.transfers import ReadyEvent
-from disagg.wire import TokenRange
+from disagg.wire import TokenRange, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class KVManager:
     for the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`; where that is
     every interface, `advertise` says which address peers use. Its host is also where the engine is reached. Off loopback
     it takes `keys`, or `insecure=True`; an engine with an open TCP data plane takes `trusted_network=True` as well. Pieces
-    below `pack_below` bytes travel packed (0: never; `None`: as is known to be fast for the engine).
+    below `pack_below` bytes travel packed (0: never; `None`: as is known to be fast for the engine). What this rank receives
+    is compared with what its writers sent as `verify` says: `"off"`, some pages of each request (`"sample"`), or `"full"`.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` where the engine cannot be used.
     """
@@ -96,11 +97,13 @@ class KVManager:
         devices: Sequence[str] = (),
         require: str | None = None,
         pack_below: int | None = None,
+        verify: Verify = "off",
         limits: Limits | None = None,
         link_limits: LinkLimits | None = None,
     ) -> None:
         self.name, self.topology = name, topology
         self._local = LocalRank.of(topology, components)
+        self._verify = _check_verify(verify, self._local)
         options = _options(listen, advertise, transport, devices, require, trusted_network)
         if leader is None and topology.rank != 0:
             raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} must be told the address of rank 0")
@@ -153,6 +156,7 @@ class KVManager:
             packing=packing,
             slots=slots,
             pack_below=shape.pack_below,
+            local=self._local,
             on_event=self._end_request,
             on_death=self._fail_everything,
         )
@@ -247,6 +251,7 @@ class KVManager:
                 now=now,
                 deadline=now + deadline_s,
                 ready=ready is None,
+                verify=self._verify,
                 tag=tag,
             )
             self._leases.add(session.lease)
@@ -500,6 +505,17 @@ def _options(
         require=None if require is None else _transport(require, "require"),
         trusted_network=trusted_network or is_loopback(host),
     )
+
+
+def _check_verify(value: Verify, local: LocalRank) -> Verify:
+    if value not in get_args(Verify):
+        raise ConfigError(f"verify: expected one of {', '.join(get_args(Verify))}, found {value!r}")
+    if value != "off":
+        try:
+            local.check_summable()
+        except LayoutError as error:
+            raise ConfigError(f"verify: {value!r}: {error}") from error
+    return value
 
 
 def _transport(value: str, what: str) -> Transport:

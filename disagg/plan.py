@@ -294,7 +294,12 @@ def row_space(layout: ComponentLayout, placement: Placement) -> RowSpace:
 
 def first_page(space: RowSpace, token: int, num_tokens: int) -> int:
     """The number, among a rank's pages of a request, of the page with its first token at or after `token`."""
-    return _owned(space, num_tokens).count_below(token) // space.page_size
+    return count_tokens(space, token, num_tokens) // space.page_size
+
+
+def count_tokens(space: RowSpace, token: int, num_tokens: int) -> int:
+    """How many tokens below `token` a rank holds, of a request of `num_tokens`."""
+    return _owned(space, num_tokens).count_below(token)
 
 
 def _span(
@@ -376,7 +381,7 @@ def bind(
     runs: dict[int, Ints] = {}
     for span in plan.spans:
         if span.granule not in runs:
-            runs[span.granule] = _token_runs(plan, span.granule, source, destination, tokens, num_tokens)
+            runs[span.granule] = token_runs(plan, span.granule, source, destination, tokens, num_tokens)
     return CopyBatch(
         *_core.expand(
             [_core_span(span) for span in plan.spans],
@@ -401,7 +406,7 @@ def _core_span(span: SpanClass) -> _core.Span:
     )
 
 
-def _token_runs(
+def token_runs(
     plan: ComponentPlan,
     granule: int,
     source: Rows,

@@ -236,8 +236,10 @@ class TransferWorker:
 
     def _loop(self) -> None:
         sleep_s = MIN_SLEEP_S
-        while not self._stopping:
+        while True:
             self._wake.clear()
+            if self._stopping:  # looked at after the clear, or the wake that says so could be lost
+                return
             busy = self._unpack_some() + self._take_new() + self._advance_all()
             if self._reports:
                 reports, self._reports = self._reports, []

@@ -7,7 +7,7 @@ bytes give a message or `RemoteProtocolError`, within bounds on size and nesting
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgpack
 import msgspec
@@ -33,6 +33,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_NBYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 TokenRange = tuple[Tokens, Tokens]
+Verify = Literal["off", "sample", "full"]
+"""Of how much the two sides compare sums."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
@@ -116,13 +118,17 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
-    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request."""
+    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request.
+
+    The writer sums what it sends as `verify` says.
+    """
 
     nonce: Nonce
     source_group: Small
     destination_group: Small
     rows: dict[Name, PagesRow | SlotRow]
     need: dict[Name, TokenRange]
+    verify: Verify = "off"
 
 
 class Busy(Message, frozen=True, tag="busy", kw_only=True):
@@ -166,10 +172,20 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Small
 
 
+class PartialSums(msgspec.Struct, frozen=True, array_like=True):
+    """Sums modulo 2**64 of what one chunk holds of a component, little-endian uint64: one for each layer that the receiver's
+    rank takes, in ascending order, and one for each page of its need that is summed, in its order.
+    """
+
+    component: Name
+    by_layer: bytes
+    by_page: bytes
+
+
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """What has landed. `filled` slots are to be unpacked; each is said again until its credit comes. The `final` one says
-    which chunks of what the writer has sent, and of which chunks how many bytes went packed; then nothing more will come
-    and nothing is in flight.
+    which chunks of what the writer has sent, of which chunks how many bytes went packed, and the `sums` that the receiver
+    asked for; then nothing more will come and nothing is in flight.
     """
 
     nonce: Nonce
@@ -178,6 +194,7 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     final: bool = True
     filled: tuple[Filled, ...] = ()
     packed: tuple[tuple[Small, Tokens], ...] = ()
+    sums: tuple[PartialSums, ...] = ()
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):

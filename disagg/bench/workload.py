@@ -20,6 +20,7 @@ from disagg.errors import ConfigError, DisaggError
 from disagg.layout import LayoutTable
 from disagg.models import ModelSpec, State
 from disagg.plan import TransferPlan, bind, elect, make_plan
+from disagg.wire import Verify
 
 SPARE_ROWS = 3
 """Pages or slots of every pool that no request has: they must stay untouched."""
@@ -43,7 +44,7 @@ class Case:
     concurrency: int = 1
     device: str = "cpu"
     transport: str = "auto"
-    verify: str = "off"
+    verify: Verify = "off"
     pack_below: int | None = None
     chunk_tokens: int = 0
     prefix_hit: int = 0

@@ -23,6 +23,7 @@ from disagg.session.types import (
     RequestKey,
     SendMessage,
     StartTransfer,
+    StartVerify,
     Ticket,
     Timers,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "SendStep",
     "Sessions",
     "StartTransfer",
+    "StartVerify",
     "Ticket",
 ]
 

@@ -21,6 +21,7 @@ from disagg.session.types import (
     PeerRank,
     RequestKey,
     SendMessage,
+    StartVerify,
     Timers,
     Tombstone,
     Tombstones,
@@ -29,14 +30,17 @@ from disagg.session.types import (
     ids,
     key_of,
 )
-from disagg.wire import Abort, Busy, Complete, Drained, Outcome, Reserve, TokenRange, pack_rows
+from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PartialSums, Reserve, TokenRange, Verify, pack_rows
 
 
 class ReceiveState(enum.Enum):
-    """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `ABORTING`: failed, writers not all quiet."""
+    """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `VERIFYING`: everything has landed, and is summed.
+    `ABORTING`: failed, writers not all quiet.
+    """
 
     WAITING = "waiting"
     OPEN = "open"
+    VERIFYING = "verifying"
     SUCCEEDED = "succeeded"
     ABORTING = "aborting"
     FAILED = "failed"
@@ -44,7 +48,8 @@ class ReceiveState(enum.Enum):
 
 class ReceiveStep(enum.Enum):
     READY = "the rows are ready"
-    COVERED = "everything needed has landed"
+    LANDED = "everything needed has landed, and is to be verified"
+    COVERED = "everything needed is there"
     FAILURE = "something failed"
     QUIET = "every writer is quiet"
 
@@ -53,7 +58,10 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
     (ReceiveState.WAITING, ReceiveStep.READY): ReceiveState.OPEN,
     (ReceiveState.WAITING, ReceiveStep.FAILURE): ReceiveState.ABORTING,
     (ReceiveState.OPEN, ReceiveStep.COVERED): ReceiveState.SUCCEEDED,
+    (ReceiveState.OPEN, ReceiveStep.LANDED): ReceiveState.VERIFYING,
     (ReceiveState.OPEN, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.VERIFYING, ReceiveStep.COVERED): ReceiveState.SUCCEEDED,
+    (ReceiveState.VERIFYING, ReceiveStep.FAILURE): ReceiveState.ABORTING,
     (ReceiveState.ABORTING, ReceiveStep.QUIET): ReceiveState.FAILED,
 }
 
@@ -115,6 +123,7 @@ class Writer:
     payload: bytes = b""
     unpacked: dict[int, int] = field(default_factory=dict)
     owed: dict[int, int] | None = None
+    sums: tuple[PartialSums, ...] = ()
     retry_at: float = NEVER
     retry_s: float = 0.0
     reserve: Reserve | None = None
@@ -148,12 +157,13 @@ class ReceiveSession:
     writers: dict[PeerRank, Writer]
     deadline: float
     tag: Any
+    verify: Verify = "off"
     state: ReceiveState = ReceiveState.OPEN
     error: DisaggError | None = None
     payload: bytes = b""
     lease: Lease = field(default_factory=Lease)
     drain_deadline: float = NEVER
-    unpacking: int = 0
+    local_work: int = 0
     streams: dict[Hashable, Any] = field(default_factory=dict)
     armed_at: float = NEVER
 
@@ -199,9 +209,12 @@ class Receives:
         now: float,
         deadline: float,
         ready: bool = True,
+        verify: Verify = "off",
         tag: Any = None,
     ) -> ReceiveSession:
         """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
+
+        With `verify` it succeeds only after `verified`.
 
         Raises `LocalProtocolError` where this attempt was opened before.
         """
@@ -214,7 +227,7 @@ class Receives:
             for rank, parts in sorted(expected.items())
         }
         session = ReceiveSession(
-            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, ReceiveState.WAITING
+            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, ReceiveState.WAITING
         )
         self.sessions[peer, key] = session
         self._timers.arm(session)
@@ -240,6 +253,7 @@ class Receives:
                 destination_group=session.destination_group,
                 rows={name: pack_rows(session.rows[name]) for name in writer.coverage if name in session.rows},
                 need={name: session.need[name] for name in writer.coverage},
+                verify=session.verify,
             )
         self._schedule(session, writer, now)
         self._effects.append(SendMessage(peer, writer.reserve))
@@ -269,17 +283,37 @@ class Receives:
         return Abort(**ids(session.key), nonce=session.nonce, reason=brief(session.error))
 
     def _judge(self, session: ReceiveSession) -> None:
-        """Success, once every writer is complete."""
+        """Success, once every writer is complete; or, where that is wanted, the rows are verified first."""
         if any(writer.state is not WriterState.COMPLETE for writer in session.writers.values()):
             return
+        if session.verify == "off":
+            self._succeed(session)
+        else:
+            self._step(session, ReceiveStep.LANDED)
+            session.local_work += 1
+            sums = {peer: writer.sums for peer, writer in session.writers.items()}
+            start = StartVerify(session.key, session.peer, session.verify, session.rows, session.need, sums)
+            self._effects.append(start)
+
+    def verified(self, peer: str, key: RequestKey, now: float, *, error: DisaggError | None) -> None:
+        """The rows of a request hold what was sent; or not, and where."""
+        session = self.sessions[peer, key]
+        session.local_work -= 1
+        if error is not None:
+            self.abort(session, error, now)
+        elif session.state is ReceiveState.VERIFYING:
+            self._succeed(session)
+        self._settle(session)
+
+    def _succeed(self, session: ReceiveSession) -> None:
         self._step(session, ReceiveStep.COVERED)
         session.payload = next((w.payload for w in session.writers.values() if w.payload), b"")
         self._end(session, ok=True)
         self._report(session, ok=True)
 
     def _settle(self, session: ReceiveSession) -> None:
-        """The end of a failed request, once every writer is quiet and nothing is being unpacked into its rows."""
-        quiet = not session.unpacking and all(writer.state.quiet for writer in session.writers.values())
+        """The end of a failed request, once every writer is quiet and nothing here uses its rows."""
+        quiet = not session.local_work and all(writer.state.quiet for writer in session.writers.values())
         if quiet and self._step(session, ReceiveStep.QUIET):
             self._end(session, ok=False)
 
@@ -308,7 +342,7 @@ class Receives:
             writer.state = WriterState.QUIET
             self._settle(session)
             return
-        writer.payload, writer.owed = message.payload, dict(message.packed)
+        writer.payload, writer.owed, writer.sums = message.payload, dict(message.packed), message.sums
         self._conclude(session, peer, writer, now)
 
     def _conclude(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
@@ -329,14 +363,14 @@ class Receives:
         session = self._receive_of(peer, message)
         if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
             return None
-        session.unpacking += 1
+        session.local_work += 1
         return session
 
     def end_unpack(
         self, session: ReceiveSession, peer: PeerRank, *, chunk: int, nbytes: int, now: float, error: str = ""
     ) -> None:
         """A slot has been unpacked into the rows of `session`; or could not be, and why."""
-        session.unpacking -= 1
+        session.local_work -= 1
         writer = session.writers[peer]
         writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
         if error:

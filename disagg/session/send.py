@@ -28,7 +28,7 @@ from disagg.session.types import (
     ids,
     key_of,
 )
-from disagg.wire import Abort, Busy, Complete, Drained, Outcome, Reserve, TokenRange, Written
+from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PartialSums, Reserve, TokenRange, Written
 
 
 class SendState(enum.Enum):
@@ -78,6 +78,7 @@ class Destination:
     unsettled: set[int] = field(default_factory=set)
     landed: dict[int, tuple[Written, ...]] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, tuple[PartialSums, ...]] = field(default_factory=dict)
     started: int = 0
     reason: str = ""
     ok: bool = False
@@ -268,9 +269,18 @@ class Sends:
             self._fail_destination(session, peer, destination, brief(error), now)
         self._settle(session)
 
-    def settled(self, ticket: Ticket, *, now: float, error: str = "", unsettled: bool = False, packed: int = 0) -> None:
+    def settled(
+        self,
+        ticket: Ticket,
+        *,
+        now: float,
+        error: str = "",
+        unsettled: bool = False,
+        packed: int = 0,
+        sums: tuple[PartialSums, ...] = (),
+    ) -> None:
         """A started transfer is over: done, failed with `error`, or (`unsettled`) not provably over. `packed` of its bytes
-        went into the receiver's ring.
+        went into the receiver's ring; `sums` are those that the reserve asked for.
 
         A transfer that was reported unsettled may be reported again once it has settled.
         """
@@ -284,6 +294,8 @@ class Sends:
         destination.in_flight.discard(ticket.chunk)
         if packed:
             destination.packed[ticket.chunk] = packed
+        if sums:
+            destination.sums[ticket.chunk] = sums
         destination.unsettled.discard(ticket.chunk)
         if unsettled:
             destination.unsettled.add(ticket.chunk)
@@ -381,6 +393,7 @@ class Sends:
                     written=written,
                     payload=session.payload,
                     packed=tuple(sorted(destination.packed.items())),
+                    sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
                 ),
             )
         )

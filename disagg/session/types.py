@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from disagg.errors import ConfigError, DisaggError
 from disagg.leases import Lease
 from disagg.rows import Rows, Slot
-from disagg.wire import Busy, Outcome, RequestMessage, Reserve, TokenRange, Written
+from disagg.wire import Busy, Outcome, PartialSums, RequestMessage, Reserve, TokenRange, Verify, Written
 
 NEVER = float("inf")
 
@@ -121,7 +121,19 @@ class Event:
     tag: Any
 
 
-Effect = SendMessage | StartTransfer | Event
+@dataclass(frozen=True)
+class StartVerify:
+    """Effect: compare the sums of what a request's rows hold with `sums` of its writers, then call `verified`."""
+
+    key: RequestKey
+    peer: str
+    verify: Verify
+    rows: Mapping[str, Rows]
+    need: Mapping[str, TokenRange]
+    sums: Mapping[PeerRank, tuple[PartialSums, ...]]
+
+
+Effect = SendMessage | StartTransfer | StartVerify | Event
 
 
 @dataclass(frozen=True)

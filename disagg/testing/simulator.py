@@ -51,6 +51,7 @@ from disagg.session import (
     SendState,
     Sessions,
     StartTransfer,
+    StartVerify,
 )
 from disagg.wire import Busy, RequestMessage, TokenRange, decode, encode, unpack_rows
 
@@ -458,11 +459,12 @@ class World:
             if (parts := request.elected(source, holding.rank))
         }
         deadline = self.now + script.deadline_s
+        nonce = next(self._count)
         try:
             session = host.sessions.receives.open(
                 request.key,
                 peer=request.source,
-                nonce=next(self._count),
+                nonce=nonce,
                 source_group=script.source_group,
                 rows={"kv": Pages(np.array(holding.pages, dtype=np.int32), script.hit), "ssm": Slot(holding.slot)},
                 need=need,
@@ -470,6 +472,7 @@ class World:
                 now=self.now,
                 deadline=deadline,
                 ready=False,
+                verify="full" if nonce % 2 else "off",
                 tag=len(host.opened),
             )
         except LocalProtocolError:
@@ -564,6 +567,8 @@ class World:
                 self._post(host, effect.peer, effect.message)
             elif isinstance(effect, StartTransfer):
                 self._start(host, effect)
+            elif isinstance(effect, StartVerify):
+                self.at(self.now + self.fates.lateness_s(), partial(self._verified, host, effect))
             else:
                 self._told(host, effect)
         self._check(host)
@@ -571,6 +576,10 @@ class World:
         if due < host.tick_at:
             host.tick_at = due
             self.at(max(due, self.now) + self.fates.lateness_s(), partial(self._tick, host, due))
+
+    def _verified(self, host: Host, start: StartVerify) -> None:
+        """The bytes themselves are looked at when the host is told."""
+        self._act(host, partial(host.sessions.receives.verified, start.peer, start.key, self.now, error=None))
 
     def _tick(self, host: Host, due: float) -> None:
         if host.tick_at == due:

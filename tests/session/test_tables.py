@@ -63,6 +63,8 @@ def receive_in(state: ReceiveState) -> tuple[Sessions, ReceiveSession]:
     )
     if state is ReceiveState.SUCCEEDED:
         receive_step(sessions, session, ReceiveStep.COVERED)
+    elif state is ReceiveState.VERIFYING:
+        receive_step(sessions, session, ReceiveStep.LANDED)
     elif state is not ReceiveState.WAITING and state is not ReceiveState.OPEN:
         sessions.receives.abort(session, FAILED, 1.0)
         if state is ReceiveState.FAILED:
@@ -77,7 +79,10 @@ def receive_step(sessions: Sessions, session: ReceiveSession, step: ReceiveStep)
     match step:
         case ReceiveStep.READY:
             sessions.receives.ready(session, 2.0)
-        case ReceiveStep.COVERED:
+        case ReceiveStep.COVERED if session.state is ReceiveState.VERIFYING:
+            sessions.receives.verified("P", KEY, 2.0, error=None)
+        case ReceiveStep.LANDED | ReceiveStep.COVERED:
+            session.verify = "full" if step is ReceiveStep.LANDED else "off"
             sessions.on_message(P, Complete(**IDS, written=(Written(0, "kv", None, 0, 8),)), 2.0)
         case ReceiveStep.FAILURE:
             sessions.receives.abort(session, RequestAborted("once more"), 2.0)
@@ -102,9 +107,13 @@ def test_a_receive_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(sta
     before = receive_snapshot(session)
     receive_step(sessions, session, step)
     # `Drained` says also that the writer has failed, and `Complete` also that it is quiet.
-    implied = {ReceiveStep.QUIET: ReceiveStep.FAILURE, ReceiveStep.COVERED: ReceiveStep.QUIET}
+    implied = {
+        ReceiveStep.QUIET: ReceiveStep.FAILURE,
+        ReceiveStep.COVERED: ReceiveStep.QUIET,
+        ReceiveStep.LANDED: ReceiveStep.QUIET,
+    }
     may = (state, step) in RECEIVE_TABLE or (state, implied.get(step, step)) in RECEIVE_TABLE
-    if state is ReceiveState.WAITING and step in (ReceiveStep.COVERED, ReceiveStep.QUIET):
+    if state is ReceiveState.WAITING and step not in (ReceiveStep.READY, ReceiveStep.FAILURE):
         return  # no writer knows the nonce yet
     assert (receive_snapshot(session) != before) is may
     if not may:

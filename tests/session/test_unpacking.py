@@ -122,7 +122,7 @@ def test_nobody_waits_for_slots_of_strangers_of_other_nonces_or_of_requests_that
     assert sessions.receives.begin_unpack(WRITER, slot(nonce=8)) is None
     sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
     assert sessions.receives.begin_unpack(WRITER, slot()) is None
-    assert session.unpacking == 0
+    assert session.local_work == 0
 
 
 def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:

@@ -1,0 +1,128 @@
+"""Compares what was sent with what has arrived: the writer sums its rows, the receiver its own, in a thread of their own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from disagg.errors import DisaggError, VerificationFailed
+from disagg.session import RequestKey, StartTransfer, StartVerify
+from disagg.sums import SumPlan, Sums, Words, difference, page_range, sum_rows
+from disagg.transfers import ReadyEvent
+from disagg.wire import PartialSums, Verify
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 4
+"""Of the processor's, for one sum."""
+
+
+def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer) -> tuple[PartialSums, ...]:
+    """What a writer says of one chunk. Raises `LayoutError` for rows that are none of its pools."""
+    found = []
+    for written in start.written:
+        plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
+        if plan is None or rows is None:
+            continue
+        sums = sum_rows(
+            plan,
+            rows,
+            need=start.reserve.need[written.component],
+            tokens=(written.start, written.stop),
+            layers=written.layers,
+            sample=_sample(start.ticket.key, start.reserve.verify),
+            num_threads=_num_threads(),
+        )
+        found.append(PartialSums(written.component, *(_encode(column) for column in (sums.by_layer, sums.by_page))))
+    return tuple(found)
+
+
+def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify) -> None:
+    """Raises `VerificationFailed`, naming component, layer and page, where the rows do not hold what the writers summed."""
+    sample = _sample(start.key, start.verify)
+    for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
+        plan, rows, need = plans[name], start.rows[name], start.need[name]
+        pages = page_range(plan, need, sample=sample)
+        expected = Sums.zero(plan, pages)
+        for writer, parts in start.sums.items():
+            for part in (part for part in parts if part.component == name):
+                _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
+                _add(expected.by_page, part.by_page, f"component {name!r}, {writer}")
+        found = sum_rows(plan, rows, need=need, tokens=need, layers=None, sample=sample, num_threads=_num_threads())
+        differs = difference(plan, rows, pages, expected=expected, found=found)
+        if differs:
+            raise VerificationFailed(differs)
+
+
+def _add(total: Words, column: bytes, what: str) -> None:
+    if len(column) != total.nbytes:
+        raise VerificationFailed(f"{what}: expected {len(total)} sums, found {len(column)} bytes")
+    total += np.frombuffer(column, dtype="<u8")
+
+
+def _sample(key: RequestKey, verify: Verify) -> bytes | None:
+    """What chooses the pages of an attempt; `None`: all of them."""
+    return key.request_id + key.attempt.to_bytes(4, "little") if verify == "sample" else None
+
+
+def _encode(column: Words) -> bytes:
+    return column.astype("<u8").tobytes()
+
+
+@functools.cache
+def _num_threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+Summed = Callable[[Hashable, Any, DisaggError | None], None]
+"""What is told of a sum: whose it is, the sum, and the error where there is none."""
+
+
+class SumWorker:
+    """One supervised thread that sums; it begins with its first job. `on_summed` and `on_death` are called in it."""
+
+    def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:
+        self._on_summed, self._on_death = on_summed, on_death
+        self._jobs: queue.SimpleQueue[tuple[Hashable, Callable[[], Any], ReadyEvent | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"disagg-sums-{name}", daemon=True)
+        self._started = False
+
+    def submit(self, token: Hashable, run: Callable[[], Any], *, ready: ReadyEvent | None = None) -> None:
+        """Have `run` called once `ready` has passed; by one thread only."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._jobs.put((token, run, ready))
+
+    def stop(self, timeout_s: float) -> None:
+        """Take no more and end."""
+        self._jobs.put(None)
+        if self._started:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._on_summed(job[0], *self._sum(*job[1:]))
+        except BaseException as error:  # the thread's top: what it owned must fail, not hang
+            logger.exception("sum thread died")
+            self._on_death(error)
+
+    @staticmethod
+    def _sum(run: Callable[[], Any], ready: ReadyEvent | None) -> tuple[Any, DisaggError | None]:
+        try:
+            if ready is not None:
+                ready.synchronize()
+            return run(), None
+        except DisaggError as error:
+            return None, error
+        except Exception as error:  # one request's error ends that request only
+            logger.exception("a sum failed")
+            return None, VerificationFailed(f"{type(error).__name__}: {error}")
