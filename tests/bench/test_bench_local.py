@@ -181,7 +181,6 @@ def test_a_case_that_cannot_be_is_refused_before_anything_starts(model: str) -> 
         ({"prefix_hit": TOKENS}, "prefix-hit"),
         ({"chunk_tokens": -1}, "chunk-tokens"),
         ({"pack_below": -1}, "pack-below"),
-        ({"verify": "some"}, "verify"),
         ({"fault": Fault.KILL}, "no process"),
         ({"device": "cuda"}, "device"),
         ({"num_layers": 99}, "layers"),
