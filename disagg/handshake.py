@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
-from disagg.backends.base import Backend, Fence, RemotePeer, decode_endpoint
+from disagg.backends.base import Backend, RemotePeer, decode_endpoint
 from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.links import Identity
 from disagg.plan import TransferPlan
@@ -158,17 +158,15 @@ class Handshake:
         instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums)
         logger.info("%s: %s is ready", self.me, peer)
 
-    def disconnect(self, peer: PeerRank, epoch: int) -> Fence:
-        """Forget a rank at an epoch; whether it is proved that nothing of it is under way any more."""
+    def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:
+        """Forget a rank at an epoch; its engine, to be fenced, or `None` where it was not connected."""
         instance = self._instances.get(peer.instance)
         rank = instance.ranks.get(peer.rank) if instance is not None else None
         if instance is None or rank is None or rank.epoch != epoch:
-            return Fence.UNKNOWN
+            return None
         del instance.ranks[peer.rank]
         try:
-            fence = self._backend.fence(rank.engine, epoch=epoch)
             self._backend.disconnect(rank.engine)
         except DisaggError as error:
             logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
-            return Fence.UNKNOWN
-        return fence
+        return rank.engine

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.agreement import LocalRank
-from disagg.backends.base import Backend, Fence
+from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.channel import Channel, Inbound, Reply
 from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
 from disagg.session import Event, PeerRank, ReceiveSession, SendMessage, Sessions, StartTransfer, StartVerify, Ticket
+from disagg.session.types import NEVER
 from disagg.staging import SlotPool
 from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
+FENCE_S, MAX_FENCE_S = 0.025, 5.0
+"""How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
+MAX_FENCING = 4096
+"""Lost ranks that are asked about. Beyond it those that were lost first are asked no more: their rows stay quarantined."""
 
 
 @dataclass
@@ -63,6 +68,15 @@ class Stats:
         self.pack_s += settled.pack_s
         self.post_s += settled.post_s
         self.wire_s += settled.wire_s
+
+
+@dataclass
+class _Fencing:
+    """A lost rank's engine, and when it is next asked for a proof that nothing of it is under way."""
+
+    engine: RemotePeer
+    next_at: float
+    delay_s: float = FENCE_S
 
 
 @dataclass
@@ -108,6 +122,8 @@ class Hub:
         self._commands: deque[Callable[[float], None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
         self._lost: dict[PeerRank, int] = {}
+        self._backend = backend
+        self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
         self._packing = packing
@@ -195,6 +211,7 @@ class Hub:
         self._links.tick(now)
         self._packing.tick(now)
         self._carry_out_links(now)
+        self._fence_lost(now)
         self.sessions.tick(now)
         self._carry_out_sessions()
         for peer, message in self._packing.take_messages():
@@ -204,7 +221,8 @@ class Hub:
         """How long nothing is due."""
         if self._commands:
             return 0.0
-        due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick()) - time.monotonic()
+        fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
+        due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at) - time.monotonic()
         return min(due, READY_POLL_S) if self._rows_waiting else due
 
     def _take(self, arrived: Inbound | Reply, now: float) -> None:
@@ -283,6 +301,7 @@ class Hub:
             self._links.refuse(ready.peer, str(error), time.monotonic())
             return
         if self._lost.pop(ready.peer, None) == ready.epoch:
+            self._fencing.pop((ready.peer, ready.epoch), None)
             self.sessions.receives.peer_back(ready.peer, time.monotonic())
         for start in self._early.pop(ready.peer, []):
             self._start(start)
@@ -292,14 +311,35 @@ class Hub:
         level = logging.INFO if lost.announced else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self._lost[lost.peer] = lost.epoch
-        self.sessions.peer_lost(lost.peer, lost.cause, now)
+        self.sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
         self._packing.lose(lost.peer)
         for start in self._early.pop(lost.peer, []):
             self.sessions.sends.settled(start.ticket, now=now, error=f"{lost.peer} is gone: {lost.cause}")
-        if self._handshake.disconnect(lost.peer, lost.epoch) is Fence.QUIET:
-            self.sessions.peer_quiet(lost.peer)
-            self._packing.quiet(lost.peer)
+        engine = self._handshake.disconnect(lost.peer, lost.epoch)
+        if engine is not None:
+            if len(self._fencing) >= MAX_FENCING:
+                del self._fencing[next(iter(self._fencing))]
+            self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now)
+            self._fence_lost(now)
         self.notify()
+
+    def _fence_lost(self, now: float) -> None:
+        """Ask again whether lost ranks are proved quiet; those that are give back rows and rings."""
+        for (peer, epoch), fencing in list(self._fencing.items()):
+            if now < fencing.next_at:
+                continue
+            fencing.delay_s = min(fencing.delay_s * 2, MAX_FENCE_S)
+            fencing.next_at = now + fencing.delay_s
+            try:
+                fence = self._backend.fence(fencing.engine, epoch=epoch)
+            except DisaggError as error:
+                logger.warning("%s: fencing %s: %s", self._handshake.me, peer, error)
+                continue
+            if fence is Fence.QUIET:
+                del self._fencing[peer, epoch]
+                self.sessions.peer_quiet(peer, epoch=epoch)
+                self._packing.quiet(peer, epoch)
+                logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)
 
     def _carry_out_sessions(self) -> None:
         effects = self.sessions.effects

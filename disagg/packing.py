@@ -144,6 +144,7 @@ class Packing:
         self._limits = limits
         self._said: dict[tuple[PeerRank, int], _Said] = {}
         self._granted: dict[PeerRank, _Granted] = {}
+        self._retired: dict[tuple[PeerRank, int], list[Ring]] = {}
 
     def take_messages(self) -> list[tuple[PeerRank, Complete | Credit]]:
         """What is to be sent since the last call: slots filled for one request in one message, credits to one rank too."""
@@ -165,6 +166,8 @@ class Packing:
         """The ring of a rank's connection; a new one for every epoch and generation, since late writes may hit the old."""
         granted = self._granted.get(peer)
         if granted is None or (granted.epoch, granted.generation) != (epoch, generation):
+            if granted is not None:
+                self._retired.setdefault((peer, granted.epoch), []).append(granted.ring)
             ring = self._rings.take() if self._rings is not None else None
             if ring is None:
                 if self._rings is not None:
@@ -237,11 +240,15 @@ class Packing:
         for key in [found for found in self._said if found[0] == peer]:
             del self._said[key]
 
-    def quiet(self, peer: PeerRank) -> None:
-        """It is proved that a lost rank writes no more: its ring is free again."""
-        granted = self._granted.pop(peer, None)
-        if granted is not None and self._rings is not None:
-            self._rings.give_back(granted.ring)
+    def quiet(self, peer: PeerRank, epoch: int) -> None:
+        """It is proved that a rank that was lost at that epoch writes no more: its rings are free again."""
+        rings = self._retired.pop((peer, epoch), [])
+        granted = self._granted.get(peer)
+        if granted is not None and granted.epoch == epoch:
+            rings.append(self._granted.pop(peer).ring)
+        for ring in rings:
+            assert self._rings is not None
+            self._rings.give_back(ring)
 
     def tick(self, now: float) -> None:
         """Say again what was not answered."""

@@ -17,8 +17,10 @@ may still write to local memory, and of a batch with a failed piece the engine t
 | the same, not over TCP * | `UNSETTLED` | tasks have no order there; `FAILED` if no piece went in a batch |
 | nothing, as this engine was closed | `UNSETTLED` | this side is quiet, its threads being joined; the other is not known |
 
-An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. `fence` is always `UNKNOWN`: nothing shows whether
-what a peer wrote still lies in a socket buffer of this process.
+An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. What a peer wrote may still lie in a socket buffer of
+this process, after the peer's end as well; writes come by connections that this engine has accepted. So `fence` is `QUIET`,
+over TCP, where both are seen: the peer's process has ended, which only its own machine can tell, and none of the accepted
+connections has a far end without an owner (`processes`). It is `UNKNOWN` otherwise.
 
 The engine has no authentication, and listens on all addresses whatever it is told: on another host than loopback it wants
 `trusted_network=True`. Device memory goes the same way as host memory, where the installed wheel was built for it: over
@@ -58,6 +60,7 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
+from disagg.backends.processes import ProcessIdentity
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import MemoryRegion, RemoteRegion, merge_regions
@@ -102,6 +105,7 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     port: int
     protocol: str
+    process: ProcessIdentity
 
     @property
     def session(self) -> str:
@@ -495,8 +499,9 @@ class _PeerQueue:
 class MooncakePeer:
     """A peer's engine at one epoch."""
 
-    def __init__(self, queue: _PeerQueue, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(self, queue: _PeerQueue, process: ProcessIdentity, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         self.queue = queue
+        self.process = process
         self.index = RegionIndex(regions)
         self.epoch = epoch
         self.connected = True
@@ -522,7 +527,7 @@ class MooncakeBackend:
         module = _import_engine()
         self._opcodes = {Op.WRITE: module.TransferOpcode.Write, Op.READ: module.TransferOpcode.Read}
         self._engine: _Engine | None = _start_engine(module, options, self._protocol)
-        self._descriptor = _Descriptor(options.host, self._engine.get_rpc_port(), self._protocol)
+        self._descriptor = _Descriptor(options.host, self._engine.get_rpc_port(), self._protocol, ProcessIdentity.own())
         self._limit = _outstanding_limit()
         self._index: RegionIndex | None = None
         self._scratch = np.zeros(8, dtype=np.uint8)
@@ -563,7 +568,7 @@ class MooncakeBackend:
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
         if (status := engine.send_probe(descriptor.session)) != 0:
             raise PeerUnreachable(f"backend 'mooncake': no engine answers at {descriptor.session} (status {status})")
-        peer = MooncakePeer(self._queue(engine, descriptor), regions, epoch=epoch)
+        peer = MooncakePeer(self._queue(engine, descriptor), descriptor.process, regions, epoch=epoch)
         try:
             self._warm(peer, descriptor)
         except PeerUnreachable:
@@ -585,9 +590,11 @@ class MooncakeBackend:
             peer.queue.submit(transfer)
         return transfer
 
-    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 - the contract's signature
-        """Always `UNKNOWN`: see the module."""
-        return Fence.UNKNOWN
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """`QUIET` where the peer's process is proved to have ended and nothing of it can arrive any more: see the module."""
+        if not isinstance(peer, MooncakePeer) or peer.epoch != epoch or self._protocol != "tcp":
+            return Fence.UNKNOWN
+        return Fence.QUIET if peer.process.is_quiet(by_accepted=True) else Fence.UNKNOWN
 
     def disconnect(self, peer: RemotePeer) -> None:
         with self._lock:

@@ -13,10 +13,13 @@ What each engine status means here, and what proves quiet:
 | release refused | nothing | the request is kept until the engine is closed |
 | remote disconnect | as an error; then `PeerUnreachable` | the connection is gone; the peer may still live |
 
-So a transfer here never ends as `FAILED`. `fence` is always `UNKNOWN`: it would have to speak for what the *peer's* engine
-posted to memory here, and nothing that NIXL offers does. Not even the end of the peer's process is a proof over TCP: what
-it had sent waits in this side's socket buffers until this side's progress thread applies it. Over shared memory (CMA) it is
-one, as the copy is made by the writer's own thread.
+| fenced after one of these errors | `FAILED` | see below |
+
+Nothing that NIXL offers speaks for what the *peer's* engine posted to memory here. Not even the end of the peer's process
+is a proof over TCP: what it had sent waits in this side's socket buffers until this side's progress thread applies it. So
+`fence` is `QUIET` where both are seen: the process has ended, which only its own machine can tell, and no socket of this
+process has a far end without an owner (`processes`), so that nothing sent is unread, and nothing here is sent to it either.
+It is `UNKNOWN` for peers on other machines, and wherever bytes may move by a NIC or a GPU.
 
 The transport. NIXL does not tell which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
 allow TCP for UCX's own messages (over the loopback device); UCX prefers CMA for the data wherever that works, and whether
@@ -67,6 +70,7 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
+from disagg.backends.processes import ProcessIdentity, host_identity
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import (
     BackendError,
@@ -111,12 +115,11 @@ _environment_lock = threading.Lock()  # the environment is the process's, so its
 
 
 class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`agent` is random and in `metadata` too; `host` and `pid` say which process of which machine it is."""
+    """`agent` is random and in `metadata` too."""
 
     agent: str
     metadata: bytes
-    host: str
-    pid: int
+    process: ProcessIdentity
 
 
 def load_bindings() -> ModuleType:
@@ -244,11 +247,6 @@ class _IoVector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def host_identity() -> str:
-    """Equal for processes that see each other by process id."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + str(Path("/proc/self/ns/pid").readlink())
-
-
 def cma_refusal(pid: int, address: int) -> str | None:
     """Why this process may not copy from `address` of process `pid` by itself; None if it may (one byte is read)."""
     byte = ctypes.create_string_buffer(1)
@@ -266,9 +264,11 @@ def cma_refusal(pid: int, address: int) -> str | None:
 class NixlPeer:
     """One agent at one epoch."""
 
-    def __init__(self, agent: str, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
-        self.agent = agent
+    def __init__(self, descriptor: _Descriptor, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+        self.agent = descriptor.agent
+        self.process = descriptor.process
         self.epoch = epoch
+        self.over = False  # whether it is proved that nothing of it is under way any more
         self.index = RegionIndex(regions)
         self.connected = True
         self.lost: str | None = None  # the engine's words when the connection broke
@@ -292,6 +292,8 @@ class NixlTransfer:
     def poll(self) -> TransferStatus:
         if self.status is TransferStatus.PENDING:
             self._backend.advance(self)
+        if self.status is TransferStatus.UNSETTLED and self.peer.over:
+            self.status = TransferStatus.FAILED
         return self.status
 
     def close(self) -> None:
@@ -402,7 +404,7 @@ class NixlBackend:
             self._check_open()
             index = self._own_index()
             metadata = bytes(self._agent.getLocalMD())
-        descriptor = _Descriptor(self._agent_name, metadata, host_identity(), os.getpid())
+        descriptor = _Descriptor(self._agent_name, metadata, ProcessIdentity.own())
         regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions]
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), regions)
 
@@ -415,7 +417,7 @@ class NixlBackend:
             descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"endpoint of backend 'nixl': {error}") from error
-        peer = NixlPeer(descriptor.agent, regions, epoch=epoch)
+        peer = NixlPeer(descriptor, regions, epoch=epoch)
         self._load(descriptor)
         try:
             transport = self._infer(descriptor, peer)
@@ -459,8 +461,8 @@ class NixlBackend:
             return CERTAIN[wanted]
         refusal: str | None = "another machine or process-id namespace"
         addresses = [region.address for region in peer.regions if region.device == CPU]
-        if descriptor.host == host_identity():
-            refusal = cma_refusal(descriptor.pid, addresses[0]) if addresses else None
+        if descriptor.process.host == host_identity():
+            refusal = cma_refusal(descriptor.process.pid, addresses[0]) if addresses else None
         if refusal is None:
             return "shm (cma, inferred)"
         if self._options.require is Transport.SHM:
@@ -515,9 +517,18 @@ class NixlBackend:
         except self._errors as error:  # a peer that died first: NIXL has forgotten it already
             logger.info("backend 'nixl': forgetting agent %s: %s", agent, error)
 
-    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 (the contract's)
-        """Always `UNKNOWN`: see the module."""
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """`QUIET` where the peer's process is proved to have ended and nothing of it can arrive any more: see the module."""
+        if isinstance(peer, NixlPeer) and peer.epoch == epoch and self._provable and peer.process.is_quiet():
+            peer.over = True
+            return Fence.QUIET
         return Fence.UNKNOWN
+
+    @property
+    def _provable(self) -> bool:
+        """Whether bytes move by nothing but sockets and copies between processes: no NIC, no GPU, no setting of the user's."""
+        by_sockets = self._options.wanted in (Transport.TCP, Transport.SHM) or not self._rdma
+        return by_sockets and "UCX_TLS" not in os.environ and all(r.device == CPU for r in self._own_index().regions)
 
     # -- transfers ------------------------------------------------------------------------------------------------
 

@@ -83,15 +83,15 @@ class Sessions:
                 assert isinstance(message, Busy)
                 self.receives.on_busy(peer, message, now)
 
-    def peer_lost(self, peer: PeerRank, cause: str, now: float) -> None:
+    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
         """The peer's process or its connection is gone for good at this epoch."""
-        self.receives.peer_lost(peer, cause, now)
-        self.sends.peer_lost(peer, cause)
+        self.receives.peer_lost(peer, cause, now, epoch=epoch)
+        self.sends.peer_lost(peer, cause, epoch=epoch)
 
-    def peer_quiet(self, peer: PeerRank) -> None:
-        """It is proved that nothing of a lost peer can touch memory here, nor from here there."""
-        self.receives.peer_quiet(peer)
-        self.sends.peer_quiet(peer)
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """It is proved that nothing of a peer that was lost at that epoch can touch memory here, nor from here there."""
+        self.receives.peer_quiet(peer, epoch=epoch)
+        self.sends.peer_quiet(peer, epoch=epoch)
 
     def tick(self, now: float) -> None:
         """Retry and judge deadlines. Call it after everything that has arrived was handed in: what arrived counts."""

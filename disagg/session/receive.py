@@ -116,7 +116,7 @@ class WriterState(enum.Enum):
 
 @dataclass
 class Writer:
-    """One elected writer of a receive."""
+    """One elected writer of a receive. `lost_at` is the epoch that it was lost at, last of all."""
 
     coverage: dict[str, Coverage]
     state: WriterState = WriterState.RESERVED
@@ -127,6 +127,7 @@ class Writer:
     retry_at: float = NEVER
     retry_s: float = 0.0
     reserve: Reserve | None = None
+    lost_at: int | None = None
 
     @property
     def waiting(self) -> bool:
@@ -419,14 +420,14 @@ class Receives:
                 SendMessage(peer, Outcome(**ids(key_of(message)), nonce=message.nonce, ok=False, reason=reason))
             )
 
-    def peer_lost(self, peer: PeerRank, cause: str, now: float) -> None:
+    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
         """Its requests end; rows that it may still write stay with their leases until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet:
                 continue
             if writer.reserve is not None:
-                writer.state = WriterState.LOST
+                writer.state, writer.lost_at = WriterState.LOST, epoch
                 session.lease.quarantine(f"{peer} is gone and may still write: {cause}")
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}"), now)
 
@@ -438,11 +439,11 @@ class Receives:
                 writer.state = WriterState.ABORTING
                 self._say_abort(session, peer, writer, now)
 
-    def peer_quiet(self, peer: PeerRank) -> None:
-        """It is proved that nothing of the lost peer can land any more."""
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """It is proved that nothing of the peer that was lost at that epoch can land any more."""
         for session in list(self.sessions.values()):
             writer = session.writers.get(peer)
-            if writer is not None and writer.state is WriterState.LOST:
+            if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
                 writer.state = WriterState.QUIET
                 self._settle(session)
 

@@ -70,7 +70,7 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send."""
+    """One destination rank of a send. `lost_at` is the epoch that it was lost at."""
 
     state: SendState = SendState.AWAITED
     reserve: Reserve | None = None
@@ -84,6 +84,7 @@ class Destination:
     ok: bool = False
     retry_at: float = NEVER
     retry_s: float = 0.0
+    lost_at: int | None = None
 
     @property
     def quiet(self) -> bool:
@@ -493,20 +494,21 @@ class Sends:
             del self._served[session.key]
         self._ended.put((session.peer, session.key), Tombstone(None, reason=brief(session.error)))
 
-    def peer_lost(self, peer: PeerRank, cause: str) -> None:
+    def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
         """Its share of every request ends; source rows stay leased while a transfer to it may still read them."""
         self._parked.drop_peer(peer)
         for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
             destination = session.destinations.get(peer)
             if destination is not None and self._step(destination, SendStep.PEER_LOST):
+                destination.lost_at = epoch
                 destination.reason = destination.reason or f"{peer} is gone: {cause}"
                 self._settle(session)
 
-    def peer_quiet(self, peer: PeerRank) -> None:
-        """It is proved that nothing of the lost peer is in flight any more."""
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """It is proved that nothing to the peer that was lost at that epoch is in flight any more."""
         for session in list(self.sessions.values()):
             destination = session.destinations.get(peer)
-            if destination is not None and destination.state is SendState.LOST:
+            if destination is not None and destination.state is SendState.LOST and destination.lost_at == epoch:
                 destination.in_flight.clear()
                 destination.unsettled.clear()
                 self._settle(session)

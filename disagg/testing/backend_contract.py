@@ -18,6 +18,7 @@ No test asserts a duration: `patience_s` only bounds a hang.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ from disagg.backends.base import (
     Fence,
     Op,
     Progressive,
+    RemotePeer,
     Transfer,
     TransferStatus,
     decode_endpoint,
@@ -118,6 +120,15 @@ def progressed(backend: Backend) -> Iterator[None]:
         thread.join()
 
 
+def _fence(backend: Backend, peer: RemotePeer, arena: Arena, *, patience_s: int) -> tuple[Fence, bytes]:
+    """Fence until that is `QUIET`, at most so long; what the fence said last, and a hash of the memory right after."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        fence, memory = backend.fence(peer, epoch=1), hashlib.sha256(arena.memory.data).digest()
+        if fence is Fence.QUIET or time.monotonic() > deadline:
+            return fence, memory
+
+
 def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, sizes: Sequence[int]) -> None:
     """A target process: tell where the memory is, then connect and post as told, until told to end."""
     arena = Arena.create(sizes)
@@ -131,6 +142,8 @@ def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, s
             endpoint, address = order
             if address is None:
                 pipe.send(peers.update({endpoint: backend.connect(endpoint, epoch=1)}))
+            elif address < 0:
+                pipe.send(_fence(backend, peers[endpoint], arena, patience_s=-address))
             else:
                 batch = _batch([arena.address(0)], [address], [arena.sizes[0]])
                 pipe.send(backend.submit(Op.WRITE, peers[endpoint], batch).poll())
@@ -209,8 +222,20 @@ class ProcessTarget:
         assert isinstance(status, TransferStatus)
         return status
 
+    def begin_fence(self, endpoint: bytes, *, patience_s: int) -> None:
+        """Have this target's engine fence that peer, also while this process is stopped: it begins when it goes on."""
+        self._pipe.send((endpoint, -patience_s))
+
+    def end_fence(self) -> tuple[Fence, bytes]:
+        """What the fence said last, and a hash of this target's memory right after."""
+        fence, memory = cast(tuple[Fence, bytes], self._answer())
+        return fence, memory
+
     def _ask(self, order: tuple[bytes, int | None]) -> object:
         self._pipe.send(order)
+        return self._answer()
+
+    def _answer(self) -> object:
         assert self._pipe.poll(self._patience_s), f"the target process said nothing for {self._patience_s} s"
         answer: object = self._pipe.recv()
         return answer
@@ -320,6 +345,8 @@ class BackendContract:
     """See the module. Every test may run alone; subclasses have no state."""
 
     separate_processes: ClassVar[bool] = True
+    fences_dead_neighbours: ClassVar[bool] = False
+    """Whether `fence` is to become `QUIET` after the death of a peer's process on the same machine."""
     patience_s: ClassVar[float] = 60.0
 
     def factory(self) -> BackendFactory:
@@ -649,6 +676,29 @@ class BackendContract:
             assert settle(again, backend, patience_s=self.patience_s) is not TransferStatus.DONE
         backend.fence(peer, epoch=1)  # type: ignore[arg-type]
         backend.disconnect(peer)  # type: ignore[arg-type]
+
+    def test_a_fence_is_quiet_only_once_nothing_more_can_land(self, stack: ExitStack) -> None:
+        """A writer posts to a stopped target and is killed. What the target's engine says of it then must be true."""
+        target, writer = self.new_process(stack), self.new_process(stack)
+        stack.callback(target.go_on)
+        writer.arena.view(0)[:] = 0xA5
+        writer.connect(target.endpoint)
+        target.connect(writer.endpoint)
+        target.begin_fence(writer.endpoint, patience_s=1)
+        assert target.end_fence()[0] is Fence.UNKNOWN  # it lives
+        target.stop()
+        writer.write(target.endpoint, target.arena.address(0))
+        time.sleep(0.1)  # what the writer's sockets take, they take
+        writer.kill()
+        target.begin_fence(writer.endpoint, patience_s=int(self.patience_s / 2) if self.fences_dead_neighbours else 1)
+        target.go_on()
+        fence, memory = target.end_fence()
+        if fence is not Fence.QUIET:
+            assert not self.fences_dead_neighbours, "a dead peer of this machine stays unfenced"
+            return
+        time.sleep(0.3)
+        now = hashlib.sha256(target.arena.memory.data).digest()
+        assert now == memory, "bytes landed after the fence had said that none will"
 
     def test_the_endpoint_of_a_dead_peer(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Connecting, or else what is submitted, fails with an error of this library."""

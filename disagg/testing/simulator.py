@@ -717,7 +717,7 @@ class World:
         if host.links[peer] >= link:
             return
         host.links[peer] = link
-        self._act(host, partial(host.sessions.peer_lost, peer, "connection reset", self.now))
+        self._act(host, partial(host.sessions.peer_lost, peer, "connection reset", self.now, epoch=link))
         host.unproved.add(peer)
         if proved:
             self._prove(host, peer, link)
@@ -728,9 +728,10 @@ class World:
         unaware = self.hosts[peer].links[host.name] < link
         if unaware or any({f.source.name, f.destination.name} == pair and f.link < link for f in self.flights):
             self.at(self.now + 0.5, partial(self._prove, host, peer, link))
-        elif host.links[peer] == link:
-            host.unproved.discard(peer)
-            self._act(host, partial(host.sessions.peer_quiet, peer))
+        else:
+            if host.links[peer] == link:
+                host.unproved.discard(peer)
+            self._act(host, partial(host.sessions.peer_quiet, peer, epoch=link))
 
     # -------------------------------------------------------------------------------------------------------- checks
 

@@ -77,6 +77,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestMooncakeContract(BackendContract):
+    fences_dead_neighbours = True
+
     def factory(self) -> BackendFactory:
         return MooncakeBackend
 

@@ -38,6 +38,8 @@ PATIENCE_S = 60.0
 
 
 class _Contract(BackendContract):
+    fences_dead_neighbours = True
+
     def factory(self) -> BackendFactory:
         return NixlBackend
 

@@ -116,10 +116,21 @@ def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
 def test_a_ring_is_given_again_once_its_writer_is_proved_quiet() -> None:
     made = packing()
     first = made.grant(PEER, 7, 0)
-    made.quiet(PEER)
-    made.quiet(PEER)
+    made.quiet(PEER, 6)
+    assert made.grant(PEER, 7, 0) == first
+    made.quiet(PEER, 7)
+    made.quiet(PEER, 7)
     assert made.grant(PeerRank("prefill-1", 0), 1, 0) is not None
     assert made.grant(PEER, 8, 0) == first
+
+
+def test_rings_of_every_connection_of_a_dead_process_are_given_again() -> None:
+    made = packing()
+    rings = [made.grant(PEER, 7, generation) for generation in (0, 1)]
+    assert made.grant(PEER, 8, 0) is None
+    made.quiet(PEER, 7)
+    again = [made.grant(PEER, 8, 0), made.grant(PeerRank("prefill-1", 0), 1, 0)]
+    assert {ring.address for ring in again if ring} == {ring.address for ring in rings if ring}
 
 
 def filled(slot: int = 0, sequence: int = 1, nbytes: int = 100) -> Filled:
