@@ -19,7 +19,7 @@ demo: setup ## A prefill and a decode instance with different layouts, over real
 	@$(BIN)/python -m disagg.bench.demo
 
 test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
-	@DISAGG_REQUIRE_ENGINES=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
 
 check: setup ## Format, lint, types, direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from disagg.copies import Addresses, CopyBatch
-from disagg.errors import ConfigError, NotRegistered, RemoteProtocolError
+from disagg.errors import BackendUnavailable, ConfigError, NotRegistered, RemoteProtocolError
 from disagg.memory import Device, MemoryRegion, RemoteRegion
+from disagg.rdma import rdma_refusal
 
 
 class Op(enum.Enum):
@@ -97,6 +98,23 @@ class StagingShape:
     def __post_init__(self) -> None:
         if self.pack_below < 0 or min(self.slot_nbytes, self.num_slots, self.num_rings) < 1:
             raise ConfigError(f"staging: expected pack_below of at least 0 and positive sizes, found {self}")
+
+
+@runtime_checkable
+class SaysStaging(Protocol):
+    """An optional ability of a backend's class: what its `staging` would be with those options, before it is started.
+
+    Without it `disagg explain` takes the backend not to pack.
+    """
+
+    def staging_for(self, options: BackendOptions, /) -> StagingShape: ...
+
+
+def check_rdma(backend: str, options: BackendOptions) -> None:
+    """Raises `BackendUnavailable`, in the words of `disagg doctor`, where RDMA must be used and cannot be."""
+    refusal = rdma_refusal(options.devices) if options.wanted is Transport.RDMA else None
+    if refusal:
+        raise BackendUnavailable(f"backend {backend!r}: transport 'rdma': {refusal}")
 
 
 class RemotePeer(Protocol):

@@ -97,6 +97,11 @@ class LocalBackend:
         self._fences: Counter[str] = Counter()  # how often another was fenced off; its older connections are refused
         self._changed = threading.Condition()
 
+    @staticmethod
+    def staging_for(_: BackendOptions) -> StagingShape:
+        """Never packs."""
+        return StagingShape()
+
     @property
     def staging(self) -> StagingShape:
         return StagingShape()

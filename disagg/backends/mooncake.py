@@ -56,6 +56,7 @@ from disagg.backends.base import (
     StagingShape,
     TransferStatus,
     Transport,
+    check_rdma,
     decode_endpoint,
     encode_endpoint,
     local_and_remote,
@@ -152,6 +153,7 @@ def _choose_protocol(options: BackendOptions) -> str:
     wanted, present = options.wanted, _rdma_devices()
     if wanted is Transport.SHM:
         raise BackendUnavailable("backend 'mooncake': no transport 'shm' (expected 'auto', 'rdma' or 'tcp'); 'nixl' has one")
+    check_rdma("mooncake", options)
     if wanted is Transport.TCP:
         return "tcp"
     if wanted is Transport.AUTO and any(name in os.environ for name in _NVLINK_SWITCHES):
@@ -160,11 +162,7 @@ def _choose_protocol(options: BackendOptions) -> str:
     if usable and "MC_FORCE_TCP" not in os.environ:
         return "rdma"
     if wanted is Transport.RDMA:
-        raise BackendUnavailable(
-            f"backend 'mooncake': transport 'rdma' needs one of the devices {list(options.devices) or 'of any name'}, and "
-            f"{_RDMA_DEVICES} has {list(present) or 'none'}"
-            + ("; MC_FORCE_TCP is set as well" if "MC_FORCE_TCP" in os.environ else "")
-        )
+        raise BackendUnavailable("backend 'mooncake': transport 'rdma', but MC_FORCE_TCP is set; to fix it: unset MC_FORCE_TCP")
     return "tcp"
 
 
@@ -535,10 +533,14 @@ class MooncakeBackend:
         self._lock = threading.Lock()
         _log.info("Mooncake engine at %s, transport %s", self._descriptor.session, self._protocol)
 
-    @property
-    def staging(self) -> StagingShape:
+    @staticmethod
+    def staging_for(_: BackendOptions) -> StagingShape:
         """A piece costs about 14 us over TCP: break-even with packing is about 256 KiB."""
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
+
+    @property
+    def staging(self) -> StagingShape:
+        return self.staging_for(BackendOptions())
 
     @property
     def transport(self) -> str:

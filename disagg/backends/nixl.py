@@ -66,6 +66,7 @@ from disagg.backends.base import (
     StagingShape,
     TransferStatus,
     Transport,
+    check_rdma,
     decode_endpoint,
     encode_endpoint,
     local_and_remote,
@@ -188,8 +189,7 @@ def has_gpu() -> bool:
 def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str, str]:
     """UCX's environment for `options`, on a machine with or without RDMA devices and GPUs.
 
-    Raises `ConfigError` where UCX's open TCP port would face a network that nobody vouched for, and
-    `BackendUnavailable` for RDMA without a device.
+    Raises `ConfigError` where UCX's open TCP port would face a network that nobody vouched for.
     """
     wanted = options.wanted
     loopback = _is_loopback(options.host)
@@ -197,10 +197,6 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
     if not rdma:
         # UCX's RDMA module brings a second libnl into the process, which then ends in SIGSEGV.
         settings["UCX_MODULES"] = "^ib"
-        if wanted is Transport.RDMA:
-            raise BackendUnavailable(
-                "backend 'nixl': transport 'rdma': this machine has no RDMA device (/sys/class/infiniband)"
-            )
     if wanted in (Transport.AUTO, Transport.TCP) and not loopback and not options.trusted_network:
         raise ConfigError(
             f"backend 'nixl': transport {wanted.value!r} listens on host {options.host!r} without authentication; "
@@ -315,6 +311,7 @@ class NixlBackend:
     def __init__(self, options: BackendOptions) -> None:
         self._options = options
         self._lock = threading.RLock()  # NIXL serializes its calls anyway; this also keeps them off a closed agent
+        check_rdma(self.name, options)
         self._rdma = has_rdma()
         settings = ucx_settings(options, rdma=self._rdma, gpus=has_gpu())
         self._conflicts = conflicts(settings, os.environ)
@@ -357,15 +354,19 @@ class NixlBackend:
             if refusal:
                 raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
 
-    @property
-    def staging(self) -> StagingShape:
+    @staticmethod
+    def staging_for(options: BackendOptions) -> StagingShape:
         """Break-even with single pieces: about 32 KiB over shared memory, about 256 KiB over a network; small slots stay in
         the cache.
         """
-        wanted = self._options.wanted
-        if wanted is Transport.SHM or (wanted is Transport.AUTO and _is_loopback(self._options.host)):
+        wanted = options.wanted
+        if wanted is Transport.SHM or (wanted is Transport.AUTO and _is_loopback(options.host)):
             return StagingShape(pack_below=32 << 10, slot_nbytes=2 << 20, num_slots=8)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
+
+    @property
+    def staging(self) -> StagingShape:
+        return self.staging_for(self._options)
 
     @property
     def transport(self) -> str:

@@ -218,9 +218,13 @@ class NvlinkBackend:
         self._pending: set[NvlinkTransfer] = set()
         self._transports: set[str] = set()
 
+    @staticmethod
+    def staging_for(_: BackendOptions) -> StagingShape:
+        """Never packs: pieces of every size go at the same speed."""
+        return StagingShape(pack_below=0)
+
     @property
     def staging(self) -> StagingShape:
-        """Never packs: pieces of every size go at the same speed."""
         return StagingShape(pack_below=0)
 
     @property

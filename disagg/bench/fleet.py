@@ -206,13 +206,13 @@ def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankCon
     """One rank of a case, on loopback."""
     side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
     spec = load_model(case.model, num_layers=case.num_layers)
-    return RankConfig(
+    return RankConfig.load(
         role=role,
         name=role,
         model=case.model,
         side=side,
         rank=rank,
-        num_layers=case.num_layers,
+        layers=case.num_layers,
         rows={state.name: rows_needed(state, side, case, prefix=prefix) for state in spec.states},
         leader=leader,
         backend=case.backend,

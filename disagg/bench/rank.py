@@ -6,22 +6,22 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Literal, Self
+
+import msgspec
 
 from disagg.agreement import LocalRank, ModelId, encode_placements
 from disagg.bench.commands import Description
 from disagg.bench.content import Content
 from disagg.bench.sides import Side
-from disagg.channel import KeyPair, is_loopback, parse_address
+from disagg.channel import is_loopback, parse_address
+from disagg.config import Config, says
 from disagg.errors import ConfigError
-from disagg.manager import KVManager
 from disagg.models import load_model
 from disagg.state.pools import allocate
 from disagg.topology import Topology
-from disagg.wire import Verify
 
 ENGINE_PACKAGES = {
     "nixl": ("nixl",),
@@ -33,40 +33,31 @@ ENGINE_PACKAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankConfig:
-    """What an operator says of one rank. `peers` are leaders' control addresses by instance name; `driver` is the address
-    to take commands at, or `None`. `num_layers` cuts the model; `rows` has numbers of rows by component where they are not
-    `num_pages` pages or `num_slots` slots. Raises `ConfigError` for what cannot be.
-    """
+class RankConfig(Config, frozen=True, kw_only=True):
+    """What an operator says of one rank with pools of its own. Raises `ConfigError` for what cannot be."""
 
-    role: str
-    name: str
-    model: str
-    side: Side
-    rank: int = 0
-    num_layers: int | None = None
-    num_pages: int = 256
-    num_slots: int = 8
-    rows: Mapping[str, int] = field(default_factory=dict)
-    listen: str = "tcp://127.0.0.1:0"
-    advertise: str | None = None
-    leader: str | None = None
-    peers: Mapping[str, str] = field(default_factory=dict)
-    peer_keys: Mapping[str, str] = field(default_factory=dict)
-    keys: KeyPair | None = None
-    backend: str = "auto"
-    transport: str = "auto"
-    devices: tuple[str, ...] = ()
-    require: str | None = None
-    insecure: bool = False
-    trusted_network: bool = False
-    driver: str | None = None
-    device: str = "cpu"
-    verify: Verify = "off"
-    pack_below: int | None = None
+    name: Annotated[str, says("The instance's name, the same on all its ranks; by default its role.")] = ""
+    role: Annotated[str, says("prefill or decode: what it is started as.")]
+    model: Annotated[str, says("A preset, or the path of a config.json.")]
+    side: Annotated[Side, says("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
+    rank: Annotated[int, msgspec.Meta(ge=0), says("Which of its ranks this is.")] = 0
+    num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, says("Keep only the model's first layers.")] = (
+        msgspec.field(default=None, name="layers")
+    )
+    num_pages: Annotated[int, msgspec.Meta(ge=1), says("Pages of the pools.")] = msgspec.field(default=256, name="pages")
+    num_slots: Annotated[int, msgspec.Meta(ge=1), says("Slots of the pools of recurrent state, and rings.")] = msgspec.field(
+        default=8, name="slots"
+    )
+    rows: Annotated[
+        Mapping[str, Annotated[int, msgspec.Meta(ge=1)]],
+        says("Pages or slots of single components, where they are to have others.", metavar="COMPONENT=N"),
+    ] = msgspec.field(default_factory=dict)
+    device: Annotated[Literal["cpu", "cuda"], says("Where the pools are.")] = "cpu"
+    driver: Annotated[str | None, says("Take a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "name", self.name or self.role)
+        super().__post_init__()
         self.topology  # noqa: B018  (the rank's number is checked)
         if self.device != "cpu":
             raise ConfigError(f"device: this version has pools in host memory only ('cpu'), found {self.device!r}")
@@ -91,26 +82,9 @@ class ResidentRank:
         self.shape = config.side.pool_shape(config.num_pages, num_slots=config.num_slots, rows=config.rows)
         self.pools = allocate(self.model, config.topology, self.shape)
         self.content = Content(self.model, config.side, config.topology, self.pools)
-        self.manager = KVManager(
-            name=config.name,
-            topology=config.topology,
-            components=self.pools.components,
-            model=ModelId(self.model.name),
-            backend=config.backend,
-            listen=config.listen,
-            advertise=config.advertise,
-            leader=config.leader,
-            keys=config.keys,
-            insecure=config.insecure,
-            trusted_network=config.trusted_network,
-            transport=config.transport,
-            devices=config.devices,
-            require=config.require,
-            pack_below=config.pack_below,
-            verify=config.verify,
+        self.manager = config.manager(
+            topology=config.topology, components=self.pools.components, model=ModelId(self.model.name)
         )
-        for name, address in config.peers.items():
-            self.manager.add_peer(name, address=address, public_key=config.peer_keys.get(name))
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ import msgspec
 from disagg.cli.errors import one_sentence
 from disagg.doctor.engines import ENGINES
 from disagg.doctor.examination import examine, worst
-from disagg.doctor.findings import Finding, Level, Machine
+from disagg.findings import Finding, Level, Machine
 
 EPILOG = """\b
 Examples:

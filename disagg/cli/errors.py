@@ -25,9 +25,16 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
         except (DisaggError, OSError) as error:
             if debug:
                 raise
-            print(f"{click.get_current_context().command_path}: {error}", file=sys.stderr)
+            print(f"{click.get_current_context().command_path}: {sentence(error)}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
             sys.exit(130)
 
     return guarded
+
+
+def sentence(error: Exception) -> str:
+    """What went wrong; for a file, which one."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg import backends
-from disagg.backends.base import BackendOptions, StagingShape, Transport
+from disagg.backends.base import BackendOptions, SaysStaging, StagingShape, Transport
 from disagg.bench.commands import Item
 from disagg.bench.places import rows_of, streams
 from disagg.bench.sides import Side
@@ -66,10 +66,15 @@ _COSTS: Mapping[tuple[str, str], Costs | None] = {
     ("nixl", "rdma"): None,
     ("mooncake", "tcp"): Costs(14e-6, 4.4, 3.5),
     ("mooncake", "rdma"): None,
+    ("nvlink", "peer memory"): None,
     ("local", "memory"): Costs(2e-8, 12.0, 6.0),
 }
-_AUTO = {"nixl": "shm", "mooncake": "tcp", "local": "memory"}
+_AUTO = {"nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
 """What an engine takes by itself between two processes of one host."""
+
+
+_OWN = ("nvlink", "local")
+"""Engines with a transport of their own: nothing can be asked of them."""
 
 
 def engine_of(backend: str, transport: str) -> Engine:
@@ -78,26 +83,17 @@ def engine_of(backend: str, transport: str) -> Engine:
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
     name = backends.AUTO[0] if backend == "auto" else backend
     known = [of for engine, of in _COSTS if engine == name]
-    chosen = _AUTO.get(name, transport) if transport == "auto" or name == "local" else transport
+    chosen = _AUTO.get(name, transport) if transport == "auto" or name in _OWN else transport
     if known and chosen not in known:
         raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
     return Engine(name, chosen, declared_staging(name, transport), _COSTS.get((name, chosen)))
 
 
 def declared_staging(backend: str, transport: str) -> StagingShape:
-    """The backend's `staging` for those options, asked of an object that was never started.
-
-    A third party's that can say it only once it runs is taken not to pack.
-    """
+    """The backend's staging for those options; one that can say it only once it runs is taken not to pack."""
     (entry,) = importlib.metadata.entry_points(group=backends.ENTRY_POINTS, name=backend)
     kind = entry.load()
-    try:
-        dormant = object.__new__(kind)
-        dormant._options = BackendOptions(transport=Transport(transport))
-        staging = dormant.staging
-    except (AttributeError, TypeError):
-        return StagingShape()
-    return staging if isinstance(staging, StagingShape) else StagingShape()
+    return kind.staging_for(BackendOptions(transport=Transport(transport))) if isinstance(kind, SaysStaging) else StagingShape()
 
 
 # -- what comes out ----------------------------------------------------------------------------------------------------

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
-import tomllib
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+import msgspec
 
 from disagg.bench.rank import RankConfig
 from disagg.bench.serve import serve
-from disagg.bench.sides import Side
-from disagg.channel import KeyPair
 from disagg.cli.errors import one_sentence
-from disagg.errors import ConfigError
+from disagg.config import Setting, is_list, is_table, settings
 
 END_S = 10.0
 """How long a rank whose standard input has ended may take to close."""
@@ -34,7 +32,7 @@ Examples, a decode instance of one rank and a prefill instance of two:
       --peer decode=tcp://127.0.0.1:7200
 
 \b
-The same from a file, which has the options' names and a table of peers:
+The same from a file; the documentation has a table of all keys:
   disagg prefill --config rank1.toml
 \b
       model = "tiny"
@@ -46,96 +44,40 @@ The same from a file, which has the options' names and a table of peers:
 """
 
 
-def read_config(path: Path, known: Sequence[str]) -> dict[str, Any]:
-    """Options from a TOML file; raises `ConfigError` naming the file and what is wrong in it."""
-    try:
-        found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: {error}") from error
-    options: dict[str, Any] = {}
-    for key, value in found.items():
-        if key in ("peers", "peer_keys") and isinstance(value, dict):
-            options[key] = [f"{name}={text}" for name, text in value.items()]
-        elif key in known and not isinstance(value, dict):
-            options[key] = value
-        else:
-            raise ConfigError(
-                f"config {path}: expected keys of {', '.join(known)}, and tables peers and peer_keys, found {key!r}"
-            )
-    return options
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def _use_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Take a file's options as defaults; those on the command line go before."""
-    if path is None:
-        return
-    known = [p.name for p in context.command.params if p.name and p.name != parameter.name]
-    try:
-        context.default_map = read_config(path, known)
-    except (ConfigError, OSError) as error:
-        print(f"{context.command_path}: {error}", file=sys.stderr)
-        context.exit(2)
+def _option(setting: Setting) -> Decorator:
+    """The option of a setting. Texts are read by `RankConfig.load`, which knows what is expected."""
+    if setting.base is bool:
+        return click.option(setting.flag, setting.key, is_flag=True, default=None, help=setting.description)
+    choices = typing.get_args(setting.base) if typing.get_origin(setting.base) is Literal else ()
+    metavar = setting.extra.get("metavar") or "|".join(choices) or ("N" if setting.base is int else "TEXT")
+    told = setting.description
+    if setting.default not in (None, "", (), {}, msgspec.NODEFAULT) and not is_table(setting):
+        told += f"  [default: {setting.default}]"
+    many = is_list(setting) or is_table(setting)
+    return click.option(setting.flag, setting.key, multiple=many, metavar=metavar, help=told)
 
 
-def pairs(texts: Sequence[str], *, what: str) -> dict[str, str]:
-    """`NAME=VALUE` each; raises `ConfigError` quoting what is none, or names one twice."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value) or name in found:
-            raise ConfigError(f"{what}: expected NAME=VALUE, each name once, found {text!r}")
-        found[name] = value
-    return found
-
-
-def read_keys(path: str | None) -> KeyPair | None:
-    """The key pair of a TOML file with `public` and `secret`; raises `ConfigError` naming the file."""
-    if path is None:
-        return None
-    try:
-        found = tomllib.loads(Path(path).read_text())
-        return KeyPair(found["public"], found["secret"])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"keys {path}: expected a TOML file with public and secret: {type(error).__name__}: {error}"
-        ) from error
-
-
-OPTIONS = (
-    click.option("--config", type=click.Path(dir_okay=False, path_type=Path), callback=_use_config, is_eager=True,
-                 expose_value=False, help="Options from a TOML file."),
-    click.option("--model", required=True, help="A preset, or the path of a config.json."),
-    click.option("--side", default="tp=1", help="The whole instance, such as tp=4,pp=2,page=16."),
-    click.option("--rank", type=click.IntRange(0), default=0, help="Which of its ranks this is."),
-    click.option("--name", help="The instance's name; by default the subcommand's."),
-    click.option("--listen", default="tcp://127.0.0.1:0", help="Control address; port 0: any."),
-    click.option("--advertise", metavar="ADDRESS", help="Where peers reach this rank, if it listens on every interface."),
-    click.option("--leader", help="Control address of rank 0, on every other rank."),
-    click.option("--peer", "peers", multiple=True, metavar="NAME=ADDRESS", help="A peer instance's rank 0."),
-    click.option("--peer-key", "peer_keys", multiple=True, metavar="NAME=KEY", help="A peer instance's public key."),
-    click.option("--keys", metavar="FILE", help="TOML file with this instance's public and secret key."),
-    click.option("--backend", default="auto", help="Engine: auto, nixl, mooncake, local, or a third party's."),
-    click.option("--transport", default="auto", help="What it may use: auto, rdma, tcp or shm."),
-    click.option("--device-nic", "devices", multiple=True, metavar="NIC", help="A NIC that it may use; any, if not given."),
-    click.option("--require", help="The transport that must be in use."),
-    click.option("--insecure", is_flag=True, help="Allow a control address off loopback without keys."),
-    click.option("--trusted-network", is_flag=True, help="Allow an engine that moves bytes over open TCP off loopback."),
-    click.option("--driver", metavar="ADDRESS", help="Take a benchmark's commands at this address."),
-    click.option("--pages", type=click.IntRange(1), default=256, help="Pages of the pools."),
-    click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers."),
-    click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the pools are."),
-    click.option("--verify", type=click.Choice(["off", "sample", "full"]), default="off", help="The library's own sums."),
+OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="TOML file with settings. Environment variables DISAGG_* go before it, and options before both.",
+    ),
+    *(_option(setting) for setting in settings(RankConfig) if setting.key != "role"),
     click.option("--until-stdin-ends", is_flag=True, hidden=True, help="End with standard input: with whoever started it."),
     click.option("--debug", is_flag=True, help="Log what happens, and show tracebacks."),
-)  # fmt: skip
+)
 
 
 def _rank_command(role: str) -> click.Command:
     """The subcommand of one role; they differ in the name alone."""
 
     @one_sentence
-    def run(**given: Any) -> None:
-        serve_until_told(configure(role, given), until_stdin_ends=given["until_stdin_ends"])
+    def run(*, config: Path | None, until_stdin_ends: bool, **given: Any) -> None:
+        serve_until_told(configure(role, given, file=config, environ=os.environ), until_stdin_ends=until_stdin_ends)
 
     def logged(*, debug: bool, **given: Any) -> None:
         logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -147,37 +89,16 @@ def _rank_command(role: str) -> click.Command:
     return click.command(
         role,
         epilog=EPILOG,
-        context_settings={"show_default": True},
+        context_settings={"max_content_width": 120},
         help=f"Start one {role} rank, with pools of its own, and keep it up until SIGTERM or SIGINT.",
     )(command)
 
 
-def configure(role: str, given: dict[str, Any]) -> RankConfig:
-    """The rank that the options describe. Raises `ConfigError`."""
-    return RankConfig(
-        role=role,
-        name=given["name"] or role,
-        model=given["model"],
-        side=Side.parse(given["side"]),
-        rank=given["rank"],
-        num_layers=given["layers"],
-        num_pages=given["pages"],
-        listen=given["listen"],
-        advertise=given["advertise"],
-        leader=given["leader"],
-        peers=pairs(given["peers"], what="peer"),
-        peer_keys=pairs(given["peer_keys"], what="peer-key"),
-        keys=read_keys(given["keys"]),
-        backend=given["backend"],
-        transport=given["transport"],
-        devices=tuple(given["devices"]),
-        require=given["require"],
-        insecure=given["insecure"],
-        trusted_network=given["trusted_network"],
-        driver=given["driver"],
-        device=given["device"],
-        verify=given["verify"],
-    )
+def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ: Mapping[str, str]) -> RankConfig:
+    """The rank that a file, the environment and the options describe. Raises `ConfigError`."""
+    texts = {key: value for key, value in given.items() if isinstance(value, str) or (value and isinstance(value, tuple))}
+    flags = {key: value for key, value in given.items() if value is True}
+    return RankConfig.load(file=file, environ=environ, texts=texts, role=role, **flags)
 
 
 def serve_until_told(config: RankConfig, *, until_stdin_ends: bool) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from disagg.doctor.children import ChildFailed, child
-from disagg.doctor.findings import Finding, Level, Machine, ok
 from disagg.doctor.machine import cma_refused, ptrace
+from disagg.findings import Finding, Level, Machine, ok
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from disagg.doctor.findings import Finding, Level, Machine, ok
+from disagg.findings import Finding, Level, Machine, ok
 
 _IB = {
     "ib",

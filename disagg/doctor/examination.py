@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from disagg.doctor import engines, network
 from disagg.doctor.environment import environment
-from disagg.doctor.findings import Finding, Level, Machine
-from disagg.doctor.machine import congestion, gpus, memlock, ptrace, rdma, shared_memory
+from disagg.doctor.machine import congestion, gpus, ptrace, shared_memory
+from disagg.findings import Finding, Level, Machine
+from disagg.rdma import memlock, rdma
 
 
 def examine(

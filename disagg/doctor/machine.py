@@ -1,103 +1,15 @@
-"""What the kernel says: RDMA devices, GPUs, limits, and who may read whose memory."""
+"""What the kernel says of GPUs, shared memory and TCP, and who may read whose memory. RDMA: `disagg.rdma`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from disagg.doctor.findings import Finding, Level, Machine, ok
+from disagg.findings import Finding, Level, Machine, ok
 
 SMALL_SHM = 64 << 20
 """What containers get by default: too little for anyone who shares memory by files."""
 TINY_SHM = 16 << 20
-VERBS = "libibverbs1 ibverbs-providers rdma-core"
-NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
-
-
-# -- RDMA --------------------------------------------------------------------------------------------------------------
-
-
-def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) -> str | None:
-    """Why RDMA cannot be used here, in the words of `disagg doctor`; `None` where nothing speaks against it.
-
-    For a backend that was told `require="rdma"`: `devices` are the ones that it may use.
-    """
-    found = [f for f in rdma(machine or Machine(), devices=devices, required=True) if f.level is Level.ERROR]
-    return " ".join(f"{finding}." for finding in found) or None
-
-
-def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False) -> Iterator[Finding]:
-    """Devices, their ports and addresses. What is missing is an error only where RDMA is required."""
-    missing = Level.ERROR if required else Level.WARNING
-    present = machine.rdma_devices
-    if not present:
-        yield Finding(
-            "rdma",
-            missing,
-            "this machine has no RDMA device (/sys/class/infiniband is empty)",
-            "between hosts bytes can go over TCP only",
-            f"where there is such a NIC: apt install {VERBS} && modprobe mlx5_ib; in a container: --device /dev/infiniband "
-            "--network host",
-        )
-        return
-    for name in devices:
-        if name.partition(":")[0] not in present:
-            yield Finding(
-                "rdma",
-                missing,
-                f"device {name!r} was asked for, and this machine has {', '.join(present)}",
-                "the engine finds no device to use",
-                f"name one that is there, such as --device-nic {present[0]}",
-            )
-    if not [entry for entry in machine.entries("dev/infiniband") if entry.startswith("uverbs")]:
-        yield Finding(
-            "rdma",
-            missing,
-            f"there are RDMA devices ({', '.join(present)}), but no /dev/infiniband/uverbs*",
-            "no process here can use them, as in a container that was not given them",
-            "modprobe ib_uverbs; for a container: --device /dev/infiniband",
-        )
-    if required or machine.memlock is not None:
-        yield memlock(machine, rdma=True)
-    for name in present:
-        for port in machine.entries(f"sys/class/infiniband/{name}/ports"):
-            yield _port(machine, name, port, missing)
-
-
-def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
-    """Whether one port is up and has an address."""
-    base, what = f"sys/class/infiniband/{name}/ports/{port}", f"RDMA device {name} port {port}"
-    state = machine.read(f"{base}/state") or "unknown"
-    rate, link = machine.read(f"{base}/rate") or "?", machine.read(f"{base}/link_layer") or "?"
-    if "ACTIVE" not in state:
-        return Finding(
-            "rdma", missing, f"{what} is not up: state {state!r}", "nothing can be sent by it",
-            f"rdma link show {name}/{port}; then bring its network device up: ip link set DEVICE up",
-        )  # fmt: skip
-    gids = {i: machine.read(f"{base}/gids/{i}") or NO_GID for i in machine.entries(f"{base}/gids")}
-    used = {i: gid for i, gid in gids.items() if gid != NO_GID}
-    if not used:
-        return Finding(
-            "rdma", missing, f"{what} has no GID", "peers cannot address it (RoCE takes GIDs from IP addresses)",
-            "ip addr add ADDRESS/PREFIX dev DEVICE",
-        )  # fmt: skip
-    kinds = {i: machine.read(f"{base}/gid_attrs/types/{i}") or "" for i in used}
-    second = [i for i, kind in kinds.items() if "v2" in kind]
-    hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
-    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}")
-
-
-def memlock(machine: Machine, *, rdma: bool) -> Finding:
-    """How much memory may be pinned."""
-    if machine.memlock is None:
-        return ok("memlock", "any amount of memory may be locked")
-    found = f"at most {machine.memlock // 1024} KiB of memory may be locked (ulimit -l)"
-    if not rdma:
-        return ok("memlock", f"{found}; that matters with RDMA only, which is not here")
-    return Finding(
-        "memlock", Level.ERROR, found, "registering pools with an RDMA device fails: they are pinned",
-        "ulimit -l unlimited; for a service: LimitMEMLOCK=infinity; for a container: --ulimit memlock=-1",
-    )  # fmt: skip
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

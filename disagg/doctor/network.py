@@ -7,7 +7,7 @@ import socket
 import time
 
 from disagg.channel import parse_address
-from disagg.doctor.findings import Finding, Level, ok
+from disagg.findings import Finding, Level, ok
 
 CONNECT_S = 3.0
 GREETING_S = 1.0

@@ -10,11 +10,11 @@ import pytest
 
 
 def require_engine(module: str, package: str) -> ModuleType:
-    """`module`, imported; without it the test module is skipped, or fails with DISAGG_REQUIRE_ENGINES=1."""
+    """`module`, imported; without it the test module is skipped, or fails with TEST_REQUIRE_ENGINES=1."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:
         reason = f"{module} cannot be imported (pip install {package}): {error}"
-        if os.environ.get("DISAGG_REQUIRE_ENGINES") == "1":
-            pytest.fail(f"DISAGG_REQUIRE_ENGINES=1, but {reason}", pytrace=False)
+        if os.environ.get("TEST_REQUIRE_ENGINES") == "1":
+            pytest.fail(f"TEST_REQUIRE_ENGINES=1, but {reason}", pytrace=False)
         pytest.skip(reason, allow_module_level=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from disagg.bench.rank import RankConfig
 from disagg.bench.sides import Side
-from disagg.cli.rank import configure, pairs, read_config, read_keys
-from disagg.errors import ConfigError
+from disagg.cli.rank import configure, prefill
+from disagg.config import settings
 
 COMMAND = [sys.executable, "-m", "disagg.cli"]
 
@@ -113,44 +114,20 @@ def test_the_help_has_examples() -> None:
         assert "[peers]" in ended.stdout
 
 
-def test_a_config_file_has_the_options_names(tmp_path: Path) -> None:
+def test_options_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rank.toml"
-    path.write_text('model = "tiny"\npages = 3\ndevices = ["eth0"]\n[peers]\ndecode = "tcp://h:1"\n')
-    known = ["model", "pages", "devices"]
-    assert read_config(path, known) == {"model": "tiny", "pages": 3, "devices": ["eth0"], "peers": ["decode=tcp://h:1"]}
-    for text, named in (("modell = 1", "'modell'"), ("model = ", str(path)), ("[model]\nx = 1", "'model'")):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=named):
-            read_config(path, known)
+    path.write_text(
+        'model = "tiny"\nside = "tp=2"\nrank = 1\npages = 3\nslots = 4\nlayers = 2\nname = "p0"\n'
+        'leader = "tcp://127.0.0.1:1"\ndevices = ["eth0"]\n[peers]\ndecode = "tcp://h:1"\n[rows]\nkv = 7\n'
+    )
+    given = {"pages": "9", "peers": ("decode=tcp://h:2",), "devices": (), "pack_below": None, "insecure": True}
+    found = configure("prefill", given, file=path, environ={"DISAGG_PAGES": "5", "DISAGG_SLOTS": "6", "HOME": "/"})
+    assert (found.num_pages, found.num_slots, found.num_layers, found.rows) == (9, 6, 2, {"kv": 7})
+    assert (found.name, found.side, found.rank) == ("p0", Side(tp=2), 1)
+    assert (found.peers, found.devices, found.insecure) == ({"decode": "tcp://h:2"}, ("eth0",), True)
+    assert configure("prefill", {"model": "tiny"}, file=None, environ={}).name == "prefill"
 
 
-def test_names_and_values() -> None:
-    assert pairs(["a=tcp://h:1", "b=x=y"], what="peer") == {"a": "tcp://h:1", "b": "x=y"}
-    for wrong in (["a"], ["=x"], ["a="], ["a=1", "a=2"]):
-        with pytest.raises(ConfigError, match="each name once"):
-            pairs(wrong, what="peer")
-
-
-def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text(f'public = "{"p" * 40}"\nsecret = "{"s" * 40}"\n')
-    found = read_keys(str(path))
-    assert found is not None
-    assert found.public == "p" * 40
-    assert "sss" not in repr(found)
-    path.write_text('public = "p"\n')
-    with pytest.raises(ConfigError, match="public and secret"):
-        read_keys(str(path))
-
-
-def test_options_become_a_rank() -> None:
-    given = {
-        "name": None, "model": "tiny", "side": "tp=2", "rank": 1, "layers": 2, "pages": 9, "listen": "tcp://127.0.0.1:0",
-        "advertise": None, "leader": "tcp://127.0.0.1:1", "peers": ("decode=tcp://127.0.0.1:2",), "peer_keys": (), "keys": None,
-        "backend": "nixl", "transport": "tcp", "devices": ("eth0",), "require": None, "insecure": False,
-        "trusted_network": False, "driver": None, "device": "cpu", "verify": "off",
-    }  # fmt: skip
-    found = configure("prefill", given)
-    assert (found.name, found.side, found.rank, found.num_pages) == ("prefill", Side(tp=2), 1, 9)
-    assert found.peers == {"decode": "tcp://127.0.0.1:2"}
-    assert found.devices == ("eth0",)
+def test_every_setting_is_an_option() -> None:
+    flags = {flag for parameter in prefill.params for flag in parameter.opts}
+    assert flags >= {setting.flag for setting in settings(RankConfig) if setting.key != "role"}

@@ -18,9 +18,10 @@ from disagg.channel import Channel
 from disagg.doctor import children, engines, network
 from disagg.doctor.environment import environment
 from disagg.doctor.examination import examine, worst
-from disagg.doctor.findings import Finding, Level, Machine
-from disagg.doctor.machine import congestion, gpus, memlock, ptrace, rdma, rdma_refusal, shared_memory
+from disagg.doctor.machine import congestion, gpus, ptrace, shared_memory
 from disagg.errors import ConfigError
+from disagg.findings import Finding, Level, Machine
+from disagg.rdma import memlock, rdma, rdma_refusal
 from tests.backends.conftest import require_engine
 
 COMMAND = [sys.executable, "-m", "disagg.cli", "doctor"]
@@ -236,6 +237,18 @@ def test_a_container_without_the_devices_files_and_with_a_low_limit(tmp_path: Pa
     assert "64 KiB" in found[1].cause
     assert all(map(complete, found))
     assert memlock(Machine(memlock=65536), rdma=False).level is Level.OK
+    put(tmp_path, {"proc/meminfo": "MemTotal:       8388608 kB\nMemFree: 1 kB"})
+    large = [memlock(Machine(root=tmp_path, memlock=limit << 30), rdma=True).level for limit in (4, 8)]
+    assert large == [Level.WARNING, Level.OK]
+
+
+def test_one_port_that_is_up_is_enough(tmp_path: Path) -> None:
+    down = {path.replace("mlx5_0", "mlx5_1"): text for path, text in RDMA.items()}
+    down["sys/class/infiniband/mlx5_1/ports/1/state"] = "1: DOWN"
+    machine = unlimited(put(tmp_path, {**RDMA, **down}))
+    assert rdma_refusal(machine=machine) is None
+    assert rdma_refusal(["mlx5_0:1"], machine) is None
+    assert "mlx5_1 port 1 is not up" in str(rdma_refusal(["mlx5_1"], machine))
 
 
 def test_gpus_peer_memory_and_expandable_segments(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ def test_thresholds_are_the_engines_own(engine: str, transport: str) -> None:
         backend.close()
 
 
+def test_an_engine_with_a_transport_of_its_own_is_explained_without_it() -> None:
+    engine = engine_of("nvlink", "auto")
+    assert (engine.transport, engine.staging.pack_below) == ("peer memory", 0)
+
+
 def test_pools_that_are_not_there_lie_as_real_ones_do() -> None:
     spec, side = load_model("qwen3-next-80b", num_layers=8), Side.parse("tp=2,layout=hnd")
     shape = PoolShape(num_pages=5, order="hnd")

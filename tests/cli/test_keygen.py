@@ -11,7 +11,7 @@ import pytest
 
 from disagg.channel import Channel, KeyPair
 from disagg.cli.keygen import write_pair
-from disagg.cli.rank import read_keys
+from disagg.config import read_keys
 from disagg.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "disagg.cli", "keygen"]

@@ -40,7 +40,15 @@ def ok(topic: str, cause: str) -> Finding:
     return Finding(topic, Level.OK, cause)
 
 
+CAP_IPC_LOCK = 14
+
+
 def _memlock() -> int | None:
+    """The limit; a process with CAP_IPC_LOCK, such as root's, has none."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
+            return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -74,6 +82,13 @@ class Machine:
     def gpus(self) -> tuple[str, ...]:
         """NVIDIA GPUs, by their bus addresses."""
         return self.entries("proc/driver/nvidia/gpus")
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory that this machine has."""
+        lines = (self.read("proc/meminfo") or "").splitlines()
+        found = [line.split()[1] for line in lines if line.startswith("MemTotal:")]
+        return int(found[0]) << 10 if found else None
 
     @property
     def rdma_devices(self) -> tuple[str, ...]:
