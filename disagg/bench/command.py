@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from disagg.bench import compare as comparing
 from disagg.bench.commands import Fault
 from disagg.bench.driver import run
 from disagg.bench.fleet import Progress
@@ -31,6 +32,7 @@ Examples:
       --prefill tp=1 --decode tp=2          (two cases)
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
+  disagg-bench --compare before.json after.json --tolerance 0.05
 """
 
 
@@ -61,12 +63,19 @@ def say_problems(rows: Sequence[Row]) -> None:
             print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
 
 
+def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
+    """Print what changed between two files of rows; whether nothing became worse."""
+    found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
+    comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
+    return not any(each.regressions for each in found)
+
+
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
-@click.option("--backend", required=True, help="Engine: nixl, mooncake, local, auto, or a third party's.")
-@click.option("--model", required=True, help="A preset, or the path of a config.json.")
-@click.option("--tokens", type=click.IntRange(1), required=True, help="Length of every request.")
-@click.option("--prefill", multiple=True, required=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16. Once per case.")
-@click.option("--decode", multiple=True, required=True, metavar="SIDE", help="The other side of the case at the same place.")
+@click.option("--backend", help="Engine (needed for a run): nixl, mooncake, local, auto, or a third party's.")
+@click.option("--model", help="A preset, or the path of a config.json (needed for a run).")
+@click.option("--tokens", type=click.IntRange(1), help="Length of every request (needed for a run).")
+@click.option("--prefill", multiple=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16. Once per case.")
+@click.option("--decode", multiple=True, metavar="SIDE", help="The other side of the case at the same place.")
 @click.option("--requests", type=click.IntRange(1), default=1, help="Requests of a run.")
 @click.option("--concurrency", type=click.IntRange(1), default=1, help="Requests of a rank that are under way at a time.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the pools are.")
@@ -92,6 +101,19 @@ def say_problems(rows: Sequence[Row]) -> None:
 @click.option(
     "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank; all of them, for one case."
 )
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    help="With --compare: a share by which a case may be worse.",
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="A.json B.json",
+    help="Compare two files that --json wrote, and end with 1 where a case of A is missing, wrong or slower in B.",
+)
 @click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Make a mistake on purpose.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
@@ -104,12 +126,19 @@ def bench(
     plot_file: Path | None,
     connect: tuple[str, ...],
     fault: str | None,
-    **settings: int | float | str | bool,
+    compare: tuple[Path, Path] | None,
+    tolerance: float,
+    **settings: int | float | str | bool | None,
 ) -> None:
     """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
     one line per case. The exit status is 0 only if every byte of every case was right.
     """
+    if compare is not None:
+        sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
+    missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
+    if missing or not prefill:
+        raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
     if len(prefill) != len(decode):
         raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
     if connect and len(prefill) > 1:
