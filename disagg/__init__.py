@@ -8,6 +8,7 @@ Importing this package starts nothing and needs no engine. State kinds are in `d
 """
 
 from disagg.agreement import ModelId
+from disagg.config import Config
 from disagg.errors import (
     BackendError,
     BackendUnavailable,
@@ -35,6 +36,7 @@ from disagg.topology import Topology
 __all__ = [
     "BackendError",
     "BackendUnavailable",
+    "Config",
     "ConfigError",
     "Device",
     "DisaggError",

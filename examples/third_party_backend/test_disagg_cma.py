@@ -1,0 +1,13 @@
+"""What shows that it is an engine: the contract that ships with disagg. `pytest test_disagg_cma.py`."""
+
+from __future__ import annotations
+
+from disagg_cma import CmaBackend
+
+from disagg.testing.backend_contract import BackendContract, BackendFactory
+
+
+class TestCma(BackendContract):
+    def factory(self) -> BackendFactory:
+        factory: BackendFactory = CmaBackend
+        return factory

@@ -1,0 +1,124 @@
+"""Every example, as a user starts it. All of them run at the same time, so that the slowest one is all that they take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.backends.conftest import require_engine
+from tests.examples.conftest import ROOT
+
+EXAMPLES = Path(ROOT) / "examples"
+THIRD_PARTY = EXAMPLES / "third_party_backend"
+COMMANDS = {
+    "contract": ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(THIRD_PARTY / "test_disagg_cma.py")],
+    "two_hosts": [str(EXAMPLES / "two_hosts.py"), "nixl"],
+    "xpyd": [str(EXAMPLES / "xpyd.py"), "--backend", "mooncake"],
+    "minimal": [str(EXAMPLES / "minimal_server.py"), "--backend", "nixl"],
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+
+Finish = Callable[[str], Ended]
+
+
+@pytest.fixture(scope="module")
+def finish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finish]:
+    """All commands, started; the call waits for one to end."""
+    for module, package in (("nixl._bindings", "nixl"), ("mooncake.engine", "mooncake-transfer-engine-non-cuda")):
+        require_engine(module, package)
+    folder = tmp_path_factory.mktemp("examples")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    environ["PYTHONPATH"] = str(THIRD_PARTY)
+    with ExitStack() as opened:
+        started = {}
+        for name, command in COMMANDS.items():
+            files = [opened.enter_context((folder / f"{name}.{kind}").open("w+")) for kind in ("out", "err")]
+            process = subprocess.Popen([sys.executable, *command], stdout=files[0], stderr=files[1], env=environ, cwd=folder)
+            opened.callback(process.wait)
+            opened.callback(process.kill)
+            started[name] = process, files
+
+        def finish(name: str) -> Ended:
+            process, files = started[name]
+            status = process.wait(110)
+            for file in files:
+                file.seek(0)
+            return Ended(status, files[0].read(), files[1].read())
+
+        yield finish
+
+
+def test_the_minimal_server_answers_as_one_worker_would(finish: Finish) -> None:
+    ended = finish("minimal")
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("8 requests, every token as expected, over shm (cma, inferred)"), ended.out
+
+
+def test_two_hosts_serve_requests_with_keys(finish: Finish) -> None:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command 'ip'")
+    ended = finish("two_hosts")
+    assert ended.status == 0, ended.err
+    assert "decode-0 at tcp://10.211.78.2:7000\n8 requests, every token as expected, over tcp" in ended.out
+
+
+def test_workers_join_and_die_while_requests_run(finish: Finish) -> None:
+    ended = finish("xpyd")
+    assert ended.status == 0, ended.err
+    lines = ended.out.splitlines()
+    assert lines[:2] == ["2 prefill, 2 decode workers: 8 answers", "a third decode worker joined: 6 answers"]
+    assert lines[2].startswith("a prefill worker was killed: 6 answers, ")
+    assert int(lines[2].split(", ")[1].split()[0]) >= 1
+    assert lines[3].startswith("every token as expected")
+
+
+def test_a_third_partys_engine_keeps_the_contract(finish: Finish) -> None:
+    ended = finish("contract")
+    assert ended.status == 0, ended.out
+    assert " passed" in ended.out
+    assert "skipped" not in ended.out
+
+
+def test_a_third_partys_engine_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
+    shutil.copytree(THIRD_PARTY, tmp_path / "source")
+    made = subprocess.run(
+        [*pip, str(tmp_path / "site"), str(tmp_path / "source")], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    case = [
+        "--model",
+        "tiny",
+        "--tokens",
+        "70",
+        "--prefill",
+        "tp=2",
+        "--decode",
+        "tp=1,page=64",
+        "--repeat",
+        "1",
+        "--no-ceiling",
+    ]
+    bench = subprocess.run(
+        [sys.executable, "-m", "disagg.bench", "--backend", "cma", *case],
+        capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert bench.returncode == 0, bench.stderr
+    (row,) = bench.stdout.splitlines()[1:]
+    assert row.split()[:2] == ["cma", "cma"]
+    assert row.split()[-1] == "yes"
