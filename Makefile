@@ -4,10 +4,10 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PYTHON_CODE := disagg tests $(if $(shell find examples -name '*.py' 2>/dev/null),examples)
+PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo test check format coverage coverage-report build wheel-test sanitize clean distclean
+.PHONY: help setup demo test check format coverage coverage-report docs build wheel-test sanitize clean distclean
 
 help: ## What there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -40,6 +40,9 @@ coverage: setup ## Branch coverage of the pure core by its own tests
 coverage-report: setup ## The same, of the last `make test`
 	@$(BIN)/coverage report
 
+docs: setup ## The documentation's site, in site/; pages are checked by tests/docs
+	@echo "docs: building the site"; NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 build: setup ## Source distribution and wheel, in dist/
 	@echo "build: source distribution and wheel"; rm -rf dist
 	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
@@ -56,7 +59,7 @@ sanitize: setup ## C++ tests of the headers under the address and undefined-beha
 	@build/sanitize/test_headers
 
 clean: ## Remove builds and what tools left behind
-	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
+	@rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
 	@find disagg tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment too

@@ -204,10 +204,12 @@ def _metas(hint: Any) -> tuple[msgspec.Meta, ...]:
 
 
 def _base(hint: Any) -> Any:
-    while typing.get_origin(hint) is Annotated:
-        hint = typing.get_args(hint)[0]
-    options = [option for option in typing.get_args(hint) if option is not type(None)]
-    return options[0] if type(None) in typing.get_args(hint) and len(options) == 1 else hint
+    while True:
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if typing.get_origin(hint) is Annotated or (type(None) in typing.get_args(hint) and len(options) == 1):
+            hint = options[0]
+        else:
+            return hint
 
 
 def names_of(base: Any) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from disagg.bench.workload import Case, items_of, rows_needed
 from disagg.errors import ConfigError, DisaggError
 from disagg.models import PRESETS, load_model
 from tests.bench.conftest import BYTES_PER_TOKEN, NUM_LAYERS
+from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
 
 TOKENS = 75
 
@@ -37,18 +38,7 @@ def moved(model: str, prefill: str, decode: str, **settings: object) -> Row:
     return run(case(model, prefill, decode, **settings), ignore)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("tp=4", "tp=2,page=64"),
-        ("tp=2,page=64,layout=hnd", "tp=3,page=4"),
-        ("tp=1,pp=3", "tp=2,pp=2,layers=2+1"),
-        ("tp=2,dp=2", "tp=1,dp=3,page=8"),
-        ("cp=2,page=8", "tp=2"),
-        ("tp=1", "cp=3,page=8,context=pages"),
-        ("cp=2,page=4,context=blocks", "cp=3,page=4"),
-    ],
-)
+@pytest.mark.parametrize(("prefill", "decode"), LOCAL_SIDES)
 def test_every_byte_arrives(model: str, prefill: str, decode: str) -> None:
     row = moved(model, prefill, decode, requests=4, concurrency=2)
     assert row.verified, row.problem
@@ -83,29 +73,13 @@ def test_a_mistake_is_found(model: str, fault: Fault) -> None:
     assert "expected 0x" in row.problem
 
 
-EVERY_KIND = [
-    ("llama-3-8b", 2, "tp=4", "tp=2,page=64"),
-    ("llama-3-70b", 1, "tp=1", "tp=4,page=32,layout=hnd"),
-    ("qwen3-32b", 2, "tp=2,pp=2", "tp=1,page=8"),
-    ("qwen3-next-80b", 4, "tp=2", "tp=1,page=64"),
-    ("qwen3.5-397b-a17b", 4, "tp=1", "tp=2,page=8"),
-    ("gpt-oss-120b", 4, "tp=1,pp=2", "tp=4,page=64"),
-    ("deepseek-v3.2", 3, "tp=2", "tp=1,pp=3,page=64"),
-    ("kimi-linear-48b", 4, "tp=2,pp=2", "tp=4,page=8"),
-    ("nemotron-h-8b", 8, "tp=2", "tp=4,page=8,layout=hnd"),
-    ("falcon-h1-7b", 2, "tp=1", "tp=2,pp=2,page=8"),
-    ("jamba-mini", 5, "tp=4", "tp=2,page=64"),
-]
-"""Every preset, cut after the first layer of its rarest kind."""
-
-
 def test_every_preset_is_there() -> None:
-    assert {name for name, *_ in EVERY_KIND} == PRESETS.keys() - {"tiny"}
-    for name, layers, *_ in EVERY_KIND:
+    assert {name for name, *_ in LOCAL_PRESETS} == PRESETS.keys() - {"tiny"}
+    for name, layers, *_ in LOCAL_PRESETS:
         assert [s.name for s in load_model(name, num_layers=layers).states] == [s.name for s in PRESETS[name].states]
 
 
-@pytest.mark.parametrize(("preset", "layers", "prefill", "decode"), EVERY_KIND)
+@pytest.mark.parametrize(("preset", "layers", "prefill", "decode"), LOCAL_PRESETS)
 def test_every_kind_of_state_of_every_preset(preset: str, layers: int, prefill: str, decode: str) -> None:
     row = moved(preset, prefill, decode, num_layers=layers, tokens=150, requests=2, concurrency=2)
     assert row.verified, row.problem
@@ -145,7 +119,7 @@ def test_small_pieces_are_packed_only_below_the_threshold(model: str) -> None:
     assert packed.seconds["pack"] > 0 < packed.seconds["unpack"]
 
 
-@pytest.mark.parametrize(("preset", "layers"), [(name, layers) for name, layers, *_ in EVERY_KIND] + [("grouped", 4)])
+@pytest.mark.parametrize(("preset", "layers"), [(name, layers) for name, layers, *_ in LOCAL_PRESETS] + [("grouped", 4)])
 def test_any_wrong_byte_of_any_tensor_is_found(preset: str, layers: int, grouped: str) -> None:
     model, side = grouped if preset == "grouped" else preset, Side(tp=2)
     wanted = case(model, "tp=2", "tp=1", num_layers=layers, tokens=40)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from disagg.models import load_model
-from tests.bench.conftest import BYTES_PER_TOKEN, Bench
+from tests.backends.conftest import require_engine
+from tests.bench.conftest import BYTES_PER_TOKEN, ENGINES, Bench
+from tests.support.grid import CONTEXT_SIDES, ENGINE_PRESETS, ENGINE_SIDES
 
 TOKENS = 70
 QUICK = ("--tokens", str(TOKENS), "--repeat", "1", "--no-ceiling", "--timeout", "30")
@@ -21,14 +23,7 @@ SHORT = ("--backend", "mooncake", *QUICK, "--prefill", "tp=2", "--decode", "tp=1
 WAIT_S = 30.0
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("tp=4,page=8", "tp=1"),
-        ("tp=1", "tp=4,page=8"),
-        ("tp=3,page=4,layout=hnd", "tp=2"),
-    ],
-)
+@pytest.mark.parametrize(("prefill", "decode"), ENGINE_SIDES)
 def test_every_byte_arrives(bench: Bench, engine: str, model: str, prefill: str, decode: str) -> None:
     sides = ("--prefill", prefill, "--decode", decode, "--requests", "2", "--concurrency", "2")
     ended = bench("--backend", engine, "--model", model, *QUICK, *sides)
@@ -41,16 +36,11 @@ def test_every_byte_arrives(bench: Bench, engine: str, model: str, prefill: str,
     assert "WARNING" not in ended.out
 
 
-SHAPES = [("tp=4", "tp=2,page=64"), ("tp=2,page=64", "tp=4,layout=hnd"), ("tp=1,pp=2", "tp=2,page=8")]
-HYBRIDS = [("qwen3-next-80b", 4), ("gpt-oss-120b", 2), ("deepseek-v3.2", 2), ("falcon-h1-7b", 2), ("jamba-mini", 5)]
-
-
-@pytest.mark.parametrize(("number", "preset", "layers"), [(number, *model) for number, model in enumerate(HYBRIDS)])
-def test_every_kind_of_state_arrives(bench: Bench, engine: str, number: int, preset: str, layers: int) -> None:
-    """Each model by each engine in one of the shapes, in turn; `local` runs each of them in more."""
-    prefill, decode = SHAPES[(number + (engine == "nixl")) % len(SHAPES)]
+@pytest.mark.parametrize(("name", "preset", "layers", "prefill", "decode"), ENGINE_PRESETS)
+def test_every_kind_of_state_arrives(bench: Bench, name: str, preset: str, layers: int, prefill: str, decode: str) -> None:
+    require_engine(*ENGINES[name])
     how = ("--layers", str(layers), "--requests", "2", "--concurrency", "2", "--prefill", prefill, "--decode", decode)
-    ended = bench("--backend", engine, "--model", preset, *QUICK, "--tokens", "150", *how)
+    ended = bench("--backend", name, "--model", preset, *QUICK, "--tokens", "150", *how)
     assert ended.status == 0, ended.err
     (row,) = ended.rows
     model = load_model(preset, num_layers=layers)
@@ -59,10 +49,7 @@ def test_every_kind_of_state_arrives(bench: Bench, engine: str, number: int, pre
     assert row["bytes"] >= 2 * model.nbytes(150)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [("cp=2,context=blocks,page=8", "tp=1,cp=2,context=tokens"), ("pp=2,cp=2,context=pages", "tp=2,page=32,layout=hnd")],
-)
+@pytest.mark.parametrize(("prefill", "decode"), CONTEXT_SIDES)
 def test_context_parallel_sides_exchange_a_hybrids_state(bench: Bench, engine: str, prefill: str, decode: str) -> None:
     sides = ("--layers", "4", "--prefill", prefill, "--decode", decode)
     ended = bench("--backend", engine, "--model", "qwen3-next-80b", *QUICK, "--tokens", "150", *sides)

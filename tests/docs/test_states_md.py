@@ -1,30 +1,13 @@
-"""The Python blocks of `docs/states.md`, run in order, and what the page leaves out."""
+"""What `docs/states.md` leaves out."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from disagg.state import adapter, mamba, paged, sparse, window
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
-
-
-def blocks() -> list[str]:
-    """Each block of Python, with as many empty lines before it as put it at its place in the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
-
-
-def test_every_block_runs() -> None:
-    names: dict[str, Any] = {}
-    found = blocks()
-    assert found
-    for block in found:
-        exec(compile(block, str(PAGE), "exec"), names)
 
 
 def components_and_roles(module: ModuleType) -> set[str]:

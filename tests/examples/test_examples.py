@@ -22,6 +22,7 @@ COMMANDS = {
     "contract": ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(THIRD_PARTY / "test_disagg_cma.py")],
     "two_hosts": [str(EXAMPLES / "two_hosts.py"), "nixl"],
     "xpyd": [str(EXAMPLES / "xpyd.py"), "--backend", "mooncake"],
+    "smallest": [str(EXAMPLES / "smallest_embed.py")],
     "minimal": [str(EXAMPLES / "minimal_server.py"), "--backend", "nixl"],
 }
 
@@ -67,6 +68,12 @@ def test_the_minimal_server_answers_as_one_worker_would(finish: Finish) -> None:
     ended = finish("minimal")
     assert ended.status == 0, ended.err
     assert ended.out.startswith("8 requests, every token as expected, over shm (cma, inferred)"), ended.out
+
+
+def test_the_smallest_embed_is_complete(finish: Finish) -> None:
+    ended = finish("smallest")
+    assert ended.status == 0, ended.err
+    assert ended.out == "8 tokens arrived, byte for byte\n"
 
 
 def test_two_hosts_serve_requests_with_keys(finish: Finish) -> None:

@@ -1,0 +1,150 @@
+"""Draws the documentation's pictures from the library's own answers: `python scripts/generate_docs.py --pictures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from disagg.bench.sides import Side
+from disagg.bench.workload import Case
+from disagg.cli.explain_plot import plot
+from disagg.cli.explain_study import Question, study
+from disagg.layout import layout_table, overlap
+from disagg.plan import elect
+from disagg.state import mamba, paged, window
+from disagg.state.declare import by_tp
+from disagg.topology import Topology
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#225555")
+NOBODY = "#f0f0f0"
+
+EXPLAINED = {
+    "explain-llama-nhd": ("llama-3-70b", "tp=4", "tp=2"),
+    "explain-llama-hnd": ("llama-3-70b", "tp=4,layout=hnd", "tp=2,layout=hnd"),
+    "explain-qwen": ("qwen3.5-397b-a17b", "tp=4,pp=2", "tp=8"),
+    "explain-deepseek": ("deepseek-v3.2", "tp=8,page=64", "tp=4,page=16"),
+}
+
+
+def _cell(axes: Axes, x: float, y: float, colour: str, text: str = "", *, width: float = 1.0) -> None:
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
+    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8, color="white" if colour != NOBODY else "0.5")
+
+
+def _finish(axes: Axes, title: str, *, width: float, height: float) -> None:
+    axes.set_xlim(-0.05, width + 0.05)
+    axes.set_ylim(height + 0.05, -0.05)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def heads() -> Figure:
+    """Four heads, TP 4 to TP 2: who owns what, and what a page of decode rank 0 looks like in both orders."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    owners, nhd, hnd = figure.subplots(1, 3, width_ratios=(4, 2.2, 4))
+    ranks = {tp: list(Topology(tp=tp).group()) for tp in (4, 2)}
+    rule = by_tp(4)
+    for row, rank in enumerate([*ranks[4], *ranks[2]]):
+        owned = rule.owned(rank).within(4)
+        side = "prefill" if rank.tp == 4 else "decode"
+        y = row + (0.7 if rank.tp == 2 else 0)
+        owners.text(-0.15, y + 0.5, f"{side} {rank.tp_rank}", ha="right", va="center", fontsize=8)
+        for head in range(4):
+            held = bool(owned.locate(np.array([head]))[0] >= 0)
+            writer = next(r.tp_rank for r in ranks[4] if rule.owned(r).within(4).locate(np.array([head]))[0] >= 0)
+            _cell(owners, head, y, COLOURS[writer] if held else NOBODY, f"h{head}")
+    _finish(owners, "who owns which head", width=4, height=6.7)
+    pieces = {source.tp_rank: overlap(rule.owned(source), rule.owned(ranks[2][0]), size=4) for source in ranks[4]}
+    for source, found in pieces.items():
+        for piece in found:
+            for token in range(4):
+                _cell(nhd, piece.destination_offset, token, COLOURS[source], f"t{token}")
+                _cell(hnd, token, piece.destination_offset, COLOURS[source], f"t{token}")
+    _finish(nhd, "page of decode 0, NHD:\nmemory runs line by line", width=2, height=4)
+    _finish(hnd, "the same page in HND:\na head's tokens lie together", width=4, height=2)
+    figure.legend(
+        handles=[Patch(color=COLOURS[rank], label=f"written by prefill {rank}") for rank in range(4)],
+        loc="outside lower center", ncols=4, fontsize=8, frameon=False,
+    )  # fmt: skip
+    return figure
+
+
+def latents() -> Figure:
+    """Twelve layers of latents, TP 4 to TP 2: who writes each layer to whom."""
+
+    def table(tp: int) -> object:
+        topology = Topology(tp=tp)
+        tensors = {layer: np.zeros((2, 16, 6), np.float16) for layer in range(12)}
+        return layout_table(topology, [paged.mla(tensors, dim=6, topology=topology).layouts])
+
+    figure = Figure(figsize=(9, 2.2), layout="constrained")
+    axes = figure.subplots()
+    for flow in elect(table(4), table(2)).flows:  # type: ignore[arg-type]
+        for layer in flow.layers:
+            _cell(axes, layer, flow.destination * 1.2, COLOURS[flow.source], str(flow.source))
+    for rank in range(2):
+        axes.text(-0.15, rank * 1.2 + 0.5, f"decode {rank}", ha="right", va="center", fontsize=8)
+    for layer in range(12):
+        axes.text(layer + 0.5, 2.45, f"L{layer}", ha="center", va="center", fontsize=8)
+    _finish(axes, "which prefill rank writes which layer: all four hold all of it", width=12, height=2.7)
+    return figure
+
+
+def convolution() -> Figure:
+    """A gated delta net's fused channels: each rank has its heads of q, k and v."""
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    axes = figure.subplots()
+    conv, _ = mamba.gdn_roles(num_key_heads=4, num_value_heads=8, key_head_dim=2, value_head_dim=1, kernel=4)
+    rule, size = conv.inner["channel"], 24
+    names = [f"{'qk'[i // 8]}{i % 8 // 2}" if i < 16 else f"v{i - 16}" for i in range(size)]
+    for row, rank in enumerate([*Topology(tp=2).group(), *Topology(tp=4).group()]):
+        y = row + (0.6 if rank.tp == 4 else 0)
+        axes.text(-0.15, y + 0.5, f"TP {rank.tp}, rank {rank.tp_rank}", ha="right", va="center", fontsize=8)
+        owned = rule.owned(rank).within(size)
+        for channel in range(size):
+            x = channel + 0.5 * (channel >= 8) + 0.5 * (channel >= 16)
+            writer = next(
+                r.tp_rank for r in Topology(tp=2).group() if rule.owned(r).within(size).locate(np.array([channel]))[0] >= 0
+            )
+            held = bool(owned.locate(np.array([channel]))[0] >= 0)
+            _cell(axes, x, y, COLOURS[writer] if held else NOBODY, names[channel])
+    _finish(axes, "channels q ‖ k ‖ v of the convolution: colours are the rank of TP 2 that holds them", width=25, height=6.6)
+    return figure
+
+
+def windows() -> Figure:
+    """The last four of eighteen tokens, in pages of 4, pages of 8 and a ring of 8."""
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.subplots()
+    start, stop = window.needed(18, window=4)
+    rows = (("tokens", 18, None), ("pages of 4", 4, None), ("pages of 8", 8, None), ("ring of 8", 8, "ring"))
+    for row, (label, page, form) in enumerate(rows):
+        y = row * 1.25
+        axes.text(-0.15, y + 0.5, label, ha="right", va="center", fontsize=8)
+        if form == "ring":
+            for slot in range(page):
+                token = next(t for t in range(17, -1, -1) if t % page == slot)
+                _cell(axes, slot, y, COLOURS[0] if start <= token < stop else NOBODY, str(token) if token >= start else "")
+            continue
+        first = 0 if page == 18 else start // page * page
+        last = 18 if page == 18 else -(-stop // page) * page
+        for token in range(first, last):
+            _cell(axes, token, y, COLOURS[0] if start <= token < stop else NOBODY, str(token) if token < 18 else "")
+    _finish(
+        axes, "a request of 18 tokens, whose next one sees 4 before it: what is needed, and where it lies", width=24, height=5
+    )
+    return figure
+
+
+def draw(folder: Path) -> None:
+    """Every picture, into a folder."""
+    for name, figure in (("heads", heads()), ("latents", latents()), ("convolution", convolution()), ("window", windows())):
+        figure.savefig(folder / f"concepts-{name}.png", dpi=110)
+    for name, (model, prefill, decode) in EXPLAINED.items():
+        case = Case(backend="nixl", model=model, tokens=4096, prefill=Side.parse(prefill), decode=Side.parse(decode))
+        plot(study(Question(case=case)), folder / f"{name}.png")

@@ -1,0 +1,237 @@
+"""Writes what the documentation takes from the code: `python scripts/generate_docs.py [--check] [--pictures]`.
+
+Text between `<!-- generated: NAME -->` and `<!-- end -->` in README.md and docs/ is what the function of that name says; `NAME` may have
+arguments, as in `<!-- generated: source examples/minimal_server.py Worker -->`. `--check` writes nothing, and ends with 1
+where a page is not current. `--pictures` draws the pictures again as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import msgspec  # noqa: E402
+
+from disagg import wire  # noqa: E402
+from disagg.bench.rank import RankConfig  # noqa: E402
+from disagg.config import Config, Setting, is_list, is_table, names_of, settings  # noqa: E402
+from disagg.models import PRESETS  # noqa: E402
+from disagg.session import RECEIVE_TABLE, SEND_TABLE, ReceiveState, SendState  # noqa: E402
+from examples.transformers_pd.architectures import describe  # noqa: E402
+from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
+from tests.support import grid  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def _kind(setting: Setting) -> str:
+    """A setting's type, in words."""
+    if "parse" in setting.extra:
+        return "text"
+    if typing.get_origin(setting.base) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(setting.base))
+    names = names_of(setting.base)
+    if names is not None:
+        return "table of " + ", ".join(f"`{name}`" for name in names)
+    if is_table(setting):
+        return "table"
+    if is_list(setting):
+        return "list of text"
+    return {str: "text", int: "number", bool: "true or false"}[setting.base]
+
+
+def _default(setting: Setting) -> str:
+    if setting.required:
+        return "must be given"
+    if setting.default in (None, "", (), {}):
+        return "none"
+    if is_table(setting):
+        return "as below"
+    return f"`{str(setting.default).lower() if isinstance(setting.default, bool) else setting.default}`"
+
+
+def _settings(chosen: list[Setting]) -> Iterator[str]:
+    yield "| key | variable | option | value | default | |"
+    yield "|---|---|---|---|---|---|"
+    for each in chosen:
+        cells = (f"`{each.key}`", f"`{each.variable}`", f"`{each.flag}`", _kind(each), _default(each), each.description)
+        yield f"| {' | '.join(cells)} |"
+
+
+def manager_settings() -> Iterator[str]:
+    """What a manager is told."""
+    yield from _settings(list(settings(Config)))
+
+
+def rank_settings() -> Iterator[str]:
+    """What the rank commands take besides."""
+    known = {setting.key for setting in settings(Config)}
+    yield from _settings([setting for setting in settings(RankConfig) if setting.key not in known | {"role"}])
+
+
+def limits() -> Iterator[str]:
+    """The defaults of the tables of numbers."""
+    yield "| key | default |"
+    yield "|---|---|"
+    for setting in settings(Config):
+        for name in names_of(setting.base) or ():
+            yield f"| `{setting.key}.{name}` | `{getattr(setting.default, name)}` |"
+
+
+# -- the protocol ------------------------------------------------------------------------------------------------------
+
+
+def _diagram(table: Mapping[tuple[Any, Any], Any], states: type[enum.Enum], *, start: enum.Enum) -> Iterator[str]:
+    """A state diagram of a table; a state that nothing leaves is an end."""
+    yield "```mermaid"
+    yield "stateDiagram-v2"
+    yield f"    [*] --> {start.value}"
+    for (state, step), then in table.items():
+        yield f"    {state.value} --> {then.value}: {step.value}"
+    for state in states:
+        if not any(before is state for before, _ in table):
+            yield f"    {state.value} --> [*]"
+    yield "```"
+
+
+def receive_states() -> Iterator[str]:
+    """`RECEIVE_TABLE`."""
+    yield from _diagram(RECEIVE_TABLE, ReceiveState, start=ReceiveState.WAITING)
+
+
+def send_states() -> Iterator[str]:
+    """`SEND_TABLE`."""
+    yield from _diagram(SEND_TABLE, SendState, start=SendState.AWAITED)
+
+
+def messages() -> Iterator[str]:
+    """Every message of the control channel, with its fields."""
+    yield "| message | says | fields |"
+    yield "|---|---|---|"
+    for kind in typing.get_args(wire.AnyMessage):
+        fields = ", ".join(f"`{f.encode_name}`" + ("" if f.required else "?") for f in msgspec.structs.fields(kind))
+        yield f"| `{kind.__struct_config__.tag}` | {' '.join((kind.__doc__ or '').split())} | {fields} |"
+
+
+def bounds() -> Iterator[str]:
+    """Bounds on what is decoded."""
+    yield f"Protocol version {wire.PROTOCOL_VERSION}. A message has at most {wire.MAX_MESSAGE_NBYTES >> 20} MiB, a payload at"
+    yield f"most {wire.MAX_PAYLOAD_NBYTES >> 10} KiB, a list at most {wire.MAX_ITEMS:,} items."
+
+
+# -- what tests run ----------------------------------------------------------------------------------------------------
+
+
+def presets() -> Iterator[str]:
+    """Presets by engine."""
+    yield "| model | state | `local`, in one process | " + " | ".join(f"`{e}`, between processes" for e in grid.ENGINES) + " |"
+    yield "|---|---|---|" + "---|" * len(grid.ENGINES)
+    by_engine = {(engine, name): f"`{ours}` → `{theirs}`" for engine, name, _, ours, theirs in grid.ENGINE_PRESETS}
+    for name, _, ours, theirs in grid.LOCAL_PRESETS:
+        kinds = ", ".join(state.name for state in PRESETS[name].states)
+        cells = [by_engine.get((engine, name), "") for engine in grid.ENGINES]
+        yield f"| {name} | {kinds} | `{ours}` → `{theirs}` | {' | '.join(cells)} |"
+
+
+def sides() -> Iterator[str]:
+    """Pairs of sides by engine."""
+    yield "| prefill → decode | model | engines |"
+    yield "|---|---|---|"
+    every = ", ".join(f"`{engine}`" for engine in grid.ENGINES)
+    for model, pairs, engines in (
+        ("six KV heads, three layers", grid.LOCAL_SIDES, "`local`"),
+        ("six KV heads, three layers", grid.ENGINE_SIDES, every),
+        ("qwen3-next-80b, four layers", grid.CONTEXT_SIDES, every),
+    ):
+        for ours, theirs in pairs:
+            yield f"| `{ours}` → `{theirs}` | {model} | {engines} |"
+
+
+def real_models() -> Iterator[str]:
+    """Architectures whose real code runs divided and undivided."""
+    yield "| architecture | state | prefill → decode | engines |"
+    yield "|---|---|---|---|"
+    engines = ", ".join(f"`{engine}`" for engine in BACKENDS)
+    for name, pair in PAIRS.items():
+        kinds = ", ".join(component.name for component in describe(name))
+        yield f"| {name} | {kinds} | {pair.prefill} → {pair.decode} | {engines} |"
+
+
+# -- source ------------------------------------------------------------------------------------------------------------
+
+
+def source(path: str, *names: str) -> Iterator[str]:
+    """A file, or those of its functions and classes (`Class.method` too), as they are."""
+    text = (ROOT / path).read_text()
+    yield f"```{'toml' if path.endswith('.toml') else 'python'}"
+    if not names:
+        yield text.rstrip()
+    lines = text.splitlines()
+    for number, name in enumerate(names):
+        if number:
+            yield ""
+        node: ast.AST = ast.parse(text)
+        for part in name.split("."):
+            node = next(child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part)
+        assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
+        yield from (line[indent:] for line in lines[first - 1 : node.end_lineno])
+    yield "```"
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
+    function.__name__: function
+    for function in (
+        manager_settings, rank_settings, limits, receive_states, send_states, messages, bounds, presets, sides, real_models,
+        source,
+    )
+}  # fmt: skip
+
+
+def current(text: str) -> str:
+    """A page as it should be. Raises `KeyError` for a name that nothing generates."""
+
+    def fill(found: re.Match[str]) -> str:
+        name, *arguments = found[2].split()
+        return found[1] + "\n" + "\n".join(GENERATORS[name](*arguments)) + "\n\n" + found[3]
+
+    return BLOCK.sub(fill, text)
+
+
+def outdated() -> list[Path]:
+    """Pages that are not as they should be."""
+    return [page for page in PAGES if current(page.read_text()) != page.read_text()]
+
+
+def main() -> None:
+    if "--pictures" in sys.argv:
+        from scripts.docs_pictures import draw
+
+        draw(ROOT / "docs" / "images")
+    found = outdated()
+    for page in found:
+        if "--check" not in sys.argv:
+            page.write_text(current(page.read_text()))
+        print(f"{'not current' if '--check' in sys.argv else 'written'}: {page.relative_to(ROOT)}")
+    sys.exit(1 if found and "--check" in sys.argv else 0)
+
+
+if __name__ == "__main__":
+    main()

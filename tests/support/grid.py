@@ -1,0 +1,56 @@
+"""What the whole-system tests run: models, engines and pairs of sides. The tests take their cases from here, and so does the
+support matrix of the documentation.
+"""
+
+from __future__ import annotations
+
+ENGINES = ("mooncake", "nixl")
+
+LOCAL_SIDES = [
+    ("tp=4", "tp=2,page=64"),
+    ("tp=2,page=64,layout=hnd", "tp=3,page=4"),
+    ("tp=1,pp=3", "tp=2,pp=2,layers=2+1"),
+    ("tp=2,dp=2", "tp=1,dp=3,page=8"),
+    ("cp=2,page=8", "tp=2"),
+    ("tp=1", "cp=3,page=8,context=pages"),
+    ("cp=2,page=4,context=blocks", "cp=3,page=4"),
+]
+"""Sides between which six KV heads in three layers move, in one process."""
+
+ENGINE_SIDES = [
+    ("tp=4,page=8", "tp=1"),
+    ("tp=1", "tp=4,page=8"),
+    ("tp=3,page=4,layout=hnd", "tp=2"),
+]
+"""The same by every engine, between processes."""
+
+CONTEXT_SIDES = [
+    ("cp=2,context=blocks,page=8", "tp=1,cp=2,context=tokens"),
+    ("pp=2,cp=2,context=pages", "tp=2,page=32,layout=hnd"),
+]
+"""Qwen3-Next between context-parallel sides, by every engine."""
+
+LOCAL_PRESETS = [
+    ("llama-3-8b", 2, "tp=4", "tp=2,page=64"),
+    ("llama-3-70b", 1, "tp=1", "tp=4,page=32,layout=hnd"),
+    ("qwen3-32b", 2, "tp=2,pp=2", "tp=1,page=8"),
+    ("qwen3-next-80b", 4, "tp=2", "tp=1,page=64"),
+    ("qwen3.5-397b-a17b", 4, "tp=1", "tp=2,page=8"),
+    ("gpt-oss-120b", 4, "tp=1,pp=2", "tp=4,page=64"),
+    ("deepseek-v3.2", 3, "tp=2", "tp=1,pp=3,page=64"),
+    ("kimi-linear-48b", 4, "tp=2,pp=2", "tp=4,page=8"),
+    ("nemotron-h-8b", 8, "tp=2", "tp=4,page=8,layout=hnd"),
+    ("falcon-h1-7b", 2, "tp=1", "tp=2,pp=2,page=8"),
+    ("jamba-mini", 5, "tp=4", "tp=2,page=64"),
+]
+"""Every preset, cut after the first layer of its rarest kind."""
+
+_SHAPES = [("tp=4", "tp=2,page=64"), ("tp=2,page=64", "tp=4,layout=hnd"), ("tp=1,pp=2", "tp=2,page=8")]
+_HYBRIDS = [("qwen3-next-80b", 4), ("gpt-oss-120b", 2), ("deepseek-v3.2", 2), ("falcon-h1-7b", 2), ("jamba-mini", 5)]
+
+ENGINE_PRESETS = [
+    (engine, preset, layers, *_SHAPES[(number + (engine == "nixl")) % len(_SHAPES)])
+    for engine in ENGINES
+    for number, (preset, layers) in enumerate(_HYBRIDS)
+]
+"""Each model with several kinds of state by each engine in one of the shapes, in turn; `local` runs each in more."""
