@@ -1,7 +1,7 @@
 """Writes what the documentation takes from the code: `python scripts/generate_docs.py [--check] [--pictures]`.
 
-Text between `<!-- generated: NAME -->` and `<!-- end -->` in README.md and docs/ is what the function of that name says; `NAME` may have
-arguments, as in `<!-- generated: source examples/minimal_server.py Worker -->`. `--check` writes nothing, and ends with 1
+Text between `<!-- generated: NAME -->` and `<!-- end -->`, in README.md and docs/, is what the function of that name says. A
+name may have arguments: `source examples/minimal_server.py Worker`. `--check` writes nothing, and ends with 1
 where a page is not current. `--pictures` draws the pictures again as well.
 """
 
