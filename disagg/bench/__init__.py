@@ -9,8 +9,9 @@ def main() -> None:
     """The command `disagg-bench`."""
     try:
         from disagg.bench.command import bench
+        from disagg.cli import errors
     except ImportError as error:
         if error.name not in ("click", "rich"):
             raise
         sys.exit(f"disagg-bench: the package {error.name!r} is missing: pip install 'disagg[cli]'")
-    bench(prog_name="disagg-bench")
+    errors.main(bench, "disagg-bench")

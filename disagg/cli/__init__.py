@@ -8,9 +8,10 @@ import sys
 def main() -> None:
     """The command `disagg`."""
     try:
+        from disagg.cli import errors
         from disagg.cli.group import disagg
     except ImportError as error:
         if error.name not in ("click", "rich"):
             raise
         sys.exit(f"disagg: the package {error.name!r} is missing: pip install 'disagg[cli]'")
-    disagg(prog_name="disagg")
+    errors.main(disagg, "disagg")

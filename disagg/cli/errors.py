@@ -5,11 +5,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from disagg.errors import ConfigError, DisaggError
+
+
+def main(command: click.Command, name: str) -> NoReturn:
+    """Run a command as the program `name`, and end: a wrong option is said in one sentence too."""
+    try:
+        status = command.main(prog_name=name, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else name
+        print(f"{path}: {error.format_message().rstrip('.')}; {path} --help shows what there is", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def one_sentence(command: Callable[..., None]) -> Callable[..., None]:

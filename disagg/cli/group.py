@@ -33,7 +33,18 @@ class LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=LazyGroup, context_settings={"max_content_width": 120})
+EPILOG = """\b
+Examples:
+  disagg doctor
+  disagg explain --model llama-3-70b --tokens 4096 --prefill tp=4 --decode tp=2
+  disagg keygen --out keys --name prefill
+  disagg decode --model tiny --listen tcp://127.0.0.1:7200 --peer prefill=tcp://127.0.0.1:7100
+\b
+disagg COMMAND --help has more. Benchmarks: disagg-bench.
+"""
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"max_content_width": 120})
 @click.version_option(package_name="disagg", message="%(package)s %(version)s")
 def disagg() -> None:
     """Move LLM inference state between prefill and decode ranks."""

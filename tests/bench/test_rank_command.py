@@ -101,19 +101,6 @@ def test_what_cannot_be_is_said_in_one_sentence(arguments: tuple[str, ...], name
     assert named in sentence
 
 
-def test_debug_shows_the_traceback() -> None:
-    command = [*COMMAND, "decode", "--model", "nothing", "--debug"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert "Traceback" in ended.stderr
-
-
-def test_the_help_has_examples() -> None:
-    for command in ("prefill", "decode"):
-        ended = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=30, check=True)
-        assert "disagg decode" in ended.stdout
-        assert "[peers]" in ended.stdout
-
-
 def test_options_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rank.toml"
     path.write_text(
