@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 wheel=$(echo "$PWD"/dist/disagg-*.whl)
 constraints=$PWD/constraints-dev.txt
+examples=$PWD/examples
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
@@ -37,3 +38,5 @@ assert "torch" not in sys.modules, "torch was imported"
 PYTHON
 echo "wheel-test: disagg-bench with the local backend"
 disagg-bench --backend local --model llama-3-8b --tokens 256 --prefill tp=2 --decode tp=1,page=32
+echo "wheel-test: the smallest embed"
+python "$examples/smallest_embed.py"
