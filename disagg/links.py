@@ -11,10 +11,10 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.errors import ConfigError, DisaggError, LayoutError, RemoteProtocolError
 from disagg.session.types import NEVER, PeerRank
 from disagg.wire import PROTOCOL_VERSION, AnyMessage, Busy, Goodbye, Heartbeat, Hello, Member, Message, Reject, Welcome
 
@@ -30,6 +30,11 @@ class LinkLimits:
     max_hello_retry_s: float = 2.0
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                raise ConfigError(f"link limits {each.name}: expected more than 0, found {getattr(self, each.name)!r}")
 
 
 @dataclass(frozen=True)

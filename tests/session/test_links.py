@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg.errors import LayoutError, RemoteProtocolError
+from disagg.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.links import Answer, Dial, HangUp, Identity, LinkEffect, LinkLimits, Links, Lost, Ready, Say, SayHello
 from disagg.session import PeerRank
 from disagg.wire import (
@@ -456,3 +456,8 @@ def test_closing_says_goodbye_to_everyone_who_answered() -> None:
     made.close("the manager was closed")
     assert taken(made) == [Say(LEADER, Goodbye(reason="the manager was closed"))]
     links().join(0.0)
+
+
+def test_limits_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="heartbeat_s: expected more than 0, found 0"):
+        LinkLimits(heartbeat_s=0)
