@@ -355,7 +355,8 @@ struct Pattern {
     }
 };
 
-inline Pattern make_pattern(const Span& span, std::span<const TokenRun> runs) {
+// Runs of bytes of one layer before neighbours are joined. Refuses empty runs, and too many copies.
+inline std::uint64_t num_pieces(const Span& span, std::span<const TokenRun> runs) {
     std::uint64_t positions = 0, steps = 1;
     for (const TokenRun& run : runs) {
         if (run.length < 1) {
@@ -365,8 +366,13 @@ inline Pattern make_pattern(const Span& span, std::span<const TokenRun> runs) {
         if (__builtin_add_overflow(positions, added, &positions)) positions = std::numeric_limits<std::uint64_t>::max();
     }
     for (const Dim& dim : span.dims) steps = checked_count(steps, dim.count);
-    Pattern pattern(checked_count(positions, steps));
-    if (positions == 0 || steps == 0) return pattern;
+    return checked_count(positions, steps);
+}
+
+inline Pattern make_pattern(const Span& span, std::span<const TokenRun> runs) {
+    const std::uint64_t count = num_pieces(span, runs);
+    Pattern pattern(count);
+    if (count == 0) return pattern;
 
     // Offsets of every step of all dims but the innermost one, which is a loop of its own.
     std::vector<std::array<std::uint64_t, 2>> outer{{0, 0}};
@@ -433,6 +439,37 @@ inline void fill_columns(std::span<const Block> blocks, std::size_t start, std::
     }
 }
 
+// Runs for every span, and a pair of bases for every layer.
+inline void check_spans(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs) {
+    if (spans.size() != runs.size()) {
+        throw std::invalid_argument("expected runs for each span, found " + std::to_string(spans.size()) + " spans and " +
+                                    std::to_string(runs.size()) + " runs");
+    }
+    for (const Span* const span : spans) {
+        if (span->source_bases.size() != span->layers.size() || span->destination_bases.size() != span->layers.size()) {
+            throw std::invalid_argument("span: expected a source base and a destination base for each layer");
+        }
+    }
+}
+
+// Which layers are wanted: all of them where no list is given.
+class ChosenLayers {
+  public:
+    explicit ChosenLayers(const std::optional<std::span<const std::int64_t>>& layers) : all_(!layers) {
+        if (layers) sorted_.assign(layers->begin(), layers->end());
+        std::sort(sorted_.begin(), sorted_.end());
+    }
+    bool has(std::int64_t layer) const { return all_ || std::binary_search(sorted_.begin(), sorted_.end(), layer); }
+
+  private:
+    bool all_;
+    std::vector<std::int64_t> sorted_;
+};
+
+inline bool same_runs(std::span<const TokenRun> a, std::span<const TokenRun> b) {
+    return a.data() == b.data() && a.size() == b.size();
+}
+
 inline bool same_shape(const Span& a, const Span& b) {
     const auto same = [](const Dim& x, const Dim& y) {
         return x.count == y.count && x.source_stride == y.source_stride && x.destination_stride == y.destination_stride;
@@ -449,14 +486,9 @@ inline bool same_shape(const Span& a, const Span& b) {
 // lengths, bases that are not one pair a layer, runs that are empty, too many copies: `out` is then unchanged.
 inline void expand(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs,
                    const std::optional<std::span<const std::int64_t>>& layers, std::int64_t num_threads, Columns& out) {
-    if (spans.size() != runs.size()) {
-        throw std::invalid_argument("expected runs for each span, found " + std::to_string(spans.size()) + " spans and " +
-                                    std::to_string(runs.size()) + " runs");
-    }
+    detail::check_spans(spans, runs);
     check_num_threads(num_threads);
-    std::vector<std::int64_t> chosen;
-    if (layers) chosen.assign(layers->begin(), layers->end());
-    std::sort(chosen.begin(), chosen.end());
+    const detail::ChosenLayers chosen(layers);
 
     std::vector<detail::Pattern> patterns;  // reserved: blocks point into it
     patterns.reserve(spans.size());
@@ -465,11 +497,8 @@ inline void expand(std::span<const Span* const> spans, std::span<const std::span
     std::size_t pattern_of = 0;  // the span that the newest pattern is of
     for (std::size_t k = 0; k < spans.size(); ++k) {
         const Span& span = *spans[k];
-        if (span.source_bases.size() != span.layers.size() || span.destination_bases.size() != span.layers.size()) {
-            throw std::invalid_argument("span: expected a source base and a destination base for each layer");
-        }
-        const bool again = k > 0 && !patterns.empty() && runs[k].data() == runs[pattern_of].data() &&
-                           runs[k].size() == runs[pattern_of].size() && detail::same_shape(span, *spans[pattern_of]);
+        const bool again = k > 0 && !patterns.empty() && detail::same_runs(runs[k], runs[pattern_of]) &&
+                           detail::same_shape(span, *spans[pattern_of]);
         if (!again) {
             patterns.push_back(detail::make_pattern(span, runs[k]));
             pattern_of = k;
@@ -477,7 +506,7 @@ inline void expand(std::span<const Span* const> spans, std::span<const std::span
         const detail::Pattern& pattern = patterns.back();
         if (pattern.size == 0) continue;
         for (std::size_t i = 0; i < span.layers.size(); ++i) {
-            if (layers && !std::binary_search(chosen.begin(), chosen.end(), span.layers[i])) continue;
+            if (!chosen.has(span.layers[i])) continue;
             const std::uint64_t source = span.source_bases[i], destination = span.destination_bases[i];
             bool joined = false;
             if (!blocks.empty()) {
@@ -497,6 +526,22 @@ inline void expand(std::span<const Span* const> spans, std::span<const std::span
     for (const detail::Block& block : blocks) {
         if (block.joined) out.nbytes()[block.first] += block.pattern->nbytes[0];
     }
+}
+
+// How many copies `expand` would give, but for neighbours in different layers or spans, which it joins. Throws as it does.
+inline std::uint64_t num_copies(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs,
+                                const std::optional<std::span<const std::int64_t>>& layers) {
+    detail::check_spans(spans, runs);
+    const detail::ChosenLayers chosen(layers);
+    std::uint64_t count = 0;
+    std::uint64_t in_layer = 0;
+    for (std::size_t k = 0; k < spans.size(); ++k) {
+        const bool again = k > 0 && detail::same_runs(runs[k], runs[k - 1]) && detail::same_shape(*spans[k], *spans[k - 1]);
+        if (!again) in_layer = detail::make_pattern(*spans[k], runs[k]).size;
+        for (const std::int64_t layer : spans[k]->layers) count += chosen.has(layer) ? in_layer : 0;
+        detail::checked_count(count, 1);
+    }
+    return count;
 }
 
 }  // namespace disagg

@@ -151,26 +151,42 @@ class Use {
     Columns& columns_;
 };
 
+// Spans with their runs, held for as long as they are worked on, whatever becomes of the lists meanwhile.
+struct Shapes {
+    std::vector<const disagg::Span*> spans;
+    std::vector<std::span<const disagg::TokenRun>> runs;
+    std::optional<std::span<const std::int64_t>> layers;
+    std::vector<nb::object> held;
+
+    Shapes(const nb::list& spans_, const std::vector<RunTable>& runs_, const std::optional<Column<std::int64_t>>& layers_) {
+        for (const nb::handle span : spans_) {
+            if (!nb::isinstance<disagg::Span>(span)) throw nb::type_error("spans: expected only Span");
+            held.push_back(nb::borrow(span));
+            spans.push_back(nb::inst_ptr<disagg::Span>(span));
+        }
+        for (const RunTable& table : runs_) {
+            if (!table.is_valid()) throw nb::type_error("runs: expected only int64 tables");  // None, inside a list
+            runs.push_back(view(table));
+        }
+        if (layers_) layers = view(*layers_);
+    }
+};
+
+std::uint64_t num_copies(const nb::list& spans, const std::vector<RunTable>& runs,
+                         const std::optional<Column<std::int64_t>>& layers) {
+    const Shapes shapes(spans, runs, layers);
+    const nb::gil_scoped_release released;
+    return disagg::num_copies(shapes.spans, shapes.runs, shapes.layers);
+}
+
 std::tuple<ReadOnlyColumn, ReadOnlyColumn, ReadOnlyColumn> expand(const nb::list& spans, const std::vector<RunTable>& runs,
                                                                   const std::optional<Column<std::int64_t>>& layers,
                                                                   std::int64_t num_threads, Columns& out) {
-    std::vector<const disagg::Span*> shapes;
-    std::vector<nb::object> held;  // whatever becomes of the list meanwhile
-    for (const nb::handle span : spans) {
-        if (!nb::isinstance<disagg::Span>(span)) throw nb::type_error("spans: expected only Span");
-        held.push_back(nb::borrow(span));
-        shapes.push_back(nb::inst_ptr<disagg::Span>(span));
-    }
-    std::vector<std::span<const disagg::TokenRun>> tables;
-    for (const RunTable& table : runs) {
-        if (!table.is_valid()) throw nb::type_error("runs: expected only int64 tables");  // None, inside a list
-        tables.push_back(view(table));
-    }
-    const std::optional<std::span<const std::int64_t>> chosen = layers ? std::optional(view(*layers)) : std::nullopt;
+    const Shapes shapes(spans, runs, layers);
     const Use use(out);
     {
         const nb::gil_scoped_release released;
-        disagg::expand(shapes, tables, chosen, num_threads, out.columns);
+        disagg::expand(shapes.spans, shapes.runs, shapes.layers, num_threads, out.columns);
     }
     using Memory = std::shared_ptr<std::uint64_t[]>;
     auto memory = std::make_unique<Memory>(out.columns.memory());
@@ -190,14 +206,11 @@ std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, 
     return disagg::copy_batch({view(source), view(destination), view(nbytes)}, num_threads);
 }
 
-std::uint64_t gather(const Addresses& addresses, const Addresses& nbytes, std::uint64_t staging, std::int64_t num_threads) {
+void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTable>& runs,
+            const std::optional<Column<std::int64_t>>& layers) {
+    const Shapes shapes(spans, runs, layers);
     const nb::gil_scoped_release released;
-    return disagg::gather(view(addresses), view(nbytes), staging, num_threads);
-}
-
-std::uint64_t scatter(const Addresses& addresses, const Addresses& nbytes, std::uint64_t staging, std::int64_t num_threads) {
-    const nb::gil_scoped_release released;
-    return disagg::scatter(view(addresses), view(nbytes), staging, num_threads);
+    self.append(shapes.spans, shapes.runs, shapes.layers);
 }
 
 using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -254,17 +267,33 @@ NB_MODULE(_core, m) {
           "They hold their memory, but the next use of `out` may change it. ValueError: columns of different lengths,\n"
           "empty runs, more than 2**31 copies, or `out` in use by another thread.");
 
+    m.def("num_copies", &num_copies, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
+          "How many copies expand would give, but for neighbours in different layers or spans. ValueError as for expand.");
+
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
           "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
           "ValueError: columns of different lengths, or num_threads below 1.");
-    m.def("gather", &gather, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "staging_address"_a, "num_threads"_a = 1,
-          "Copy nbytes[i] bytes from addresses[i], one behind the other, to the staging. Returns the bytes copied.\n"
-          "ValueError as for copy_batch.");
-    m.def("scatter", &scatter, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "staging_address"_a, "num_threads"_a = 1,
-          "Copy the staging's bytes, cut into pieces of nbytes[i], to addresses[i]. Returns the bytes copied.\n"
-          "ValueError as for copy_batch.");
+    nb::class_<disagg::Stream>(m, "Stream",
+                               "One side's bytes of a request in an order that both sides know: spans, layers, runs, dims.\n\n"
+                               "Holds one layer's pieces of each shape. Memory must be mapped: nothing checks that here.")
+        .def(
+            "__init__",
+            [](disagg::Stream* self, bool source) {
+                new (self) disagg::Stream(source ? disagg::Side::kSource : disagg::Side::kDestination);
+            },
+            nb::kw_only(), "source"_a)
+        .def_prop_ro("total", &disagg::Stream::total)
+        .def_prop_ro("num_pieces", &disagg::Stream::num_pieces)
+        .def("append", &append, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
+             "Add spans over their runs. By one thread, before the stream is used. ValueError as for expand.")
+        .def("gather", &disagg::Stream::gather, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
+             "staging_address"_a, "num_threads"_a = 1,
+             "Copy bytes [offset, offset + nbytes) of the stream to the staging. IndexError where it does not have them.")
+        .def("scatter", &disagg::Stream::scatter, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
+             "staging_address"_a, "num_threads"_a = 1,
+             "Copy the staging to bytes [offset, offset + nbytes) of the stream. IndexError where it does not have them.");
     m.def("digest", &digest, "layers"_a.noconvert(), "bases"_a.noconvert(), "runs"_a.noconvert(), "axes"_a, nb::kw_only(),
           "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1, "by_layer"_a.noconvert() = nb::none(),
           "by_row"_a.noconvert() = nb::none(),

@@ -1,12 +1,20 @@
-// Pieces of memory into one contiguous stretch, and back: what travels as one large write.
+// A request's bytes on one side, as a stream that both sides know the order of: gathered into contiguous memory by its
+// writer, scattered from there by its reader. What travels as few large writes.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "bind.hpp"
 #include "copy.hpp"
 #include "threads.hpp"
 
@@ -16,29 +24,119 @@ namespace disagg {
 // a whole need not be read first.
 inline constexpr std::uint64_t kStreamingBytes = std::uint64_t{1} << 17;
 // Shorter pieces leave the processor's few buffers for such lines too soon.
-inline constexpr std::uint64_t kStreamingPiece = 1024;
+inline constexpr std::uint64_t kStreamingPiece = 256;
+
+enum class Side { kSource, kDestination };
 
 namespace detail {
 
-inline std::uint64_t check_pieces(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> nbytes,
-                                  std::int64_t num_threads) {
-    if (addresses.size() != nbytes.size()) {
-        throw std::invalid_argument("addresses has " + std::to_string(addresses.size()) + " entries, nbytes has " +
-                                    std::to_string(nbytes.size()));
+// One layer's pieces on one side, as offsets from its base; pieces that touch are one, whatever the other side has.
+struct Pieces {
+    std::vector<std::uint64_t> offsets;
+    std::vector<std::uint64_t> nbytes;
+    std::vector<std::uint64_t> ends;  // in the stream, from the layer's beginning on
+
+    std::uint64_t total() const { return ends.empty() ? 0 : ends.back(); }
+
+    void add(std::uint64_t offset, std::uint64_t length) {
+        if (!offsets.empty() && offsets.back() + nbytes.back() == offset) {
+            nbytes.back() += length;
+        } else {
+            offsets.push_back(offset);
+            nbytes.push_back(length);
+        }
     }
-    check_num_threads(num_threads);
-    return total_nbytes(nbytes);
+
+    void finish() {
+        ends.resize(nbytes.size());
+        std::uint64_t end = 0;
+        bool wraps = false;
+        for (std::size_t i = 0; i < nbytes.size(); ++i) {
+            wraps |= __builtin_add_overflow(end, nbytes[i], &end);
+            ends[i] = end;
+        }
+        if (wraps) throw std::invalid_argument("nbytes: the sum is not below 2**64");
+    }
+};
+
+// How one side's memory is stepped through.
+struct Steps {
+    std::uint64_t row;
+    std::uint64_t token;
+    std::vector<std::array<std::uint64_t, 2>> dims;  // count, stride
+    std::uint64_t nbytes;
+    bool dense;
+
+    Steps(const Span& span, Side side) : nbytes(span.nbytes), dense(span.dense) {
+        const auto stride = [side](const Dim& dim) {
+            return side == Side::kSource ? dim.source_stride : dim.destination_stride;
+        };
+        row = stride(span.row);
+        token = stride(span.token);
+        for (const Dim& dim : span.dims) dims.push_back({dim.count, stride(dim)});
+    }
+    bool operator==(const Steps&) const = default;
+};
+
+inline Pieces make_pieces(const Span& span, const Steps& steps, std::span<const TokenRun> runs, Side side) {
+    const std::uint64_t num_unjoined = num_pieces(span, runs);
+    if (num_unjoined == 0) return {};
+    // The offsets of every step of all dims, outermost first.
+    std::vector<std::uint64_t> inner{0};
+    for (const auto& [count, stride] : steps.dims) {
+        std::vector<std::uint64_t> next;
+        next.reserve(inner.size() * count);
+        for (const std::uint64_t offset : inner) {
+            for (std::uint64_t i = 0; i < count; ++i) next.push_back(offset + i * stride);
+        }
+        inner = std::move(next);
+    }
+    // The pieces of one position, where those that touch are one: what a run without gaps is made of.
+    Pieces position;
+    for (const std::uint64_t offset : inner) position.add(offset, steps.nbytes);
+    const bool whole = position.offsets.size() == 1 && position.offsets[0] == 0 && position.nbytes[0] == steps.token;
+
+    Pieces pieces;
+    const std::size_t most = steps.dense || whole ? runs.size() : num_unjoined / inner.size() * position.offsets.size();
+    pieces.offsets.reserve(most);
+    pieces.nbytes.reserve(most);
+    for (const TokenRun& run : runs) {
+        const auto length = static_cast<std::uint64_t>(run.length);
+        const std::int64_t at_row = side == Side::kSource ? run.source_row : run.destination_row;
+        const std::int64_t at = side == Side::kSource ? run.source_offset : run.destination_offset;
+        const std::uint64_t start =
+            static_cast<std::uint64_t>(at_row) * steps.row + static_cast<std::uint64_t>(at) * steps.token;
+        if (steps.dense) {
+            for (const std::uint64_t offset : inner) pieces.add(start + offset, length * steps.nbytes);
+        } else if (whole) {
+            pieces.add(start, length * steps.token);
+        } else {
+            for (std::uint64_t i = 0; i < length; ++i) {
+                for (std::size_t k = 0; k < position.offsets.size(); ++k) {
+                    pieces.add(start + i * steps.token + position.offsets[k], position.nbytes[k]);
+                }
+            }
+        }
+    }
+    pieces.finish();
+    return pieces;
 }
 
-// Calls `copy(from, staging offset, total)` for each share of the bytes.
-template <typename Copy>
-void share_pieces(std::span<const std::uint64_t> nbytes, std::uint64_t total, std::int64_t num_threads, const Copy& copy) {
-    const std::size_t shares = num_shares(total, kBytesPerThread, num_threads);
-    const std::uint64_t share = total / shares;
-    const auto starts = share_starts(nbytes, share, shares);
-    run_shares(shares,
-               [&](std::size_t k) { copy(starts[k], share * k, k + 1 < shares ? share : total - share * (shares - 1)); });
-}
+// The addresses of one layer's pieces.
+struct ScatteredPlaces {
+    const std::uint64_t* offsets;
+    std::uint64_t base;
+    std::uint64_t operator()(Place place) const { return base + offsets[place.index] + place.offset; }
+};
+
+// One layer of one span: its pieces lie at `start` of the stream, and in memory from `base` on.
+struct StreamBlock {
+    std::shared_ptr<const Pieces> pieces;
+    std::uint64_t base;
+    std::uint64_t start;
+
+    ScatteredPlaces places() const { return {pieces->offsets.data(), base}; }
+};
 
 // The place in contiguous memory of whatever piece is asked for; pieces are asked for in order.
 class Contiguous {
@@ -57,36 +155,118 @@ class Contiguous {
 
 }  // namespace detail
 
-// `nbytes[i]` bytes from address `addresses[i]`, one behind the other, to `staging`; returns the bytes copied. On up to
-// `num_threads` threads. The caller guarantees that all memory is mapped and that nothing overlaps the staging; throws as
-// `copy_batch` does.
-inline std::uint64_t gather(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> nbytes,
-                            std::uint64_t staging, std::int64_t num_threads) {
-    const std::uint64_t total = detail::check_pieces(addresses, nbytes, num_threads);
-    detail::share_pieces(nbytes, total, num_threads, [&](detail::Place from, std::uint64_t offset, std::uint64_t count) {
-        detail::copy_range<detail::Scattered::kSource, false>(
-            nbytes, from, count, [&](detail::Place place) { return addresses[place.index] + place.offset; },
-            detail::Contiguous(staging + offset, nbytes));
-    });
-    return total;
-}
+// Spans over their runs of tokens, one behind the other, in the order of `expand`: spans, layers, runs, dims. Only one
+// layer's pieces are ever held, for all layers and spans of one shape; `gather` and `scatter` may be called from several
+// threads at once, `append` may not. The caller guarantees that all memory is mapped and that nothing overlaps the staging.
+class Stream {
+  public:
+    explicit Stream(Side side) : side_(side) {}
 
-// The other way round: the bytes at `staging`, cut into pieces of `nbytes[i]`, to `addresses[i]`. Destinations are
-// disjoint; large batches are written past the caches.
-inline std::uint64_t scatter(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> nbytes,
-                             std::uint64_t staging, std::int64_t num_threads) {
-    const std::uint64_t total = detail::check_pieces(addresses, nbytes, num_threads);
-    const bool streaming = total >= kStreamingBytes && total / nbytes.size() >= kStreamingPiece;
-    detail::share_pieces(nbytes, total, num_threads, [&](detail::Place from, std::uint64_t offset, std::uint64_t count) {
-        const auto to = [&](detail::Place place) { return addresses[place.index] + place.offset; };
-        const detail::Contiguous at(staging + offset, nbytes);
-        if (streaming) {
-            detail::copy_range<detail::Scattered::kDestination, true>(nbytes, from, count, at, to);
-        } else {
-            detail::copy_range<detail::Scattered::kDestination, false>(nbytes, from, count, at, to);
+    std::uint64_t total() const { return blocks_.empty() ? 0 : blocks_.back().start + blocks_.back().pieces->total(); }
+
+    // Copies that one pass makes, not counting what a cut adds.
+    std::uint64_t num_pieces() const {
+        std::uint64_t count = 0;
+        for (const detail::StreamBlock& block : blocks_) count += block.pieces->offsets.size();
+        return count;
+    }
+
+    // Adds the spans; only layers of `layers`, where it is given. `std::invalid_argument` as for `expand`, and then nothing
+    // is added.
+    void append(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs,
+                const std::optional<std::span<const std::int64_t>>& layers) {
+        detail::check_spans(spans, runs);
+        const detail::ChosenLayers chosen(layers);
+        std::vector<detail::StreamBlock> added;
+        std::uint64_t end = total();
+        std::shared_ptr<const detail::Pieces> pieces;
+        std::optional<detail::Steps> shape;
+        std::span<const TokenRun> of;
+        for (std::size_t k = 0; k < spans.size(); ++k) {
+            const Span& span = *spans[k];
+            detail::Steps steps(span, side_);
+            if (!shape || !(*shape == steps) || !detail::same_runs(of, runs[k])) {
+                pieces = std::make_shared<const detail::Pieces>(detail::make_pieces(span, steps, runs[k], side_));
+                shape = std::move(steps);
+                of = runs[k];
+            }
+            if (pieces->total() == 0) continue;
+            const auto& bases = side_ == Side::kSource ? span.source_bases : span.destination_bases;
+            for (std::size_t i = 0; i < span.layers.size(); ++i) {
+                if (!chosen.has(span.layers[i])) continue;
+                added.push_back({pieces, bases[i], end});
+                if (__builtin_add_overflow(end, pieces->total(), &end)) {
+                    throw std::invalid_argument("nbytes: the sum is not below 2**64");
+                }
+            }
         }
-    });
-    return total;
-}
+        blocks_.insert(blocks_.end(), added.begin(), added.end());
+    }
+
+    // The stream's bytes `[offset, offset + nbytes)`, to `staging`. On up to `num_threads` threads where there are many.
+    // `std::out_of_range` where the stream does not have them, and then nothing is copied.
+    void gather(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads) const {
+        share(offset, nbytes, staging, num_threads,
+              [](const detail::StreamBlock& block, detail::Place from, std::uint64_t count, std::uint64_t at) {
+                  const detail::Pieces& pieces = *block.pieces;
+                  detail::copy_range<detail::Scattered::kSource, false>(pieces.nbytes, from, count, block.places(),
+                                                                        detail::Contiguous(at, pieces.nbytes));
+              });
+    }
+
+    // The other way round: the bytes at `staging` are the stream's. Long pieces are written past the caches.
+    void scatter(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads) const {
+        const bool many = nbytes >= kStreamingBytes;
+        share(offset, nbytes, staging, num_threads,
+              [many](const detail::StreamBlock& block, detail::Place from, std::uint64_t count, std::uint64_t at) {
+                  const detail::Pieces& pieces = *block.pieces;
+                  const detail::Contiguous source(at, pieces.nbytes);
+                  if (many && pieces.total() / pieces.offsets.size() >= kStreamingPiece) {
+                      detail::copy_range<detail::Scattered::kDestination, true>(pieces.nbytes, from, count, source,
+                                                                                block.places());
+                  } else {
+                      detail::copy_range<detail::Scattered::kDestination, false>(pieces.nbytes, from, count, source,
+                                                                                 block.places());
+                  }
+              });
+    }
+
+  private:
+    template <typename Copy>
+    void share(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads,
+               const Copy& copy) const {
+        check_num_threads(num_threads);
+        if (offset > total() || nbytes > total() - offset) {
+            throw std::out_of_range("stream of " + std::to_string(total()) + " bytes: expected a range of it, found [" +
+                                    std::to_string(offset) + ", +" + std::to_string(nbytes) + ")");
+        }
+        if (nbytes == 0) return;
+        const std::size_t shares = num_shares(nbytes, kBytesPerThread, num_threads);
+        const std::uint64_t each = nbytes / shares;
+        run_shares(shares, [&](std::size_t k) {
+            const std::uint64_t skipped = each * k;
+            walk(offset + skipped, k + 1 < shares ? each : nbytes - skipped, staging + skipped, copy);
+        });
+    }
+
+    template <typename Copy>
+    void walk(std::uint64_t offset, std::uint64_t left, std::uint64_t staging, const Copy& copy) const {
+        auto block = std::upper_bound(blocks_.begin(), blocks_.end(), offset,
+                                      [](std::uint64_t at, const detail::StreamBlock& b) { return at < b.start; });
+        for (--block; left > 0; ++block) {
+            const detail::Pieces& pieces = *block->pieces;
+            const std::uint64_t within = offset - block->start, count = std::min(left, pieces.total() - within);
+            const auto first = std::upper_bound(pieces.ends.begin(), pieces.ends.end(), within);
+            const auto index = static_cast<std::size_t>(first - pieces.ends.begin());
+            copy(*block, detail::Place{index, within - (*first - pieces.nbytes[index])}, count, staging);
+            offset += count;
+            staging += count;
+            left -= count;
+        }
+    }
+
+    Side side_;
+    std::vector<detail::StreamBlock> blocks_;
+};
 
 }  // namespace disagg

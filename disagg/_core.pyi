@@ -95,23 +95,50 @@ def expand(
     many. Raises `ValueError` for lists of different lengths, runs that are empty, more than 2**31 copies, or `out` in use.
     """
 
+def num_copies(spans: Sequence[Span], runs: Sequence[npt.NDArray[np.int64]], layers: npt.NDArray[np.int64] | None) -> int:
+    """How many copies `expand` would give, but for neighbours in different layers or spans, which it joins."""
+
+class Stream:
+    """One side's bytes of a request, in an order that both sides know: spans, layers, token runs and dims, as in `expand`.
+
+    Holds one layer's pieces of each shape, joined where they touch on this side, and never a list of all. Memory must be
+    mapped, and nothing may overlap the staging: nothing checks that here.
+    """
+
+    def __init__(self, *, source: bool) -> None: ...
+    @property
+    def total(self) -> int:
+        """Bytes of the stream."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Copies that gathering or scattering all of it takes, not counting those that cuts add."""
+
+    def append(
+        self, spans: Sequence[Span], runs: Sequence[npt.NDArray[np.int64]], layers: npt.NDArray[np.int64] | None
+    ) -> None:
+        """Add `spans[i]` over the token runs `runs[i]`, in `layers` where given. By one thread, before the stream is used.
+
+        Raises `ValueError` as `expand` does, with nothing added.
+        """
+
+    def gather(self, offset: int, nbytes: int, staging_address: int, num_threads: int = 1) -> None:
+        """Copy the stream's bytes `[offset, offset + nbytes)` to `staging_address` on; up to `num_threads` threads.
+
+        Raises `IndexError` where the stream does not have them, with nothing copied.
+        """
+
+    def scatter(self, offset: int, nbytes: int, staging_address: int, num_threads: int = 1) -> None:
+        """Copy what lies from `staging_address` on to the stream's bytes `[offset, offset + nbytes)`.
+
+        Many bytes are written past the caches, but for short pieces. Raises as `gather` does.
+        """
+
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
 
     Up to `num_threads` threads share the bytes evenly; small batches take fewer. Raises `ValueError` for columns of
     different lengths, a sum of 2**64 and more, or `num_threads` below 1, with nothing copied.
-    """
-
-def gather(addresses: _Addresses, nbytes: _Addresses, staging_address: int, num_threads: int = 1) -> int:
-    """Copy `nbytes[i]` bytes from `addresses[i]`, one piece behind the other, to `staging_address` on.
-
-    Returns the bytes copied; raises as `copy_batch` does.
-    """
-
-def scatter(addresses: _Addresses, nbytes: _Addresses, staging_address: int, num_threads: int = 1) -> int:
-    """Copy the bytes from `staging_address` on, cut into pieces of `nbytes[i]`, to `addresses[i]`.
-
-    Large batches are written past the caches. Returns the bytes copied; raises as `copy_batch` does.
     """
 
 def digest(

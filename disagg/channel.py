@@ -239,10 +239,9 @@ MAX_BATCH = 1024
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     """What has arrived on a socket, up to a bound, so that none starves another."""
     for _ in range(MAX_BATCH):
-        try:
-            yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # `Again` would cost several times as much
             return
+        yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
 def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:

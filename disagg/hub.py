@@ -126,6 +126,7 @@ class Hub:
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
+        self._due = 0.0
         self._packing = packing
         self._pack_below = pack_below if slots is not None else 0
         self._worker = TransferWorker(
@@ -208,22 +209,25 @@ class Hub:
         for _ in range(len(self._commands)):
             self._commands.popleft()(now)
         self._take_ready_rows(now)
-        self._links.tick(now)
-        self._packing.tick(now)
+        if now >= self._due:
+            self._links.tick(now)
+            self._packing.tick(now)
+            self._carry_out_links(now)
+            self.sessions.tick(now)
+            self._fence_lost(now)
         self._carry_out_links(now)
-        self._fence_lost(now)
-        self.sessions.tick(now)
         self._carry_out_sessions()
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
+        fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
+        self._due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at)
 
     def _idle_s(self) -> float:
         """How long nothing is due."""
         if self._commands:
             return 0.0
-        fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
-        due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at) - time.monotonic()
-        return min(due, READY_POLL_S) if self._rows_waiting else due
+        idle_s = self._due - time.monotonic()
+        return min(idle_s, READY_POLL_S) if self._rows_waiting else idle_s
 
     def _take(self, arrived: Inbound | Reply, now: float) -> None:
         """One message; what cannot be read, or breaks the protocol, is refused and changes nothing."""
@@ -249,11 +253,9 @@ class Hub:
         rank = self._handshake.rank(peer)
         if rank is None:
             return
-        for filled in message.filled:
-            begin = functools.partial(self.sessions.receives.begin_unpack, peer, message)
-            unpack = self._packing.take(peer, filled, begin, rank.incoming)
-            if unpack is not None:
-                self._worker.submit(unpack)
+        begin = functools.partial(self.sessions.receives.begin_unpack, peer, message)
+        unpacks = [self._packing.take(peer, filled, begin, rank.incoming) for filled in message.filled]
+        self._worker.unpack(unpack for unpack in unpacks if unpack is not None)
 
     def _take_credit(self, peer: PeerRank, message: Credit) -> None:
         """Slots of a peer's ring are free again."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from disagg.copies import CopyBatch
 from disagg.errors import LocalProtocolError
-from disagg.plan import ComponentPlan, RowSpace, SpanClass, TransferPlan, bind, first_page
+from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, Stream, TransferPlan, first_page, place
 from disagg.rows import Pages, Rows, Slot
 from disagg.session import PeerRank, ReceiveSession, StartTransfer, Ticket
 from disagg.session.types import Limits, back_off
 from disagg.staging import Ring, RingPool
-from disagg.transfers import Bound, SlotFilled, Stream, Unpack, Unpacked
+from disagg.transfers import Bound, SlotFilled, Unpack, Unpacked
 from disagg.wire import Complete, Credit, Filled, Part, RingGrant, Written, unpack_rows
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
 
 def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) -> Bound:
     """Every copy of a transfer: what goes directly, and what goes packed. Raises `LayoutError` where rows do not fit."""
-    direct, packed, parts = [], [], []
+    direct: list[CopyBatch] = []
+    parts: list[Part] = []
+    stream = Stream(source=True)
     for written in start.written:
         component = plan.components.get(written.component)
         source = start.chunk.rows.get(written.component)
@@ -49,28 +51,26 @@ def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) 
         reserved = start.reserve.rows.get(written.component)
         if reserved is None:
             raise LocalProtocolError(f"component {written.component!r} is needed, but the receiver reserved no rows for it")
-        num_tokens = start.reserve.need[written.component][1]
+        placed = functools.partial(
+            _place, component, written, source, unpack_rows(reserved), start.reserve.need[written.component][1]
+        )
         small = tuple(i for i, span in enumerate(component.spans) if is_small(component, span, pack_below))
-        copies = _bind(component, None, written, source, unpack_rows(reserved), num_tokens)
-        if not small or len(copies) < MIN_PIECES:
-            direct.append(copies)
+        if not small or placed().num_copies() < MIN_PIECES:
+            direct.append(placed().copies())
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
         if large:
-            direct.append(_bind(component, large, written, source, unpack_rows(reserved), num_tokens))
-            copies = _bind(component, small, written, source, unpack_rows(reserved), num_tokens)
-        packed.append(copies)
+            direct.append(placed(large).copies())
+        placed(small).append_to(stream)
         parts.append(Part(written.component, small, written.layers, written.start, written.stop))
-    whole = CopyBatch.concatenate(packed)
-    stream = Stream(whole.source, whole.nbytes, tuple(parts)) if len(whole) else None
-    return Bound(CopyBatch.concatenate(direct), stream)
+    return Bound(CopyBatch.concatenate(direct), stream, tuple(parts))
 
 
 def bind_incoming(
     plan: TransferPlan, parts: tuple[Part, ...], rows: Mapping[str, Rows], need: Mapping[str, tuple[int, int]]
 ) -> Stream:
     """Where a writer's packed stream belongs, by this side's rows. Raises `LayoutError` for parts that do not fit."""
-    batches = []
+    stream = Stream(source=False)
     for part in parts:
         component, destination, needed = plan.components.get(part.component), rows.get(part.component), need.get(part.component)
         fits = component is not None and all(span < len(component.spans) for span in part.spans)
@@ -78,22 +78,26 @@ def bind_incoming(
             raise LocalProtocolError(f"packed stream: component {part.component!r}, span classes {part.spans} are not expected")
         written = Written(0, part.component, part.layers, max(part.start, needed[0]), min(part.stop, needed[1]))
         source = _any_rows(component.source, written, needed[1])
-        batches.append(_bind(component, part.spans, written, source, destination, needed[1]))
-    whole = CopyBatch.concatenate(batches)
-    return Stream(whole.destination, whole.nbytes)
+        _place(component, written, source, destination, needed[1], part.spans).append_to(stream)
+    return stream
 
 
-def _bind(
-    component: ComponentPlan, spans: tuple[int, ...] | None, written: Written, source: Rows, destination: Rows, num_tokens: int
-) -> CopyBatch:
-    chosen = component if spans is None else replace(component, spans=tuple(component.spans[i] for i in spans))
-    return bind(
-        chosen,
+def _place(
+    component: ComponentPlan,
+    written: Written,
+    source: Rows,
+    destination: Rows,
+    num_tokens: int,
+    spans: tuple[int, ...] | None = None,
+) -> Placed:
+    return place(
+        component,
         source=source,
         destination=destination,
         tokens=(written.start, written.stop),
         num_tokens=num_tokens,
         layers=written.layers,
+        spans=spans,
     )
 
 

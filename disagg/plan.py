@@ -238,6 +238,20 @@ class SpanClass:
     nbytes: int
     dense: bool
 
+    @cached_property
+    def core(self) -> _core.Span:
+        """The same for the compiled core."""
+        return _core.Span(
+            self.layers,
+            self.source_bases,
+            self.destination_bases,
+            row_strides=self.row_strides,
+            token_strides=self.token_strides,
+            dims=self.dims,
+            nbytes=self.nbytes,
+            dense=self.dense,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
@@ -358,6 +372,8 @@ def _fold(axes: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[tuple[tu
 
 Columns = _core.Columns
 """Memory for the columns of a batch that `bind` grows and uses again."""
+Stream = _core.Stream
+"""One side's bytes of a request in the order of `bind`, to be gathered from or scattered to."""
 
 
 def bind(
@@ -378,31 +394,52 @@ def bind(
     is used again. Every needed position must have a page or slot inside its pool on both sides; raises `LayoutError`
     naming the first that has none, before anything is posted.
     """
+    placed = place(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
+    return placed.copies(out=out, num_threads=num_threads)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
+
+    spans: list[_core.Span]
+    runs: list[Ints]
+    layers: Ints | None
+
+    def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
+        """What `bind` gives."""
+        columns = Columns() if out is None else out
+        return CopyBatch(*_core.expand(self.spans, self.runs, self.layers, num_threads, columns))
+
+    def num_copies(self) -> int:
+        """How many copies `bind` would give, but for neighbours in different layers or spans, which it joins."""
+        return _core.num_copies(self.spans, self.runs, self.layers)
+
+    def append_to(self, stream: _core.Stream) -> None:
+        """Add the copies' bytes, in their order, to a stream of either side."""
+        stream.append(self.spans, self.runs, self.layers)
+
+
+def place(
+    plan: ComponentPlan,
+    *,
+    source: Rows,
+    destination: Rows,
+    tokens: tuple[int, int] | None = None,
+    num_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+    spans: Sequence[int] | None = None,
+) -> Placed:
+    """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
     runs: dict[int, Ints] = {}
-    for span in plan.spans:
+    chosen = plan.spans if spans is None else [plan.spans[number] for number in spans]
+    for span in chosen:
         if span.granule not in runs:
             runs[span.granule] = token_runs(plan, span.granule, source, destination, tokens, num_tokens)
-    return CopyBatch(
-        *_core.expand(
-            [_core_span(span) for span in plan.spans],
-            [runs[span.granule] for span in plan.spans],
-            None if layers is None else np.ascontiguousarray(layers, dtype=np.int64),
-            num_threads,
-            Columns() if out is None else out,
-        )
-    )
-
-
-def _core_span(span: SpanClass) -> _core.Span:
-    return _core.Span(
-        span.layers,
-        span.source_bases,
-        span.destination_bases,
-        row_strides=span.row_strides,
-        token_strides=span.token_strides,
-        dims=span.dims,
-        nbytes=span.nbytes,
-        dense=span.dense,
+    return Placed(
+        [span.core for span in chosen],
+        [runs[span.granule] for span in chosen],
+        None if layers is None else np.ascontiguousarray(layers, dtype=np.int64),
     )
 
 

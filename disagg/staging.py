@@ -7,6 +7,7 @@ write of a peer that was given up lands in its retired ring, never in pages.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -15,15 +16,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import StagingShape
+from disagg.backends.base import Prepared, StagingShape
 from disagg.errors import RemoteProtocolError
 from disagg.memory import MemoryRegion, RemoteRegion
 
 Bytes = npt.NDArray[np.uint8]
 
 
+HUGE_PAGE_NBYTES = 2 << 20
+
+
 def _arena(nbytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    """Memory of its own, in huge pages where the system has them: an engine that copies through the kernel looks up every
+    page, which for small ones costs more than the copy itself.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # A child would otherwise make the system copy what an engine has pinned.
+    memory.madvise(mmap.MADV_DONTFORK)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
+    return whole[start : start + nbytes]
 
 
 def _touch(arena: Bytes) -> None:
@@ -40,11 +55,11 @@ class SlotPool:
         _touch(self._arena)
         base = int(self._arena.__array_interface__["data"][0])
         self.region = MemoryRegion(base, self._arena.nbytes)
-        self._free = deque(base + i * shape.slot_nbytes for i in range(shape.num_slots))
+        self._free = [base + i * shape.slot_nbytes for i in range(shape.num_slots)]
 
     def take(self) -> int | None:
-        """The address of a free slot."""
-        return self._free.popleft() if self._free else None
+        """The address of a free slot: the one given back last, which is the likeliest to be in a cache."""
+        return self._free.pop() if self._free else None
 
     def give_back(self, address: int) -> None:
         """The engine has let go of the slot."""
@@ -97,10 +112,17 @@ class RemoteRing:
         if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
             raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
         self.ring = ring
+        self.prepared: dict[tuple[int, int], Prepared] = {}
+        """Whole slots, by local address and slot number, that have been posted before; the worker's."""
         self._lock = threading.Lock()
         self._free = deque(range(ring.num_slots))
         self._outstanding: dict[int, int] = {}
         self._sequence = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody waits for."""
+        return len(self._free)
 
     def take(self) -> tuple[int, int] | None:
         """A free slot and the sequence number of this use of it."""

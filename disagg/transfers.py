@@ -10,15 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from disagg import _core
-from disagg.backends.base import Backend, Op, Progressive, RemotePeer, Transfer, TransferStatus
-from disagg.copies import Addresses, CopyBatch
+from disagg.backends.base import Backend, Op, Preparing, Progressive, RemotePeer, Transfer, TransferStatus
+from disagg.copies import CopyBatch
 from disagg.errors import DisaggError, RemoteProtocolError
 from disagg.staging import RemoteRing, SlotPool
 
@@ -28,9 +26,9 @@ MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
 UNSETTLED_POLL_S = 0.05
-SLOTS_AT_ONCE = 2
-"""Packed or unpacked before anyone is told: a word for each slot costs more than its copy, one for all would let the other
-side wait.
+MOST_AT_ONCE = 8
+"""Slots packed or unpacked before anyone is told, and never more than half a ring: telling costs both sides as much as
+several slots' copies, and the other half keeps the other side busy.
 """
 
 
@@ -41,40 +39,13 @@ class ReadyEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Stream:
-    """Pieces of one side's memory in an order that both sides know: together a stream of `total` bytes."""
-
-    def __init__(self, addresses: Addresses, nbytes: Addresses, parts: Any = ()) -> None:
-        self.addresses, self.nbytes, self.parts = addresses, nbytes, parts
-        self._ends = np.cumsum(nbytes, dtype=np.uint64)
-        self.total = int(self._ends[-1]) if len(nbytes) else 0
-
-    def cut(self, offset: int, nbytes: int) -> tuple[Addresses, Addresses]:
-        """The pieces of the stream's bytes `[offset, offset + nbytes)`: addresses and sizes, one behind the other.
-
-        Raises `RemoteProtocolError` where the stream does not have them.
-        """
-        if not 0 <= offset < offset + nbytes <= self.total:
-            found = f"[{offset}, +{nbytes})"
-            raise RemoteProtocolError(f"packed stream of {self.total} bytes: expected a range of it, found {found}")
-        # As uint64, or NumPy turns the whole column into floats.
-        start, stop = np.uint64(offset), np.uint64(offset + nbytes)
-        first = int(self._ends.searchsorted(start, side="right"))
-        last = int(self._ends.searchsorted(stop, side="left")) + 1
-        addresses, sizes = self.addresses[first:last].copy(), self.nbytes[first:last].copy()
-        skipped = start - (self._ends[first] - self.nbytes[first])
-        addresses[0] += skipped
-        sizes[0] -= skipped
-        sizes[-1] -= self._ends[last - 1] - stop
-        return addresses, sizes
-
-
 @dataclass(frozen=True)
 class Bound:
-    """What a job comes to: pieces that go one by one, and pieces that go packed."""
+    """What a job comes to: pieces that go one by one, and a stream that goes packed; `parts` say what is in it."""
 
     direct: CopyBatch
-    stream: Stream | None = None
+    stream: _core.Stream
+    parts: Any = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +65,7 @@ class Unpack:
     """A slot of this side's ring to be scattered: `nbytes` of `stream()`, from `offset` on, lie at `address`."""
 
     token: Any
-    stream: Callable[[], Stream]
+    stream: Callable[[], _core.Stream]
     address: int
     offset: int
     nbytes: int
@@ -156,7 +127,7 @@ class _Active:
 
     job: Job
     report: Settled
-    stream: Stream | None
+    bound: Bound
     started_at: float
     direct: Transfer | None = None
     slots: list[_Slot] = field(default_factory=list)
@@ -166,7 +137,7 @@ class _Active:
 
     @property
     def packing(self) -> bool:
-        return self.stream is not None and self.offset < self.stream.total and not self.error
+        return self.offset < self.bound.stream.total and not self.error
 
     def in_flight(self) -> bool:
         return self.direct is not None or bool(self.slots)
@@ -188,6 +159,7 @@ class TransferWorker:
     ) -> None:
         self._backend = backend
         self._progressive = backend if isinstance(backend, Progressive) else None
+        self._preparing = backend if isinstance(backend, Preparing) else None
         self._slots = slots
         self._on_reports = on_reports
         self._reports: list[Report] = []
@@ -208,12 +180,14 @@ class TransferWorker:
         """Jobs that have not settled."""
         return len(self._new) + len(self._waiting) + len(self._active)
 
-    def submit(self, job: Job | Unpack) -> None:
+    def submit(self, job: Job) -> None:
         """Take a job; from any thread."""
-        if isinstance(job, Job):
-            self._new.append(job)
-        else:
-            self._unpacks.append(job)
+        self._new.append(job)
+        self._wake.set()
+
+    def unpack(self, slots: Iterable[Unpack]) -> None:
+        """Take slots that have arrived; from any thread."""
+        self._unpacks.extend(slots)
         self._wake.set()
 
     def wake(self) -> None:
@@ -261,12 +235,12 @@ class TransferWorker:
 
     def _unpack_some(self) -> int:
         """Scatter slots that have arrived, not more than are soon to be given back; how many."""
-        count = min(len(self._unpacks), SLOTS_AT_ONCE)
+        count = min(len(self._unpacks), MOST_AT_ONCE)
         for _ in range(count):
             unpack = self._unpacks.popleft()
             started, error = time.perf_counter(), ""
             try:
-                _core.scatter(*unpack.stream().cut(unpack.offset, unpack.nbytes), unpack.address)
+                _scatter(unpack)
             except DisaggError as problem:
                 error = str(problem)
             self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
@@ -294,7 +268,7 @@ class TransferWorker:
         try:
             bound = job.bind()
             report = Settled(job.ticket, bind_s=time.perf_counter() - started)
-            active = _Active(job, report, bound.stream, time.perf_counter())
+            active = _Active(job, report, bound, time.perf_counter())
             if len(bound.direct) or not active.packing:
                 active.direct = self._post(job, bound.direct, report)
         except DisaggError as error:
@@ -323,9 +297,19 @@ class TransferWorker:
         return changed
 
     def _pack(self, active: _Active) -> int:
-        """Fill slots of the peer's ring while there are any, not more than are soon to be told of; how many."""
+        """Fill slots of the peer's ring once there are enough to be worth telling of; how many."""
+        if not active.packing:
+            return 0
+        if self._fail_if_cancelled(active):
+            return 0
+        ring = active.job.ring
+        assert ring is not None
+        wanted = min(MOST_AT_ONCE, max(1, ring.ring.num_slots // 2))
+        left = -(-(active.bound.stream.total - active.offset) // ring.ring.slot_nbytes)
+        if ring.num_free < min(wanted, left):
+            return 0
         packed = 0
-        while packed < SLOTS_AT_ONCE and active.packing and not self._fail_if_cancelled(active) and self._pack_one(active):
+        while packed < wanted and self._pack_one(active):
             packed += 1
         return packed
 
@@ -337,10 +321,11 @@ class TransferWorker:
         return bool(active.error)
 
     def _pack_one(self, active: _Active) -> bool:
-        """Gather the next bytes of a stream into a slot and post it; `False` where no slot is free."""
-        ring, stream = active.job.ring, active.stream
+        """Gather the next bytes of a stream into a slot and post it; `False` where none are left, or no slot is free."""
+        if not active.packing or self._fail_if_cancelled(active):
+            return False
+        ring, stream = active.job.ring, active.bound.stream
         assert ring is not None
-        assert stream is not None
         assert self._slots is not None
         local = self._slots.take()
         if local is None:
@@ -349,24 +334,40 @@ class TransferWorker:
         if remote is None:
             self._slots.give_back(local)
             return False
+        slot, sequence = remote
         started = time.perf_counter()
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
-        _core.gather(*stream.cut(active.offset, nbytes), local)
+        stream.gather(active.offset, nbytes, local)
         active.report.pack_s += time.perf_counter() - started
         active.report.packed += nbytes
-        slot, sequence = remote
         try:
-            transfer = self._post(active.job, CopyBatch([local], [ring.ring.slot(slot)], [nbytes]), active.report)  # type: ignore[arg-type]
+            transfer = self._post_slot(active, ring, slot, local, nbytes)
         except DisaggError as error:
             self._slots.give_back(local)
             active.error = str(error)
             if not active.in_flight():
                 self._finish(active)
             return False
-        filled = SlotFilled(active.job.ticket, slot, sequence, stream.parts, active.offset, nbytes)
-        active.slots.append(_Slot(transfer, local, filled))
+        filled = SlotFilled(active.job.ticket, slot, sequence, active.bound.parts, active.offset, nbytes)
         active.offset += nbytes
+        active.slots.append(_Slot(transfer, local, filled))
         return True
+
+    def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
+        """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
+        started = time.perf_counter()
+        if self._preparing is None or nbytes != ring.ring.slot_nbytes:
+            transfer = self._backend.submit(Op.WRITE, active.job.peer, _one(local, ring.ring.slot(slot), nbytes))
+        else:
+            prepared = ring.prepared.get((local, slot))
+            if prepared is None:
+                copies = _one(local, ring.ring.slot(slot), nbytes)
+                prepared = ring.prepared[local, slot] = self._preparing.prepare(Op.WRITE, active.job.peer, copies)
+            transfer = prepared.post()
+        active.report.post_s += time.perf_counter() - started
+        active.report.nbytes += nbytes
+        active.report.pieces += 1
+        return transfer
 
     def _poll(self, active: _Active) -> int:
         """Take what has settled; report the job once nothing is left. How much has settled."""
@@ -413,3 +414,16 @@ class TransferWorker:
         active.report.error = active.error
         active.report.wire_s = time.perf_counter() - active.started_at
         self._reports.append(active.report)
+
+
+def _one(source: int, destination: int, nbytes: int) -> CopyBatch:
+    return CopyBatch(*([value] for value in (source, destination, nbytes)))  # type: ignore[arg-type]
+
+
+def _scatter(unpack: Unpack) -> None:
+    """Raises `RemoteProtocolError` where the stream does not have what is said to be in the slot."""
+    stream = unpack.stream()
+    if not 0 <= unpack.offset < unpack.offset + unpack.nbytes <= stream.total:
+        found = f"[{unpack.offset}, +{unpack.nbytes})"
+        raise RemoteProtocolError(f"packed stream of {stream.total} bytes: expected a range of it, found {found}")
+    stream.scatter(unpack.offset, unpack.nbytes, unpack.address)

@@ -7,7 +7,7 @@ bytes give a message or `RemoteProtocolError`, within bounds on size and nesting
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgpack
 import msgspec
@@ -240,6 +240,7 @@ class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
 
 AnyMessage = Hello | Welcome | Reject | Reserve | Busy | Complete | Abort | Drained | Outcome | Credit | Heartbeat | Goodbye
 
+_BY_TAG: dict[Any, type[AnyMessage]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)}
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -260,7 +261,9 @@ def decode(data: bytes) -> AnyMessage:
             max_ext_len=0,
             strict_map_key=True,
         )
-        message: AnyMessage = msgspec.convert(plain, type=AnyMessage, builtin_types=(bytes,))
+        # By its own type: for a union msgspec would look at all of them again at every call.
+        named = _BY_TAG.get(plain.get("type")) if isinstance(plain, dict) else None
+        message: AnyMessage = msgspec.convert(plain, type=named or AnyMessage, builtin_types=(bytes,))
         return message
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException, msgspec.ValidationError) as error:
         raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error

@@ -116,6 +116,22 @@ void test_edges_of_runs() {
     CHECK(thrown);
 }
 
+// A stream of these pieces: bytes are its tokens, addresses its rows.
+disagg::Stream stream_of(disagg::Side side, const std::vector<std::uint64_t>& addresses,
+                         const std::vector<std::uint64_t>& nbytes) {
+    const disagg::Span bytes{{0}, {0}, {0}, {1, 1, 1}, {1, 1, 1}, {}, 1, true};
+    std::vector<disagg::TokenRun> runs;
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+        const auto at = static_cast<std::int64_t>(addresses[i]), length = static_cast<std::int64_t>(nbytes[i]);
+        if (length > 0) runs.push_back({at, 0, at, 0, length});
+    }
+    const disagg::Span* const spans[]{&bytes};
+    const std::span<const disagg::TokenRun> tables[]{runs};
+    disagg::Stream stream(side);
+    stream.append(spans, tables, std::nullopt);
+    return stream;
+}
+
 void test_copies(std::mt19937_64& random, std::size_t num_pieces, std::uint64_t largest, std::int64_t num_threads) {
     std::vector<std::uint64_t> nbytes(num_pieces), offsets(num_pieces), source(num_pieces), destination(num_pieces);
     for (auto& size : nbytes) size = random() % (largest + 1);
@@ -140,10 +156,10 @@ void test_copies(std::mt19937_64& random, std::size_t num_pieces, std::uint64_t 
     // The same in two steps: into one stretch, which is `from` again, and out of it.
     std::vector<unsigned char> staging(total);
     const auto staged = reinterpret_cast<std::uintptr_t>(staging.data());
-    CHECK(disagg::gather(source, nbytes, staged, num_threads) == total);
+    stream_of(disagg::Side::kSource, source, nbytes).gather(0, total, staged, num_threads);
     CHECK(staging == from);
     std::fill(to.begin(), to.end(), static_cast<unsigned char>(0));
-    CHECK(disagg::scatter(destination, nbytes, staged, num_threads) == total);
+    stream_of(disagg::Side::kDestination, destination, nbytes).scatter(0, total, staged, num_threads);
     CHECK(to == expected);
 }
 
@@ -175,13 +191,34 @@ bool refuses(const Function& function) {
 }
 
 void test_refused_packs() {
-    const std::vector<std::uint64_t> one{1}, two{1, 2}, none{}, wraps{~std::uint64_t{0}, 2};
-    CHECK(refuses([&] { disagg::gather(one, two, 0, 1); }));
-    CHECK(refuses([&] { disagg::scatter(two, one, 0, 1); }));
-    CHECK(refuses([&] { disagg::scatter(none, none, 0, 0); }));
-    CHECK(refuses([&] { disagg::gather(two, wraps, 0, 1); }));
+    const std::vector<std::uint64_t> two{1, 2}, wraps{~std::uint64_t{0}, 2};
     CHECK(refuses([&] { disagg::copy_batch({two, two, wraps}, 4); }));
-    CHECK(disagg::gather(none, none, 0, 4) == 0 && disagg::scatter(none, none, 0, 4) == 0);
+    const auto out_of_range = [](const disagg::Stream& stream, std::uint64_t offset, std::uint64_t nbytes) {
+        try {
+            stream.gather(offset, nbytes, 0, 1);
+        } catch (const std::out_of_range&) {
+            return true;
+        }
+        return false;
+    };
+    disagg::Stream empty(disagg::Side::kSource);
+    empty.gather(0, 0, 0, 4);
+    CHECK(empty.total() == 0 && empty.num_pieces() == 0 && out_of_range(empty, 0, 1) && out_of_range(empty, 1, 0));
+    const disagg::Stream three = stream_of(disagg::Side::kSource, two, two);
+    CHECK(three.total() == 3 && out_of_range(three, 2, 2) && out_of_range(three, 4, ~std::uint64_t{0}));
+    CHECK(refuses([&] { three.gather(0, 0, 0, 0); }));
+    // What wraps is refused, within a layer and over all of them.
+    const std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    const std::vector<disagg::TokenRun> long_runs{{0, 0, 0, 0, most}, {0, 0, 0, 0, most}, {0, 0, 0, 0, most}};
+    const disagg::Span dense{{0}, {0}, {0}, {}, {}, {}, 1, true};
+    const disagg::Span many{{0, 1, 2}, {0, 0, 0}, {0, 0, 0}, {}, {}, {}, 1, true};
+    const disagg::Span* const one_layer[]{&dense};
+    const disagg::Span* const layers[]{&many};
+    const std::span<const disagg::TokenRun> three_runs[]{long_runs}, one_run[]{std::span(long_runs).first(1)};
+    CHECK(refuses([&] { empty.append(one_layer, three_runs, std::nullopt); }));
+    CHECK(refuses([&] { empty.append(layers, one_run, std::nullopt); }));
+    CHECK(refuses([&] { empty.append(layers, {}, std::nullopt); }));
+    CHECK(empty.total() == 0);
 }
 
 // ------------------------------------------------------------------------------------------------------------- binding
@@ -374,6 +411,39 @@ Copies naive_expand(const std::vector<disagg::Span>& spans, const std::vector<st
     return copies;
 }
 
+// Streams of both sides have the copies' bytes in their order, whole and cut.
+void test_stream(std::mt19937_64& random, std::vector<disagg::Span> spans,
+                 std::span<const std::span<const disagg::TokenRun>> runs,
+                 const std::optional<std::span<const std::int64_t>>& layers, const Copies& expected) {
+    std::vector<unsigned char> from(2048), to(2048), wanted(2048), content;
+    for (auto& byte : from) byte = static_cast<unsigned char>(random());
+    for (const auto& [s, d, n] : expected) {
+        content.insert(content.end(), from.begin() + static_cast<std::ptrdiff_t>(s),
+                       from.begin() + static_cast<std::ptrdiff_t>(s + n));
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(s), n, wanted.begin() + static_cast<std::ptrdiff_t>(d));
+    }
+    std::vector<const disagg::Span*> pointers;
+    for (auto& span : spans) {
+        for (auto& base : span.source_bases) base += reinterpret_cast<std::uintptr_t>(from.data());
+        for (auto& base : span.destination_bases) base += reinterpret_cast<std::uintptr_t>(to.data());
+        pointers.push_back(&span);
+    }
+    disagg::Stream source(disagg::Side::kSource), destination(disagg::Side::kDestination);
+    source.append(pointers, runs, layers);
+    destination.append(pointers, runs, layers);
+    CHECK(source.total() == content.size() && destination.total() == content.size());
+    std::vector<unsigned char> staging(content.size());
+    for (std::uint64_t offset = 0; offset < content.size();) {
+        const std::uint64_t nbytes = std::min<std::uint64_t>(1 + random() % 40, content.size() - offset);
+        const auto staged = reinterpret_cast<std::uintptr_t>(staging.data()) + offset;
+        source.gather(offset, nbytes, staged, 2);
+        destination.scatter(offset, nbytes, staged, 2);
+        offset += nbytes;
+    }
+    CHECK(staging == content);
+    CHECK(to == wanted);
+}
+
 void test_expand(std::mt19937_64& random) {
     disagg::Columns columns;  // used again and again
     for (int round = 0; round < 5000; ++round) {
@@ -415,7 +485,11 @@ void test_expand(std::mt19937_64& random) {
         for (std::size_t i = 0; i < columns.size(); ++i) {
             found.emplace_back(columns.source()[i], columns.destination()[i], columns.nbytes()[i]);
         }
-        CHECK(found == naive_expand(spans, runs, filtered ? &layers : nullptr));
+        const Copies expected = naive_expand(spans, runs, filtered ? &layers : nullptr);
+        CHECK(found == expected);
+        const auto chosen = filtered ? std::optional(std::span<const std::int64_t>(layers)) : std::nullopt;
+        CHECK(disagg::num_copies(pointers, tables, chosen) >= found.size());
+        test_stream(random, spans, tables, chosen, expected);
 
         // Filled in parts, as several threads would, it is the same.
         if (spans.size() == 1 && !filtered && !found.empty()) {

@@ -189,6 +189,21 @@ class Progressive(Protocol):
         """Do what is due; never blocks."""
 
 
+class Prepared(Protocol):
+    """Copies to one peer, checked once, that may be posted again and again: each time after the last one has settled."""
+
+    def post(self) -> Transfer:
+        """As `Backend.submit`. Raises `PeerUnreachable` where the peer was disconnected, with nothing posted."""
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """An engine for which posting the same copies again costs less than submitting them."""
+
+    def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Prepared:
+        """Get `copies` ready; raises as `Backend.submit`. What it holds in the engine is given back with the peer."""
+
+
 # An address and a size below 2**63 each: their sum never overflows the uint64 columns.
 _Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 

@@ -510,6 +510,23 @@ class MooncakePeer:
         return self._regions
 
 
+class MooncakePrepared:
+    """Pieces that were checked, for one peer."""
+
+    def __init__(self, peer: MooncakePeer, op: Op, pieces: _Pieces) -> None:
+        self._peer = peer
+        self._op = op
+        self._pieces = pieces
+
+    def post(self) -> MooncakeTransfer:
+        if not self._peer.connected:
+            raise PeerUnreachable(f"backend 'mooncake': the peer of epoch {self._peer.epoch} was disconnected")
+        transfer = MooncakeTransfer(self._op, self._pieces)
+        if len(self._pieces):
+            self._peer.queue.submit(transfer)
+        return transfer
+
+
 class MooncakeBackend:
     """One transfer engine; see the module for what it promises.
 
@@ -579,6 +596,10 @@ class MooncakeBackend:
         return peer
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> MooncakeTransfer:
+        return self.prepare(op, peer, copies).post()
+
+    def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> MooncakePrepared:
+        """See `Preparing`: addresses are checked and cut once. The engine itself keeps nothing."""
         self._running()
         if not isinstance(peer, MooncakePeer):
             raise LocalProtocolError(f"backend 'mooncake': expected a peer of its own, found {type(peer).__name__}")
@@ -587,10 +608,7 @@ class MooncakeBackend:
         local, remote = local_and_remote(op, copies)
         self._registered().check(local, copies.nbytes, side="local")
         peer.index.check(remote, copies.nbytes, side="remote")
-        transfer = MooncakeTransfer(op, _pieces(op, copies))
-        if len(transfer.pieces):
-            peer.queue.submit(transfer)
-        return transfer
+        return MooncakePrepared(peer, op, _pieces(op, copies))
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` where the peer's process is proved to have ended and nothing of it can arrive any more: see the module."""

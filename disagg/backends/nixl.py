@@ -90,6 +90,10 @@ logger = logging.getLogger(__name__)
 WARM_UP_S = 10.0
 """How long `connect` waits for the first byte from a peer."""
 PROGRESS_DELAY_US = 1000
+SHM_PROGRESS_DELAY_US = 20_000
+"""Longer where the poster's own thread copies: UCX holds a spinlock meanwhile, and a progress thread that looks in spins on
+it for as long as the copy takes. Messages wake it at once in either case.
+"""
 CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
 """What leaves UCX no choice; see the module for the others."""
 
@@ -154,6 +158,10 @@ def _loopback_device() -> str:
         if flags & 0x8:  # IFF_LOOPBACK
             return name
     raise BackendUnavailable("backend 'nixl': this machine has no loopback network device")
+
+
+def _is_shm_expected(options: BackendOptions) -> bool:
+    return options.wanted is Transport.SHM or (options.wanted is Transport.AUTO and _is_loopback(options.host))
 
 
 def _is_loopback(host: str) -> bool:
@@ -268,6 +276,7 @@ class NixlPeer:
         self.index = RegionIndex(regions)
         self.connected = True
         self.lost: str | None = None  # the engine's words when the connection broke
+        self.prepared: list[NixlPrepared] = []
 
     @property
     def regions(self) -> Sequence[RemoteRegion]:
@@ -277,8 +286,9 @@ class NixlPeer:
 class NixlTransfer:
     """One NIXL request per pair of memory kinds in the batch; see the module for what its states mean."""
 
-    def __init__(self, backend: NixlBackend, peer: NixlPeer, handles: list[int]) -> None:
+    def __init__(self, backend: NixlBackend, peer: NixlPeer, handles: list[int], *, owns_handles: bool = True) -> None:
         self._backend = backend
+        self.owns_handles = owns_handles
         self.peer = peer
         self.handles = handles
         self.running = set(handles)
@@ -301,6 +311,23 @@ class NixlTransfer:
         """`UNSETTLED`, with the first cause."""
         self.status = TransferStatus.UNSETTLED
         self.error = self.error or error
+
+
+class NixlPrepared:
+    """Requests that stay with the engine until the peer is disconnected, or the last posting is closed after that."""
+
+    def __init__(self, backend: NixlBackend, peer: NixlPeer, op: Op, handles: list[int]) -> None:
+        self._backend = backend
+        self._peer = peer
+        self._op = op
+        self.handles = handles
+        self.posted: NixlTransfer | None = None
+
+    def post(self) -> NixlTransfer:
+        if self.posted is not None and self.posted.status is not TransferStatus.DONE:
+            raise LocalProtocolError(f"prepared copies: the last posting is {self.posted.status.value}")
+        self.posted = self._backend.post_again(self._peer, self.handles, self._op)
+        return self.posted
 
 
 class NixlBackend:
@@ -338,7 +365,7 @@ class NixlBackend:
         """The agent, and its UCX engine."""
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
-        config.pthrDelay = PROGRESS_DELAY_US
+        config.pthrDelay = SHM_PROGRESS_DELAY_US if _is_shm_expected(self._options) else PROGRESS_DELAY_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         try:
             agent = self._nixl.nixlAgent(self._agent_name, config)
@@ -359,9 +386,8 @@ class NixlBackend:
         """Break-even with single pieces: about 32 KiB over shared memory, about 256 KiB over a network; small slots stay in
         the cache.
         """
-        wanted = options.wanted
-        if wanted is Transport.SHM or (wanted is Transport.AUTO and _is_loopback(options.host)):
-            return StagingShape(pack_below=32 << 10, slot_nbytes=2 << 20, num_slots=8)
+        if _is_shm_expected(options):
+            return StagingShape(pack_below=32 << 10, slot_nbytes=512 << 10, num_slots=16)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
 
     @property
@@ -497,6 +523,12 @@ class NixlBackend:
             if not isinstance(peer, NixlPeer) or not peer.connected:
                 return
             peer.connected = False
+            for prepared in peer.prepared:
+                if prepared.posted is None or prepared.posted.status is TransferStatus.DONE:
+                    self._discard(prepared.handles)
+                else:
+                    prepared.posted.owns_handles = True
+            peer.prepared.clear()
             self._drop(peer.agent)
 
     def _hold(self, agent: str) -> None:
@@ -536,25 +568,42 @@ class NixlBackend:
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
         with self._lock:
             own = self._reachable(peer)
-            index = self._own_index()
-            local, remote = local_and_remote(op, copies)
-            devices = (
-                _devices(index, index.check(local, copies.nbytes, side="local")),
-                _devices(own.index, own.index.check(remote, copies.nbytes, side="remote")),
+            return self._post(own, self._prepare_all(op, own, copies), op)
+
+    def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlPrepared:
+        """See `Preparing`: posting again costs 4 us over shared memory, where a submit of one copy costs 50."""
+        with self._lock:
+            own = self._reachable(peer)
+            prepared = NixlPrepared(self, own, op, self._prepare_all(op, own, copies))
+            own.prepared.append(prepared)
+            return prepared
+
+    def post_again(self, peer: NixlPeer, handles: list[int], op: Op) -> NixlTransfer:
+        """Post what `prepare` made; the transfer does not give its handles back."""
+        with self._lock:
+            return self._post(self._reachable(peer), handles, op, owns_handles=False)
+
+    def _prepare_all(self, op: Op, peer: NixlPeer, copies: CopyBatch) -> list[int]:
+        """A request for each pair of memory kinds among `copies`, every address of which is checked."""
+        index = self._own_index()
+        local, remote = local_and_remote(op, copies)
+        devices = (
+            _devices(index, index.check(local, copies.nbytes, side="local")),
+            _devices(peer.index, peer.index.check(remote, copies.nbytes, side="remote")),
+        )
+        handles: list[int] = []
+        for kinds, chosen in _by_kind(devices):
+            rows = tuple(
+                _rows(addresses[chosen], copies.nbytes[chosen], numbers[chosen])
+                for addresses, (_, numbers) in zip((local, remote), devices, strict=True)
             )
-            handles = []
-            for kinds, chosen in _by_kind(devices):
-                rows = tuple(
-                    _rows(addresses[chosen], copies.nbytes[chosen], numbers[chosen])
-                    for addresses, (_, numbers) in zip((local, remote), devices, strict=True)
-                )
-                memory_kinds = self._memory_kind(kinds[0]), self._memory_kind(kinds[1])
-                try:
-                    handles.append(self._prepare(op, own, memory_kinds, (rows[0], rows[1])))
-                except BackendError:
-                    self._discard(handles)
-                    raise
-            return self._post(own, handles, op)
+            memory_kinds = self._memory_kind(kinds[0]), self._memory_kind(kinds[1])
+            try:
+                handles.append(self._prepare(op, peer, memory_kinds, (rows[0], rows[1])))
+            except BackendError:
+                self._discard(handles)
+                raise
+        return handles
 
     def _reachable(self, peer: RemotePeer) -> NixlPeer:
         """`peer` as this backend's; raises where nothing may be posted to it."""
@@ -578,8 +627,8 @@ class NixlBackend:
             self._handles.add(handle)
             return handle
 
-    def _post(self, peer: NixlPeer, handles: list[int], op: Op) -> NixlTransfer:
-        transfer = NixlTransfer(self, peer, handles)
+    def _post(self, peer: NixlPeer, handles: list[int], op: Op, *, owns_handles: bool = True) -> NixlTransfer:
+        transfer = NixlTransfer(self, peer, handles, owns_handles=owns_handles)
         with self._lock:
             self._check_open()
             self._hold(peer.agent)
@@ -622,10 +671,12 @@ class NixlBackend:
         return True
 
     def release(self, transfer: NixlTransfer) -> None:
-        """Give a settled transfer's handles back."""
+        """Give a settled transfer's handles back, unless they are kept to be posted again."""
+        if not transfer.owns_handles:
+            return
         with self._lock:
             self._discard(transfer.handles)
-            transfer.handles.clear()
+            transfer.handles = []
 
     def _discard(self, handles: Sequence[int]) -> None:
         for handle in handles:

@@ -43,6 +43,7 @@ from disagg.backends.base import (
     BackendOptions,
     Fence,
     Op,
+    Preparing,
     Progressive,
     RemotePeer,
     Transfer,
@@ -438,6 +439,39 @@ class BackendContract:
             self.run(backend.submit(op, peer, batch_of(op, local, target.arena, pieces)), backend)
             np.testing.assert_array_equal(destination.memory, after, err_msg=name)
             np.testing.assert_array_equal(source.memory, before, err_msg=name)
+
+    @pytest.mark.parametrize("op", Op)
+    def test_prepared_copies_are_posted_again_and_again(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
+        """New bytes each time; refused like any others; and gone with their peer, of whatever state."""
+        if not isinstance(backend, Preparing):
+            pytest.skip(f"backend {backend.name!r} prepares nothing")
+        peer, kept = (backend.connect(target.endpoint, epoch=epoch) for epoch in (1, 2))
+        pieces = [(0, 7, 1, 3, 1000), (1, 0, 0, 70_001, 65_536)]
+        prepared = backend.prepare(op, peer, batch_of(op, local, target.arena, pieces))
+        never_posted = backend.prepare(op, peer, batch_of(op, local, target.arena, pieces[:1]))
+        other = backend.prepare(op, kept, batch_of(op, local, target.arena, pieces))
+        destination = target.arena if op is Op.WRITE else local
+        for seed in range(3):
+            local.scramble(2 * seed + 50)
+            target.arena.scramble(2 * seed + 51)
+            after = expected_after(op, local, target.arena, pieces)
+            self.run(prepared.post(), backend)
+            np.testing.assert_array_equal(destination.memory, after)
+        for outside in _outside(local):
+            with pytest.raises(NotRegistered):
+                backend.prepare(Op.WRITE, peer, _batch([outside[0]], [target.arena.address(0)], [outside[1]]))
+        under_way = prepared.post()
+        backend.disconnect(peer)
+        for gone in (prepared, never_posted):
+            with pytest.raises((PeerUnreachable, LocalProtocolError)):
+                gone.post()
+        self.run(under_way, backend)
+        with pytest.raises(PeerUnreachable):
+            backend.prepare(op, peer, batch_of(op, local, target.arena, pieces))
+        target.arena.scramble(99)
+        after = expected_after(op, local, target.arena, pieces)
+        self.run(other.post(), backend)
+        np.testing.assert_array_equal(destination.memory, after)
 
     @pytest.mark.parametrize("op", Op)
     def test_an_empty_batch_is_done_at_once(self, op: Op, backend: Backend, target: Target) -> None:

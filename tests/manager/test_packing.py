@@ -7,12 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from disagg import ConfigError, RemoteProtocolError, _core, new_request_id
+from disagg import ConfigError, RemoteProtocolError, new_request_id, transfers
 from disagg.backends.base import StagingShape
 from disagg.memory import RemoteRegion
 from disagg.packing import Packing
@@ -21,36 +18,13 @@ from disagg.session import Limits, PeerRank, RequestKey, Ticket
 from disagg.session.receive import ReceiveSession
 from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
 from disagg.testing.reference import PageList
-from disagg.transfers import SlotFilled, Stream, Unpack, Unpacked
+from disagg.transfers import SlotFilled, Unpack, Unpacked
 from disagg.wire import Complete, Credit, Filled, Part
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 PEER = PeerRank("prefill-0", 0)
 SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
 PLAN = TransferPlan({})
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
-def test_a_cut_of_a_stream_is_those_bytes_in_order(sizes: list[int], data: st.DataObject) -> None:
-    total = sum(sizes)
-    bases = [1000 * (i + 1) for i in range(len(sizes))]
-    everything = [base + i for base, size in zip(bases, sizes, strict=True) for i in range(size)]
-    stream = Stream(np.array(bases, dtype=np.uint64), np.array(sizes, dtype=np.uint64))
-    offset = data.draw(st.integers(0, total - 1))
-    nbytes = data.draw(st.integers(1, total - offset))
-    addresses, lengths = stream.cut(offset, nbytes)
-    assert stream.total == total
-    assert int(lengths.sum()) == nbytes
-    found = [int(a) + i for a, n in zip(addresses, lengths, strict=True) for i in range(int(n))]
-    assert found == everything[offset : offset + nbytes]
-    assert stream.addresses.tolist() == bases
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 0), (5, 6), (10, 1), (0, 11)])
-def test_what_a_stream_does_not_have_cannot_be_cut(offset: int, nbytes: int) -> None:
-    stream = Stream(np.array([4096], dtype=np.uint64), np.array([10], dtype=np.uint64))
-    with pytest.raises(RemoteProtocolError, match="packed stream of 10 bytes"):
-        stream.cut(offset, nbytes)
 
 
 @pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
@@ -293,16 +267,16 @@ def test_messages_about_slots_may_be_lost(monkeypatch: pytest.MonkeyPatch, lost:
 def test_rows_are_not_given_back_while_they_are_being_unpacked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
         entered, go_on = threading.Event(), threading.Event()
-        scatter = _core.scatter
+        scatter = transfers._scatter
         scatter_thread = made.decode[0].manager._hub._worker._thread
 
-        def slow(*arguments: Any) -> int:
+        def slow(unpack: Unpack) -> None:
             if threading.current_thread() is scatter_thread:
                 entered.set()
                 assert go_on.wait(DEADLINE_S)
-            return scatter(*arguments)
+            scatter(unpack)
 
-        monkeypatch.setattr(_core, "scatter", slow)
+        monkeypatch.setattr(transfers, "_scatter", slow)
         request = new_request_id()
         receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]

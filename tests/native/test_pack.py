@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import _core
-from disagg.testing.twins import gather_numpy, scatter_numpy
+from disagg.layout import EVERYTHING
+from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, place
+from disagg.rows import Pages
+from disagg.testing.twins import bind_numpy, gather_numpy, scatter_numpy
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from((64, 128, 256, 512, 1024, 4096, 4097, 5000)))
 
@@ -34,12 +38,24 @@ def pieces(sizes: list[int], *, seed: int, align: int) -> tuple[npt.NDArray[np.u
     }
 
 
+def stream_of(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64], *, source: bool) -> Stream:
+    """The stream of these pieces: bytes are its tokens, addresses its rows."""
+    one = np.zeros(1, dtype=np.uint64)
+    span = _core.Span(np.zeros(1, np.int64), one, one, row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True)
+    at, sizes = addresses[nbytes > 0].astype(np.int64), nbytes[nbytes > 0].astype(np.int64)
+    stream = Stream(source=source)
+    stream.append([span], [np.stack((at, 0 * at, at, 0 * at, sizes), axis=1)], None)
+    return stream
+
+
 @given(st.lists(SIZES, max_size=60), st.integers(0, 2**32), st.sampled_from((1, 16, 64)), st.integers(1, 4))
 def test_packing_is_that_of_the_twin(sizes: list[int], seed: int, align: int, num_threads: int) -> None:
     memory, where = pieces(sizes, seed=seed, align=align)
     total = sum(sizes)
     staging = np.full(total + 2, 0xA5, dtype=np.uint8)
-    assert _core.gather(where["addresses"], where["nbytes"], staging.ctypes.data + 1, num_threads) == total
+    stream = stream_of(where["addresses"], where["nbytes"], source=True)
+    assert stream.total == total
+    stream.gather(0, total, staging.ctypes.data + 1, num_threads)
     expected = gather_numpy(memory, where["offsets"], where["nbytes"])
     assert (staging[1:-1] == expected).all()
     assert staging[0] == staging[-1] == 0xA5
@@ -47,7 +63,8 @@ def test_packing_is_that_of_the_twin(sizes: list[int], seed: int, align: int, nu
     wanted = memory.copy()
     content = np.random.default_rng(seed + 1).integers(0, 256, total, dtype=np.uint8)
     scatter_numpy(wanted, where["offsets"], where["nbytes"], content)
-    assert _core.scatter(where["addresses"], where["nbytes"], content.ctypes.data, num_threads) == total
+    stream = stream_of(where["addresses"], where["nbytes"], source=False)
+    stream.scatter(0, total, content.ctypes.data, num_threads)
     assert (memory == wanted).all()
 
 
@@ -58,13 +75,14 @@ def test_large_batches_of_equal_pieces(size: int, align: int, num_threads: int) 
     sizes = [size] * max(2, 4_000_000 // size)
     memory, where = pieces(sizes, seed=size, align=align)
     staging = np.zeros(sum(sizes), dtype=np.uint8)
-    assert _core.gather(where["addresses"], where["nbytes"], staging.ctypes.data, num_threads) == len(staging)
+    total = len(staging)
+    stream_of(where["addresses"], where["nbytes"], source=True).gather(0, total, staging.ctypes.data, num_threads)
     index = np.concatenate([np.arange(o, o + size) for o in where["offsets"].astype(np.int64)])
     assert (staging == memory[index]).all()
     wanted = memory.copy()
     staging ^= 0xFF
     wanted[index] = staging
-    assert _core.scatter(where["addresses"], where["nbytes"], staging.ctypes.data, num_threads) == len(staging)
+    stream_of(where["addresses"], where["nbytes"], source=False).scatter(0, total, staging.ctypes.data, num_threads)
     assert (memory == wanted).all()
     memory[:] = 0
     places = np.cumsum(where["nbytes"]) - where["nbytes"] + np.uint64(staging.ctypes.data)
@@ -73,33 +91,100 @@ def test_large_batches_of_equal_pieces(size: int, align: int, num_threads: int) 
     assert int(memory.sum()) == int(staging.sum())
 
 
-NONE, SOME, MORE = (np.zeros(n, dtype=np.uint64) for n in (0, 1, 2))
+@st.composite
+def shapes(draw: st.DrawFn) -> SpanClass:
+    """Copies of any shape whose offsets stay below 2,000 on both sides; neighbours touch more often than not."""
+    nbytes = draw(st.integers(1, 4))
+    stride = st.one_of(st.just(nbytes), st.integers(0, 12))
+    layers = draw(st.lists(st.integers(0, 5), max_size=4))
+    bases = st.lists(st.integers(0, 30), min_size=len(layers), max_size=len(layers)).map(lambda b: np.array(b, np.uint64))
+    return SpanClass(
+        role="k",
+        layers=np.array(layers, dtype=np.int64),
+        source_bases=draw(bases),
+        destination_bases=draw(bases),
+        row_strides=draw(st.tuples(st.integers(0, 100), st.integers(0, 100))),
+        token_strides=draw(st.tuples(stride, stride)),
+        granule=1,
+        dims=tuple(draw(st.lists(st.tuples(st.integers(0, 3), stride, stride), max_size=3))),
+        nbytes=nbytes,
+        dense=draw(st.booleans()),
+    )
+
+
+IDS = st.permutations(range(8)).map(lambda ids: Pages(np.array(ids, np.int32)))
+
+
+@given(st.lists(shapes(), max_size=3), IDS, IDS, st.sampled_from((None, (), (1, 3))), st.data())
+def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
+    spans: list[SpanClass], ours: Pages, theirs: Pages, layers: tuple[int, ...] | None, data: st.DataObject
+) -> None:
+    """Whole, cut anywhere, and of chosen spans; against the twin of `bind`, which expands every piece."""
+    plan = ComponentPlan("kv", RowSpace(4, 8, EVERYTHING), RowSpace(2, 8, EVERYTHING), tuple(spans))
+    rows: dict[str, Any] = {"source": ours, "destination": theirs, "tokens": (1, 15), "layers": layers}
+    copies = bind_numpy(plan, **rows)
+    memory = np.random.default_rng(7).integers(0, 256, (2, 2048), dtype=np.uint8)
+    content = gather_numpy(memory[0], copies.source, copies.nbytes)
+    wanted = memory[1].copy()
+    scatter_numpy(wanted, copies.destination, copies.nbytes, content)
+
+    at = [np.uint64(side.ctypes.data) for side in memory]
+    moved = [replace(s, source_bases=s.source_bases + at[0], destination_bases=s.destination_bases + at[1]) for s in spans]
+    placed = place(replace(plan, spans=tuple(moved)), **rows)
+    source, destination = Stream(source=True), Stream(source=False)
+    for stream in (source, destination):
+        placed.append_to(stream)
+        assert stream.total == len(content)
+        assert stream.num_pieces <= sum(len(span.layers) for span in spans) * 14 * 27
+    assert placed.num_copies() >= len(copies)
+    staging = np.zeros(len(content), dtype=np.uint8)
+    cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=4))
+    for start, stop in itertools.pairwise(sorted({0, *cuts, len(content)})):
+        source.gather(start, stop - start, staging.ctypes.data + start)
+        destination.scatter(start, stop - start, staging.ctypes.data + start)
+    assert (staging == content).all()
+    assert (memory[1] == wanted).all()
+
+    one = Stream(source=True)
+    chosen = place(plan, **rows, spans=range(len(spans))[1:2])
+    chosen.append_to(one)
+    assert one.total == bind_numpy(replace(plan, spans=tuple(spans[1:2])), **rows).total_nbytes
+    assert chosen.copies().total_nbytes == one.total
+
+
+MORE = np.zeros(2, dtype=np.uint64)
 WRAPS = np.array([2**64 - 1, 2], dtype=np.uint64)
 
 
-@pytest.mark.parametrize("function", [_core.gather, _core.scatter])
-def test_bad_arguments_are_refused(function: Callable[..., int]) -> None:
-    assert function(NONE, NONE, 0) == 0
-    assert function(SOME, SOME, 0, 4) == 0
-    with pytest.raises(ValueError, match="addresses has 1 entries, nbytes has 2"):
-        function(SOME, MORE, 0)
-    with pytest.raises(ValueError, match="num_threads"):
-        function(SOME, SOME, 0, 0)
-    with pytest.raises(ValueError, match="sum"):
-        function(MORE, WRAPS, 0)
-    arguments: list[tuple[Any, ...]] = [
-        (SOME.astype(np.int64), SOME, 0),
-        (SOME, SOME.astype(np.float64), 0),
-        (SOME, SOME, -1),
-        (SOME, SOME, 2**64),
-        (SOME.reshape(1, 1), SOME, 0),
-        (np.zeros(4, np.uint64)[::2], MORE, 0),
-        ([0], SOME, 0),
-        (None, SOME, 0),
-    ]
-    for wrong in arguments:
-        with pytest.raises(TypeError):
-            function(*wrong)
+def test_bad_arguments_are_refused() -> None:
+    stream = stream_of(MORE, MORE + np.uint64(5), source=True)
+    empty = Stream(source=False)
+    for function in (stream.gather, stream.scatter, empty.gather, empty.scatter):
+        function(0, 0, 0)
+        for offset, nbytes in ((11, 0), (0, 11), (9, 2), (2**64 - 1, 2)):
+            with pytest.raises(IndexError, match="expected a range of it"):
+                function(offset, nbytes, 0)
+        with pytest.raises(ValueError, match="num_threads"):
+            function(0, 0, 0, 0)
+        wrong: list[tuple[Any, ...]] = [(-1, 1, 0), (0, -1, 0), (0, 1, -1), (0, 2**64, 0), (0.5, 1, 0), (None, 1, 0)]
+        for arguments in wrong:
+            with pytest.raises(TypeError):
+                function(*arguments)
+    span = _core.Span(
+        np.zeros(1, np.int64), MORE[:1], MORE[:1], row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True
+    )
+    table = np.array([[0, 0, 0, 0, 1]])
+    for count in (empty.append, _core.num_copies):
+        for spans, runs, error in (
+            ([span], [], ValueError),
+            ([span], [np.array([[0, 0, 0, 0, 0]])], ValueError),
+            ([None], [table], TypeError),
+            ([span], [None], TypeError),
+            ([span], [table.astype(np.uint64)], TypeError),
+        ):
+            with pytest.raises(error):
+                count(spans, runs, None)  # type: ignore[arg-type]
+    assert empty.total == 0
 
 
 def test_copies_whose_sum_wraps_are_refused() -> None:
