@@ -23,6 +23,7 @@
 #include "digest.hpp"
 #include "group_runs.hpp"
 #include "pack.hpp"
+#include "regions.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -213,6 +214,21 @@ void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTa
     self.append(shapes.spans, shapes.runs, shapes.layers);
 }
 
+std::tuple<Int64Array, std::size_t> locate(const Addresses& starts, const Addresses& stops, const Addresses& addresses,
+                                           const Addresses& nbytes) {
+    const std::size_t count = addresses.shape(0);
+    Buffer memory = allocate(count);
+    std::size_t found = 0;
+    {
+        const nb::gil_scoped_release released;
+        found = disagg::locate(view(starts), view(stops), view(addresses), view(nbytes), {memory.get(), count});
+    }
+    std::int64_t* const p = memory.get();
+    const nb::capsule owner(p, [](void* pointer) noexcept { std::free(pointer); });
+    memory.release();
+    return {Int64Array(p, {count}, owner), found};
+}
+
 using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases, const RunTable& runs,
@@ -270,6 +286,9 @@ NB_MODULE(_core, m) {
     m.def("num_copies", &num_copies, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
           "How many copies expand would give, but for neighbours in different layers or spans. ValueError as for expand.");
 
+    m.def("locate", &locate, "starts"_a.noconvert(), "stops"_a.noconvert(), "addresses"_a.noconvert(), "nbytes"_a.noconvert(),
+          "Which region [starts[k], stops[k]) holds each range of memory whole: int64, and how many come before the first\n"
+          "that none holds, behind which nothing is defined. Starts ascend. ValueError: columns of different lengths.");
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"

@@ -134,6 +134,15 @@ class Stream:
         Many bytes are written past the caches, but for short pieces. Raises as `gather` does.
         """
 
+def locate(
+    starts: _Addresses, stops: _Addresses, addresses: _Addresses, nbytes: _Addresses
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Which region `[starts[k], stops[k])` holds each of `[addresses[i], + nbytes[i])` whole; `starts` ascend.
+
+    And how many of them come before the first that no region holds: behind it nothing is defined. Raises `ValueError` for
+    columns of different lengths.
+    """
+
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
 

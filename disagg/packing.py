@@ -55,13 +55,14 @@ def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) 
             _place, component, written, source, unpack_rows(reserved), start.reserve.need[written.component][1]
         )
         small = tuple(i for i, span in enumerate(component.spans) if is_small(component, span, pack_below))
-        if not small or placed().num_copies() < MIN_PIECES:
-            direct.append(placed().copies())
+        whole = placed()
+        if not small or whole.num_copies() < MIN_PIECES:
+            direct.append(whole.copies())
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
         if large:
             direct.append(placed(large).copies())
-        placed(small).append_to(stream)
+        (placed(small) if large else whole).append_to(stream)
         parts.append(Part(written.component, small, written.layers, written.start, written.stop))
     return Bound(CopyBatch.concatenate(direct), stream, tuple(parts))
 

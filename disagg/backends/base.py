@@ -13,10 +13,12 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from disagg import _core
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, NotRegistered, RemoteProtocolError
-from disagg.memory import Device, MemoryRegion, RemoteRegion
+from disagg.memory import CPU, Device, MemoryRegion, RemoteRegion
 from disagg.rdma import rdma_refusal
 
 
@@ -248,23 +250,17 @@ class RegionIndex:
     def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
         ordered = sorted(regions, key=lambda r: r.address)
         self.regions = tuple(ordered)
+        self.all_on_cpu = all(region.device == CPU for region in ordered)
         self._starts = np.array([r.address for r in ordered], dtype=np.uint64)
         self._stops = np.array([r.address + r.nbytes for r in ordered], dtype=np.uint64)
 
-    def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> np.ndarray:
+    def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
         """The index, in `regions`, of each copy's region; raises `NotRegistered` naming the first copy outside all."""
-        where = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
-        inside = where >= 0
-        if len(self._stops):
-            stops = self._stops[np.maximum(where, 0)]
-            inside &= (addresses <= stops) & (nbytes <= stops - np.minimum(addresses, stops))
-        else:
-            inside[:] = False
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
+        where, inside = _core.locate(self._starts, self._stops, addresses, nbytes)
+        if inside < len(addresses):
             raise NotRegistered(
-                f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none of "
-                f"the {len(self.regions)} registered regions; nothing was posted"
+                f"{side} copy {inside} of {len(addresses)}: [{int(addresses[inside]):#x}, +{int(nbytes[inside])}) is in none "
+                f"of the {len(self.regions)} registered regions; nothing was posted"
             )
         return where
 
