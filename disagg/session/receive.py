@@ -219,7 +219,7 @@ class Receives:
 
         Raises `LocalProtocolError` where this attempt was opened before.
         """
-        if (peer, key) in self.sessions or (peer, key) in self._ended:
+        if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
             raise LocalProtocolError(
                 f"request {key}: this attempt was already received from {peer!r}; use a new attempt number"
             )
@@ -320,7 +320,7 @@ class Receives:
 
     def _end(self, session: ReceiveSession, *, ok: bool) -> None:
         outcome = Outcome(**ids(session.key), nonce=session.nonce, ok=ok, reason=brief(session.error))
-        self._ended.put((session.peer, session.key), Tombstone(session.nonce, outcome))
+        self._ended.put(session.peer, session.key, Tombstone(session.nonce, outcome))
         del self.sessions[session.peer, session.key]
         session.lease.release()
         for peer, writer in session.writers.items():
@@ -411,7 +411,7 @@ class Receives:
 
     def _answer_ended(self, peer: PeerRank, message: Complete | Abort | Drained) -> None:
         """Say again how an attempt ended, to a writer that did not hear it."""
-        tombstone = self._ended.get((peer.instance, key_of(message)))
+        tombstone = self._ended.get(peer.instance, key_of(message))
         if tombstone is not None and tombstone.outcome is not None and tombstone.nonce == message.nonce:
             self._effects.append(SendMessage(peer, tombstone.outcome))
         elif not isinstance(message, Abort):

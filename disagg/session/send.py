@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from disagg.session.types import (
     ids,
     key_of,
 )
-from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PartialSums, Reserve, TokenRange, Written
+from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PagesRow, PartialSums, Reserve, TokenRange, Written
 
 
 class SendState(enum.Enum):
@@ -70,7 +70,7 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `lost_at` is the epoch that it was lost at."""
+    """One destination rank of a send. `told`: it knows that the attempt has failed. `lost_at`: the epoch of its loss."""
 
     state: SendState = SendState.AWAITED
     reserve: Reserve | None = None
@@ -81,6 +81,7 @@ class Destination:
     sums: dict[int, tuple[PartialSums, ...]] = field(default_factory=dict)
     started: int = 0
     reason: str = ""
+    told: bool = False
     ok: bool = False
     retry_at: float = NEVER
     retry_s: float = 0.0
@@ -98,7 +99,7 @@ class Destination:
     @property
     def waiting(self) -> bool:
         """Whether it was told something that it has not answered."""
-        return self.state in (SendState.COMPLETED, SendState.DRAINED)
+        return self.state in (SendState.COMPLETED, SendState.DRAINED) or (self.state is SendState.ABORTING and not self.told)
 
 
 @dataclass
@@ -143,23 +144,36 @@ class SendSession:
 
 
 class _Parked:
-    """Reserves whose `sender` has not been opened yet, and aborts that came even before their reserve; bounded."""
+    """Reserves whose `sender` has not been opened yet, and aborts that came even before their reserve; bounded, by number
+    and by bytes, for each instance that they come from.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._messages: dict[RequestKey, dict[PeerRank, Reserve | Abort]] = {}
         self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
+        self._count: Counter[str] = Counter()
+        self._nbytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def count(self, peer: PeerRank) -> int:
+        """How many are parked of a rank's instance."""
+        return self._count[peer.instance]
 
     def get(self, peer: PeerRank, key: RequestKey) -> Reserve | Abort | None:
         return self._messages.get(key, {}).get(peer)
 
     def put(self, peer: PeerRank, key: RequestKey, message: Reserve | Abort, now: float) -> bool:
         """Whether there was room for it."""
-        if len(self._order) >= self._limits.max_parked_reserves:
+        whose, nbytes = peer.instance, _nbytes(message)
+        if self._count[whose] >= self._limits.max_parked_reserves:
             return False
+        if self._nbytes[whose] + nbytes > self._limits.max_parked_nbytes:
+            return False
+        self._count[whose] += 1
+        self._nbytes[whose] += nbytes
         self._messages.setdefault(key, {})[peer] = message
         self._order[key, peer] = now + self._limits.parked_reserve_s
         return True
@@ -173,7 +187,8 @@ class _Parked:
 
     def drop(self, peer: PeerRank, key: RequestKey) -> None:
         if self._order.pop((key, peer), None) is not None:
-            del self._messages[key][peer]
+            self._count[peer.instance] -= 1
+            self._nbytes[peer.instance] -= _nbytes(self._messages[key].pop(peer))
             if not self._messages[key]:
                 del self._messages[key]
 
@@ -191,6 +206,12 @@ class _Parked:
             if now < expires:
                 return
             self.drop(peer, key)
+
+
+def _nbytes(message: Reserve | Abort) -> int:
+    """What a parked message takes, about: ids are nearly all of a large one."""
+    rows = message.rows.values() if isinstance(message, Reserve) else ()
+    return 512 + sum(len(row.ids) for row in rows if isinstance(row, PagesRow))
 
 
 class Sends:
@@ -221,7 +242,7 @@ class Sends:
 
         Raises `LocalProtocolError` where this attempt was opened before.
         """
-        if (peer, key) in self.sessions or (peer, key) in self._ended:
+        if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
             raise LocalProtocolError(f"request {key}: this attempt was already sent to {peer!r}; use a new attempt number")
         session = SendSession(key, peer, expected, peer_group_size, deadline, tag)
         self.sessions[peer, key] = session
@@ -310,7 +331,7 @@ class Sends:
     def on_reserve(self, peer: PeerRank, message: Reserve, now: float) -> None:
         key = key_of(message)
         session = self.sessions.get((peer.instance, key))
-        ended = self._ended.get((peer, key)) or self._ended.get((peer.instance, key))
+        ended = self._ended.get(peer, key) or self._ended.get(peer.instance, key)
         known = session.destinations.get(peer) if session else None
         if known is not None:
             if known.reserve is None:
@@ -348,7 +369,7 @@ class Sends:
         if parked is not None and parked != message:
             self._refuse(peer, message, "this attempt is already reserved, with another nonce or other content")
         elif parked is None and not self._parked.put(peer, key, message, now):
-            reason = f"{len(self._parked)} reservations wait for their senders"
+            reason = f"{self._parked.count(peer)} reservations of {peer.instance!r} wait for their senders"
             busy = Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=self._limits.busy_retry_s)
             self._effects.append(SendMessage(peer, busy))
 
@@ -413,26 +434,30 @@ class Sends:
         if not self._step(destination, SendStep.FAILURE):
             return
         destination.reason = destination.reason or reason
-        assert destination.reserve is not None
+        destination.told = told
         if not told:
-            self._schedule(session, destination, now)
-            nonce = destination.reserve.nonce
-            abort = Abort(**ids(session.key), nonce=nonce, reason=reason, from_writer=True)
-            self._effects.append(SendMessage(peer, abort))
+            self._say_abort(session, peer, destination, now)
         self._progress(session, peer, destination, now)
+
+    def _say_abort(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        assert destination.reserve is not None
+        self._schedule(session, destination, now)
+        nonce, reason = destination.reserve.nonce, destination.reason
+        abort = Abort(**ids(session.key), nonce=nonce, reason=reason, from_writer=True)
+        self._effects.append(SendMessage(peer, abort))
 
     def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
         key = key_of(message)
         session = self.sessions.get((peer.instance, key))
         destination = session.destinations.get(peer) if session else None
         if session is None or destination is None or destination.reserve is None:
-            if (peer, key) not in self._ended:
-                self._ended.put((peer, key), Tombstone(message.nonce, reason=message.reason))
+            if self._ended.get(peer, key) is None:
+                self._ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
             self._parked.drop(peer, key)
             if session is not None and session.may_reserve(peer):
                 self._unreserved_end(session, peer, message.reason)
-            elif session is None and (peer.instance, key) not in self._ended:
+            elif session is None and self._ended.get(peer.instance, key) is None:
                 self._parked.put(peer, key, message, now)
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
@@ -441,6 +466,7 @@ class Sends:
         if destination.state is SendState.DRAINED or (destination.ended and destination.quiet):
             self._say_drained(session, peer, destination, now)
         else:
+            destination.told = True
             self._fail_destination(session, peer, destination, message.reason, now, told=True)
         self._settle(session)
 
@@ -456,6 +482,7 @@ class Sends:
         destination = session.destinations.get(peer) if session else None
         if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
             return
+        destination.told |= not message.ok
         if destination.state is SendState.ACTIVE and not message.ok:
             self._fail_destination(session, peer, destination, message.reason, now, told=True)
         if self._step(destination, SendStep.OUTCOME):
@@ -492,7 +519,7 @@ class Sends:
         self._served[session.key].discard(session.peer)
         if not self._served[session.key]:
             del self._served[session.key]
-        self._ended.put((session.peer, session.key), Tombstone(None, reason=brief(session.error)))
+        self._ended.put(session.peer, session.key, Tombstone(None, reason=brief(session.error)))
 
     def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
         """Its share of every request ends; source rows stay leased while a transfer to it may still read them."""
@@ -522,6 +549,8 @@ class Sends:
                 continue
             if destination.state is SendState.COMPLETED:
                 self._say_complete(session, peer, destination, now)
+            elif destination.state is SendState.ABORTING:
+                self._say_abort(session, peer, destination, now)
             else:
                 self._say_drained(session, peer, destination, now)
 

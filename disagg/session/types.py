@@ -39,9 +39,10 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol; seconds."""
+    """Bounds and times of the protocol; seconds. Counts and bytes are for each peer instance: none takes another's share."""
 
     max_parked_reserves: int = 16384
+    max_parked_nbytes: int = 256 << 20
     max_tombstones: int = 65536
     retry_s: float = 0.5
     max_retry_s: float = 5.0
@@ -145,18 +146,31 @@ class Tombstone:
     reason: str = ""
 
 
-class Tombstones(OrderedDict[Hashable, Tombstone]):
-    """The newest `limit` tombstones."""
+class Tombstones:
+    """The newest `limit` tombstones of each peer instance."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
         self._limit = limit
+        self._by_instance: dict[str, OrderedDict[Hashable, Tombstone]] = {}
 
-    def put(self, key: Hashable, tombstone: Tombstone) -> None:
-        self[key] = tombstone
-        self.move_to_end(key)
-        while len(self) > self._limit:
-            self.popitem(last=False)
+    def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
+        """Remember how an attempt of an instance, or of one of its ranks, has ended."""
+        found = self._by_instance.setdefault(_instance(peer), OrderedDict())
+        found[peer, key] = tombstone
+        found.move_to_end((peer, key))
+        while len(found) > self._limit:
+            found.popitem(last=False)
+
+    def get(self, peer: str | PeerRank, key: RequestKey) -> Tombstone | None:
+        found = self._by_instance.get(_instance(peer))
+        return found.get((peer, key)) if found is not None else None
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self._by_instance.values())
+
+
+def _instance(peer: str | PeerRank) -> str:
+    return peer.instance if isinstance(peer, PeerRank) else peer
 
 
 class Timed(Protocol):

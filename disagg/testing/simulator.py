@@ -749,9 +749,10 @@ class World:
                     raise Violation(f"{session.key} on {host.name}: {before} became {state}")
                 seen[peer] = state
         limits, sends, receives = self.scenario.limits, host.sessions.sends, host.sessions.receives
-        if len(sends._parked) > limits.max_parked_reserves:
+        peers = len({peer.instance for peer in self.hosts})
+        if len(sends._parked) > limits.max_parked_reserves * peers:
             raise Violation(f"{host.name} has {len(sends._parked)} parked reserves")
-        if max(len(sends._ended), len(receives._ended)) > limits.max_tombstones:
+        if max(len(sends._ended), len(receives._ended)) > limits.max_tombstones * peers:
             raise Violation(f"{host.name} has {len(sends._ended)} and {len(receives._ended)} tombstones")
 
     def _check_received(self, host: Host, opened: Opened, event: Event) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disagg.errors import RequestAborted
 from disagg.rows import Pages
 from disagg.session import Chunk, Limits, PeerRank, RequestKey, SendMessage, SendSession, SendState, Sessions, StartTransfer
 from disagg.wire import Abort, Busy, Drained, Message, Outcome, Reserve, pack_rows
@@ -77,7 +78,7 @@ def test_beyond_the_bound_a_reserve_is_told_busy_and_may_come_again() -> None:
     sessions = Sessions(limits=Limits(max_parked_reserves=2, busy_retry_s=0.25))
     for number in range(3):
         sessions.on_message(D0, reserve(numbered(number)), 0.0)
-    busy = Busy(**named(numbered(2)), reason="2 reservations wait for their senders", retry_after_s=0.25)
+    busy = Busy(**named(numbered(2)), reason="2 reservations of 'D' wait for their senders", retry_after_s=0.25)
     assert said(sessions) == [(D0, busy)]
     send(sessions, numbered(0))
     sessions.on_message(D0, reserve(numbered(2)), 0.3)
@@ -237,3 +238,56 @@ def test_two_instances_may_be_served_the_same_request_by_two_senders() -> None:
         sessions.sends.finish(session, b"", 0.0)
         sessions.on_message(peer, Outcome(**named(KEY, nonce), ok=True), 0.0)
     assert (sessions.sends.sessions, sessions.sends._served) == ({}, {})
+
+
+def test_no_instance_takes_anothers_room() -> None:
+    """Neither among the parked, nor among what is remembered of ended attempts."""
+    sessions = Sessions(limits=Limits(max_parked_reserves=3, max_tombstones=3))
+    sessions.on_message(E0, reserve(numbered(99)), 0.0)
+    sessions.on_message(E0, abort(numbered(98)), 0.0)
+    for number in range(20):
+        sessions.on_message(D0, reserve(numbered(number)), 0.0)
+        sessions.on_message(D1, abort(numbered(100 + number)), 0.0)
+    said(sessions)
+    sessions.on_message(E0, reserve(numbered(97)), 0.0)
+    sessions.on_message(E0, reserve(numbered(98)), 0.0)
+    assert [type(message) for _, message in said(sessions)] == [Abort, Drained]
+    assert sessions.sends._parked.count(D0) == 3
+    assert sessions.sends._parked.get(E0, numbered(97)) is not None
+    assert sessions.sends._ended.get(D1, numbered(100)) is None
+
+
+def test_parked_reserves_are_bounded_by_their_bytes_as_well() -> None:
+    many = Pages(np.arange(1000))
+    large = Reserve(
+        **named(numbered(1)), source_group=0, destination_group=0, rows={"kv": pack_rows(many)}, need={"kv": (0, 20)}
+    )
+    sessions = Sessions(limits=Limits(max_parked_nbytes=5000))
+    sessions.on_message(D0, large, 0.0)
+    assert said(sessions) == []
+    sessions.on_message(D0, reserve(numbered(2)), 0.0)
+    assert [type(message) for _, message in said(sessions)] == [Busy]
+    sessions.on_message(E0, reserve(numbered(2)), 0.0)
+    sessions.on_message(D0, abort(numbered(1)), 0.0)
+    said(sessions)
+    sessions.on_message(D0, reserve(numbered(2)), 0.0)
+    assert said(sessions) == []
+
+
+def test_a_writers_abort_is_said_again_until_the_receiver_knows() -> None:
+    """While a transfer does not settle, the receiver would otherwise learn of the failure at its deadline only."""
+    sessions = Sessions(limits=Limits(retry_s=1.0, max_retry_s=2.0))
+    session = send(sessions)
+    sessions.on_message(D0, reserve(), 0.0)
+    sessions.sends.send(session, Chunk(0, {"kv": PAGES}, (0, 20), None), 0.0)
+    sessions.sends.abort(session, RequestAborted("client gone"), 0.5)
+    told = Abort(**named(KEY), reason="client gone", from_writer=True)
+    assert said(sessions) == [(D0, told)]
+    for now, expected in ((1.0, []), (1.5, [(D0, told)]), (2.0, []), (3.5, [(D0, told)])):
+        sessions.tick(now)
+        assert said(sessions) == expected, now
+    sessions.on_message(D0, abort(), 4.0)
+    sessions.tick(60.0)
+    assert said(sessions) == []
+    sessions.on_message(D0, Outcome(**named(KEY), ok=False), 61.0)
+    assert session.destinations[D0].state is SendState.ABORTING

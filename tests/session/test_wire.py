@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import time
 import tracemalloc
 from typing import Any, get_args
 
@@ -323,7 +322,7 @@ def test_a_message_that_is_too_long_is_refused_unread() -> None:
     assert "expected 67108864 at most" in refused(bytes(MAX_MESSAGE_NBYTES + 1))
 
 
-def test_an_attack_costs_little_memory_and_time() -> None:
+def test_an_attack_costs_little_memory() -> None:
     attacks = [
         b"\xdd\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
         b"\xdf\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
@@ -333,9 +332,7 @@ def test_an_attack_costs_little_memory_and_time() -> None:
     ]
     for attack in attacks:
         tracemalloc.start()
-        began = time.perf_counter()
         harmless(attack)
-        assert time.perf_counter() - began < 5.0
         assert tracemalloc.get_traced_memory()[1] < 700 << 20
         tracemalloc.stop()
 
