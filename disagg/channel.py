@@ -6,19 +6,55 @@ Nothing here understands a message. One thread owns a channel; `wake` alone may 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import math
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.auth.thread
+import zmq.utils.monitor
 import zmq.utils.z85
 
 from disagg.errors import ConfigError
 from disagg.wire import MAX_MESSAGE_NBYTES
+
+logger = logging.getLogger(__name__)
+
+COMPLAINTS_PER_S = 10.0
+_REFUSALS = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it broke off",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZMTP, or not the mechanism asked for",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
+}
+
+
+class Complaints:
+    """Warnings that a stranger can cause: `COMPLAINTS_PER_S` of them on average, and how many were left out."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._room = self._limit = COMPLAINTS_PER_S * 10
+        self._last = time.monotonic()
+        self._unsaid = 0
+
+    def say(self, text: str, *arguments: object) -> None:
+        """Log a warning, if there is room for it."""
+        now = time.monotonic()
+        self._room = min(self._limit, self._room + (now - self._last) * COMPLAINTS_PER_S)
+        self._last = now
+        if self._room < 1:
+            self._unsaid += 1
+            return
+        self._room -= 1
+        unsaid, self._unsaid = self._unsaid, 0
+        self._logger.warning(text, *arguments)
+        if unsaid:
+            self._logger.warning("%d warnings were left out before that one", unsaid)
 
 
 def check_key(key: str, *, what: str) -> None:
@@ -126,6 +162,8 @@ class Channel:
                 f"listen: {listen!r} can be reached from other hosts, so it needs keys (disagg keygen), or insecure=True"
             )
         self._keys = keys
+        self.refused = 0
+        self._complaints = Complaints(logger)
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -137,6 +175,7 @@ class Channel:
                 self._authenticator = _authenticator(self._context, allow)
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._monitor = self._router.get_monitor_socket(sum(_REFUSALS))
             if keys is not None:
                 self._router.curve_server = True
                 self._router.curve_publickey, self._router.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -150,6 +189,7 @@ class Channel:
         self.address = listen if port else f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -204,6 +244,8 @@ class Channel:
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
             self._woken = False
+        if self._monitor in ready:
+            self._take_refusals()
         if self._router in ready:
             yield from self._inbound()
         for address, socket in list(self._dealers.items()):
@@ -218,6 +260,15 @@ class Channel:
                 user = frames[1].get("User-Id") if self._keys is not None else ""
                 yield Inbound(frames[0].bytes, str(user), frames[1].bytes)
 
+    def _take_refusals(self) -> None:
+        """Count and log connections that did not get as far as a message."""
+        for _ in range(MAX_BATCH):
+            if not self._monitor.poll(0):
+                return
+            event = zmq.Event(zmq.utils.monitor.recv_monitor_message(self._monitor)["event"])
+            self.refused += 1
+            self._complaints.say("refused a connection to %s: %s", self.address, _REFUSALS[event])
+
     def close(self) -> None:
         """Close every socket; what was queued has a moment to leave. A second call does nothing."""
         if self._context.closed:
@@ -225,6 +276,9 @@ class Channel:
         for socket in self._dealers.values():
             socket.close()
         self._dealers.clear()
+        if hasattr(self, "_monitor"):
+            self._router.disable_monitor()
+            self._monitor.close(0)
         if hasattr(self, "_router"):
             self._router.close()
         if self._authenticator is not None:
@@ -261,8 +315,12 @@ def _authenticator(
 
     class Provider:
         def callback(self, _domain: str, key: bytes) -> bool:
-            return allow(key.decode())
+            known = allow(key.decode())
+            if not known:
+                complaints.say("refused a connection: its public key %s is none that is known", key.decode())
+            return known
 
+    complaints = Complaints(logger)
     authenticator = zmq.auth.thread.ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", Provider())

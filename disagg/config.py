@@ -81,6 +81,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Verify,
         says("Whether what arrives is compared with what was sent, by sums: not, some pages of each request, or all of it."),
     ] = "off"
+    metrics_port: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
+        says("Serve Prometheus metrics at this port; 0: any; by default none.", metavar="PORT"),
+    ] = None
+    metrics_host: Annotated[str, says("The address that metrics are served at; they ask for no key.", metavar="HOST")] = (
+        "127.0.0.1"
+    )
     limits: Annotated[Limits, says("Bounds and times of the protocol.", flag="--limit", metavar="NAME=VALUE")] = Limits()
     link_limits: Annotated[
         LinkLimits, says("Times of the handshake and of liveness.", flag="--link-limit", metavar="NAME=VALUE")

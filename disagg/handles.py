@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ class RequestHandle:
         self.key = key
         self.peer = peer
         self.tag = tag
+        self.opened_at = time.monotonic()
         self._ended = threading.Event()
         self._event: Event | None = None
 
@@ -67,6 +69,10 @@ class Receiver(RequestHandle):
 
     direction = "receive"
     session: ReceiveSession | None = None
+
+    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any, need: Mapping[str, TokenRange]) -> None:
+        super().__init__(requests, key, peer, tag)
+        self.need = need
 
     def abort(self, reason: str) -> None:
         """End the request; the rows stay leased until every writer is proved quiet."""

@@ -10,24 +10,37 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
-from disagg.channel import Channel, Inbound, Reply
+from disagg.channel import Channel, Complaints, Inbound, Reply
 from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
-from disagg.session import Event, PeerRank, ReceiveSession, SendMessage, Sessions, StartTransfer, StartVerify, Ticket
+from disagg.session import (
+    Event,
+    PeerRank,
+    ReceiveSession,
+    ReceiveState,
+    RequestKey,
+    SendMessage,
+    SendSession,
+    Sessions,
+    StartTransfer,
+    StartVerify,
+    Ticket,
+)
 from disagg.session.types import NEVER
 from disagg.staging import SlotPool
 from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
-from disagg.wire import Busy, Complete, Credit, Message, PartialSums, RequestMessage, decode, encode
+from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +54,7 @@ MAX_FENCING = 4096
 
 @dataclass
 class Stats:
-    """Sums over all transfers that this rank has started, since its manager was built; and over all requests that it has
+    """Work over all transfers that this rank has started, since its manager was built; and over all requests that it has
     received, how many were `verified`, and how many of these did not hold what was sent.
     """
 
@@ -88,6 +101,20 @@ class _Summing:
     error: str = ""
 
 
+class Wire(Protocol):
+    """What the control thread asks of its channel."""
+
+    def connect(self, address: str, *, public_key: str | None = None) -> None: ...
+    def disconnect(self, address: str) -> None: ...
+    def send(self, address: str, data: bytes) -> bool: ...
+    def reply(self, connection: bytes, data: bytes) -> bool: ...
+    def wake(self) -> None: ...
+    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
+
+
+_NOTHING = Work()
+
+
 class Hub:
     """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies.
 
@@ -106,10 +133,10 @@ class Hub:
         slots: SlotPool | None,
         pack_below: int,
         local: LocalRank,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Event, Work], None],
         on_death: Callable[[str], None],
     ) -> None:
-        self._channel = channel
+        self._channel: Wire = channel
         self._links = links
         self._handshake = handshake
         self.sessions = sessions
@@ -121,11 +148,15 @@ class Hub:
         self._on_death = on_death
         self._commands: deque[Callable[[float], None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
+        self._work: dict[tuple[str, str, RequestKey], Work] = {}
+        self.peer_losses: Counter[str] = Counter()
+        self.refused_messages = self.rejected_hellos = 0
         self._lost: dict[PeerRank, int] = {}
         self._backend = backend
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
+        self._complaints = Complaints(logger)
         self._due = 0.0
         self._packing = packing
         self._pack_below = pack_below if slots is not None else 0
@@ -154,6 +185,21 @@ class Hub:
 
         self._commands.append(guarded)
         self._channel.wake()
+
+    def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
+        """Put something between this manager and its channel; from any thread, once."""
+        assert isinstance(self._channel, Channel)
+        self._channel = wrap(self._channel)
+
+    def queue_depths(self) -> dict[str, int]:
+        """What waits, by where; from any thread."""
+        return {
+            "commands": len(self._commands),
+            "transfers": self._worker.depth,
+            "rows_not_ready": len(self._rows_waiting),
+            "parked_reserves": self.sessions.sends.num_parked,
+            "early_transfers": sum(map(len, tuple(self._early.values()))),
+        }
 
     def when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
         """Reserve a session's rows once `ready` has passed; in the control thread."""
@@ -246,7 +292,8 @@ class Hub:
             elif isinstance(message, RequestMessage | Busy):
                 self.sessions.on_message(peer, message, now)
         except RemoteProtocolError as error:
-            logger.warning("%s: refused a message: %s", self._handshake.me, error)
+            self.refused_messages += 1
+            self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
 
     def _take_filled(self, peer: PeerRank, message: Complete) -> None:
         """Have what a writer has put into this rank's ring scattered."""
@@ -289,6 +336,9 @@ class Hub:
                 case Say(address, message):
                     self._channel.send(address, encode(message))
                 case Answer(connection, message):
+                    if isinstance(message, Reject) and not message.hello_first:
+                        self.rejected_hellos += 1
+                        self._complaints.say("%s: rejected a hello: %s", self._handshake.me, message.reason)
                     self._channel.reply(connection, encode(message))
                 case Ready() as ready:
                     self._connect(ready)
@@ -312,6 +362,7 @@ class Hub:
     def _lose(self, lost: Lost, now: float) -> None:
         level = logging.INFO if lost.announced else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
+        self.peer_losses[lost.peer.instance] += 1
         self._lost[lost.peer] = lost.epoch
         self.sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
         self._packing.lose(lost.peer)
@@ -354,7 +405,7 @@ class Hub:
                 case StartVerify() as start_verify:
                     self._start_verify(start_verify)
                 case Event() as event:
-                    self._on_event(event)
+                    self._on_event(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING))
 
     def _say(self, peer: PeerRank, message: Message) -> None:
         """What cannot be sent now is said again by the protocol."""
@@ -426,6 +477,8 @@ class Hub:
         if isinstance(report, Unpacked):
             self.stats.unpack_s += report.seconds
             session, peer, filled = self._packing.unpacked(report)
+            if session.state is ReceiveState.OPEN:
+                self._work_of("receive", session).unpack_s += report.seconds
             done = {"chunk": filled.chunk, "nbytes": filled.nbytes}
             self.sessions.receives.end_unpack(session, peer, **done, now=now, error=report.error)
             return
@@ -435,6 +488,9 @@ class Hub:
             return
         if not report.unsettled:
             self.stats.add(report)
+            sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+            if sent is not None and not sent.reported:
+                self._work_of("send", sent).add(report)
         if report.error:
             self._summing.pop(ticket, None)
         elif ticket in self._summing:
@@ -442,6 +498,9 @@ class Hub:
             self._settle_summed(ticket, now)
             return
         self.sessions.sends.settled(ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed)
+
+    def _work_of(self, direction: str, session: SendSession | ReceiveSession) -> Work:
+        return self._work.setdefault((direction, session.peer, session.key), Work())
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
         session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -15,17 +16,19 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from disagg import backends
+from disagg.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
 from disagg.agreement import Agreement, LocalRank, ModelId
 from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
 from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
 from disagg.component import Component
-from disagg.errors import ConfigError, DisaggError, LayoutError, LocalProtocolError, PeerUnreachable, RequestAborted
+from disagg.errors import Cause, ConfigError, DisaggError, LayoutError, LocalProtocolError, PeerUnreachable, RequestAborted
 from disagg.handles import Receiver, Sender
 from disagg.handshake import Handshake
-from disagg.hub import Hub, Stats
+from disagg.hub import Hub, Stats, Wire
 from disagg.leases import Lease, LeaseState
 from disagg.links import Identity, LinkLimits, Links
 from disagg.memory import merge_regions
+from disagg.metrics import Metrics, MetricsServer, Snapshot
 from disagg.packing import Packing
 from disagg.plan import check_rows
 from disagg.rows import Pages, Rows, Slot
@@ -74,7 +77,8 @@ class KVManager:
     every interface, `advertise` says which address peers use. Its host is also where the engine is reached. Off loopback
     it takes `keys`, or `insecure=True`; an engine with an open TCP data plane takes `trusted_network=True` as well. Pieces
     below `pack_below` bytes travel packed (0: never; `None`: as is known to be fast for the engine). What this rank receives
-    is compared with what its writers sent as `verify` says: `"off"`, some pages of each request (`"sample"`), or `"full"`.
+    is compared with what its writers sent as `verify` says: `"off"`, some pages of each request (`"sample"`), or `"full"`. With
+    `metrics_port` (0: any) Prometheus metrics are served at `metrics_url`, to whoever reaches `metrics_host`.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` where the engine cannot be used.
     """
@@ -100,6 +104,8 @@ class KVManager:
         verify: Verify = "off",
         limits: Limits | None = None,
         link_limits: LinkLimits | None = None,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
     ) -> None:
         self.name, self.topology = name, topology
         self._local = LocalRank.of(topology, components)
@@ -112,6 +118,7 @@ class KVManager:
         with contextlib.ExitStack() as opened:
             channel = Channel(listen, keys=keys, insecure=insecure, allow=self._allowed.__contains__)
             opened.callback(channel.close)
+            self._channel = channel
             self.backend = backend(options) if callable(backend) else backends.load(backend, options)
             opened.callback(self.backend.close)
             shape = dataclasses.replace(self.backend.staging, **({} if pack_below is None else {"pack_below": pack_below}))
@@ -141,8 +148,10 @@ class KVManager:
             examine=self._handshake.examine,
             limits=link_limits,
         )
+        held = self._local.table.ranks[topology.group_rank].by_name
+        self._sizes = {name: HeldSize(layout) for name, layout in held.items()}
         self._handles: dict[tuple[str, str, RequestKey], Receiver | Sender] = {}
-        self._leases: set[Lease] = set()
+        self._leases: dict[Lease, Session] = {}
         self._events: deque[Event] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -160,11 +169,14 @@ class KVManager:
             on_event=self._end_request,
             on_death=self._fail_everything,
         )
+        self._metrics = None if metrics_port is None else Metrics(self._snapshot)
+        self.metrics_url = None if metrics_port is None else self._serve_metrics(metrics_host, metrics_port)
         self._hub.start()
         self._hub.command(self._links.join)
         logger.info(
-            "%s: listening at %s, backend %s over %s, components %s",
+            "%s: listening at %s, backend %s over %s, components %s%s",
             self._handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in components),
+            f", metrics at {self.metrics_url}" if self.metrics_url else "",
         )  # fmt: skip
 
     def __enter__(self) -> KVManager:
@@ -235,7 +247,7 @@ class KVManager:
             raise LocalProtocolError(f"group: peer {peer!r} has groups 0 to {agreement.num_groups - 1}, found {group}")
         self.check_kinds(rows)
         needed = self._needs(agreement, rows, need or {})
-        receiver = Receiver(self, _key(request_id, attempt), peer, tag)
+        receiver = Receiver(self, _key(request_id, attempt), peer, tag, needed)
         self._add(receiver)
         expected, rows = agreement.expected(self._local, group, needed), dict(rows)
 
@@ -254,7 +266,7 @@ class KVManager:
                 verify=self._verify,
                 tag=tag,
             )
-            self._leases.add(session.lease)
+            self._leases[session.lease] = session
             if ready is not None:
                 self._hub.when_ready(session, ready)
 
@@ -280,7 +292,7 @@ class KVManager:
                 deadline=now + deadline_s,
                 tag=tag,
             )
-            self._leases.add(session.lease)
+            self._leases[session.lease] = session
 
         self._open(sender, open_send)
         return sender
@@ -299,7 +311,7 @@ class KVManager:
 
     @property
     def stats(self) -> Stats:
-        """Sums over the transfers that this rank has started."""
+        """Work over the transfers that this rank has started."""
         return self._hub.stats
 
     def health(self) -> Health:
@@ -339,6 +351,10 @@ class KVManager:
         self._hub.notify()
         self._opened.close()
         os.close(self._event_fd)
+
+    def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
+        """Put something between this manager and its control channel, as `disagg.testing.faults.mistreat` does; once."""
+        self._hub.interpose(wrap)
 
     # -- for handles, in the server's threads ------------------------------------------------------------------------
 
@@ -447,36 +463,103 @@ class KVManager:
 
     # -- ends, in the hub's threads ----------------------------------------------------------------------------------
 
-    def _end_request(self, event: Event) -> None:
-        """Tell the server."""
+    def _end_request(self, event: Event, work: Work) -> None:
+        """Tell the server, the log and the metrics."""
         handle = self._handles.pop((event.direction, event.peer, event.key), None)
-        event.lease.on_release(lambda: self._leases.discard(event.lease))
-        if not event.ok:
-            who, what = self._handshake.me, f"{event.direction} of request {event.key}"
-            logger.warning("%s: %s with %s failed: %s", who, what, event.peer, event.error)
+        event.lease.on_release(functools.partial(self._forget, event.lease))
         if handle is None:
             return
+        cause = None if event.error is None else event.error.cause
+        if wanted(self._metrics, cause):
+            account(self._record(event, handle, work, cause), self._metrics)
         handle.end(event)
         self._events.append(event)
         os.eventfd_write(self._event_fd, 1)
+
+    def _forget(self, lease: Lease) -> None:
+        self._leases.pop(lease, None)
 
     def _end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
         """A request that could not be opened: nothing ever touched its rows."""
         lease = Lease()
         lease.release()
-        self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag))
+        event = Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag)
+        self._end_request(event, Work())
 
     def _fail_everything(self, reason: str) -> None:
         """Nothing can be promised any more: every request ends, and rows that are not released are quarantined."""
         for lease in list(self._leases):
             lease.quarantine(reason)
         for handle in list(self._handles.values()):
-            error = RequestAborted(reason)
+            error = RequestAborted(reason, cause=Cause.ENDED)
             if handle.session is None:
                 self._end_unopened(handle, error)
                 continue
             lease = handle.session.lease
-            self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag))
+            self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag), Work())
+
+    # -- what is counted ---------------------------------------------------------------------------------------------
+
+    def _serve_metrics(self, host: str, port: int) -> str:
+        assert self._metrics is not None
+        try:
+            server = MetricsServer(self._metrics, host=host, port=port)
+        except ConfigError:
+            self._opened.close()
+            os.close(self._event_fd)
+            raise
+        self._opened.callback(server.close)
+        return server.url
+
+    def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
+        nbytes = work.nbytes
+        if isinstance(handle, Receiver):
+            nbytes = sum(self._sizes[name].nbytes(need) for name, need in handle.need.items()) if event.ok else 0
+        return RequestRecord(
+            rank=str(self._handshake.me),
+            request_id=event.key.request_id.hex(),
+            attempt=event.key.attempt,
+            direction=event.direction,
+            peer=event.peer,
+            outcome="ok" if cause is None else "failed",
+            cause="" if cause is None else cause.value,
+            nbytes=nbytes,
+            pieces=work.pieces,
+            total_s=time.monotonic() - handle.opened_at,
+            bind_s=work.bind_s,
+            pack_s=work.pack_s,
+            post_s=work.post_s,
+            wire_s=work.wire_s,
+            unpack_s=work.unpack_s,
+            lease=event.lease.state.value,
+            error="" if event.error is None else str(event.error),
+        )
+
+    def _snapshot(self) -> Snapshot:
+        """In a scraper's thread; never blocks."""
+        hub, sessions, stats = self._hub, self._hub.sessions, self._hub.stats
+        names = list(self._links.instances)
+        rows, requests = quarantined(self._leases, ended=self._problem != "")
+        return Snapshot(
+            healthy=not self._problem,
+            peers_ready={name: self._is_ready(name) for name in names},
+            peer_ranks={name: self._handshake.num_connected(name) for name in names},
+            peer_losses={name: hub.peer_losses[name] for name in names},
+            requests=states(list(sessions.receives.sessions.values()), list(sessions.sends.sessions.values())),
+            quarantined_rows=rows,
+            quarantined_requests=requests,
+            queue_depths={**hub.queue_depths(), "events": len(self._events)},
+            refusals={
+                "connection": self._channel.refused,
+                "hello": hub.rejected_hellos,
+                "message": hub.refused_messages,
+            },
+            transfer_nbytes={"direct": stats.nbytes - stats.nbytes_packed, "packed": stats.nbytes_packed},
+            phase_seconds={phase: getattr(stats, f"{phase}_s") for phase in ("bind", "pack", "post", "wire", "unpack")},
+            transfers=stats.transfers,
+            transfer_failures=stats.failures,
+            pieces=stats.pieces,
+        )
 
 
 def _place(handle: Receiver | Sender) -> tuple[str, str, RequestKey]:

@@ -63,7 +63,7 @@ class Commands:
         """The reply to a command; any error is a reply too. Raises `Exiting` after the last one."""
         try:
             reply = self.run(_DECODER.decode(data))
-        except (DisaggError, msgspec.DecodeError, TimeoutError) as error:
+        except (DisaggError, msgspec.DecodeError, UnicodeDecodeError, TimeoutError) as error:
             reply = Failed(str(error))
         except Exiting:
             raise
@@ -217,9 +217,10 @@ def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], Non
             socket = opened.enter_context(_driver_socket(config.driver))
         where = f" driver={socket.getsockopt_string(zmq.LAST_ENDPOINT)}" if socket else ""
         manager = resident.manager
+        metrics = f" metrics={manager.metrics_url}" if manager.metrics_url else ""
         say(
             f"{resident}: address={manager.address}{where} pid={os.getpid()} model={resident.model.name} "
-            f"side={config.side} backend={manager.backend.name} transport={manager.backend.transport}"
+            f"side={config.side} backend={manager.backend.name} transport={manager.backend.transport}{metrics}"
         )
         commands, watch = Commands(resident), PeerWatch(resident, say)
         while not stop.is_set():

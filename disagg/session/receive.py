@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from disagg.errors import DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.leases import Lease
 from disagg.rows import Rows
 from disagg.session.types import (
@@ -322,6 +322,7 @@ class Receives:
         outcome = Outcome(**ids(session.key), nonce=session.nonce, ok=ok, reason=brief(session.error))
         self._ended.put(session.peer, session.key, Tombstone(session.nonce, outcome))
         del self.sessions[session.peer, session.key]
+        self._timers.disarm(session)
         session.lease.release()
         for peer, writer in session.writers.items():
             if writer.reserve is not None:
@@ -353,7 +354,8 @@ class Receives:
         lacking = next(((name, c) for name, c in writer.coverage.items() if not c.complete), None)
         writer.state = WriterState.COMPLETE
         if lacking:
-            self.abort(session, RequestAborted(f"{peer} finished without component {lacking[0]!r}: {lacking[1]}"), now)
+            what = f"{peer} finished without component {lacking[0]!r}: {lacking[1]}"
+            self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
         else:
             self._judge(session)
 
@@ -375,7 +377,7 @@ class Receives:
         writer = session.writers[peer]
         writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
         if error:
-            self.abort(session, RequestAborted(error), now)
+            self.abort(session, RequestAborted(error, cause=Cause.TRANSFER), now)
         self._conclude(session, peer, writer, now)
         self._settle(session)
 
@@ -384,7 +386,7 @@ class Receives:
         if session is None or peer not in session.writers:
             self._answer_ended(peer, message)
             return
-        self.abort(session, RequestAborted(f"{peer}: {message.reason}"), now)
+        self.abort(session, RequestAborted(f"{peer}: {message.reason}", cause=Cause.PEER), now)
 
     def on_drained(self, peer: PeerRank, message: Drained, now: float) -> None:
         session = self._receive_of(peer, message)
@@ -392,7 +394,8 @@ class Receives:
             self._answer_ended(peer, message)
             return
         session.writers[peer].state = WriterState.QUIET
-        self.abort(session, RequestAborted(f"{peer}: {message.reason or 'the writer ended the attempt'}"), now)
+        reason = message.reason or "the writer ended the attempt"
+        self.abort(session, RequestAborted(f"{peer}: {reason}", cause=Cause.PEER), now)
         self._settle(session)
 
     def on_busy(self, peer: PeerRank, message: Busy, now: float) -> None:
@@ -429,7 +432,7 @@ class Receives:
             if writer.reserve is not None:
                 writer.state, writer.lost_at = WriterState.LOST, epoch
                 session.lease.quarantine(f"{peer} is gone and may still write: {cause}")
-            self.abort(session, RequestAborted(f"{peer} is gone: {cause}"), now)
+            self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
 
     def peer_back(self, peer: PeerRank, now: float) -> None:
         """The same process of a lost peer is reached again: ask it to prove what it has stopped."""

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.errors import DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.leases import Lease
 from disagg.session.types import (
     NEVER,
@@ -82,6 +82,7 @@ class Destination:
     started: int = 0
     reason: str = ""
     told: bool = False
+    cause: Cause = Cause.PEER
     ok: bool = False
     retry_at: float = NEVER
     retry_s: float = 0.0
@@ -227,6 +228,11 @@ class Sends:
         self._parked = _Parked(limits)
         self._ended = Tombstones(limits.max_tombstones)
 
+    @property
+    def num_parked(self) -> int:
+        """Messages that wait for their senders to be opened."""
+        return len(self._parked)
+
     def open(
         self,
         key: RequestKey,
@@ -324,6 +330,7 @@ class Sends:
             session.lease.quarantine(error)
         if error:
             destination.landed.pop(ticket.chunk, None)
+            destination.cause = destination.cause if destination.reason else Cause.TRANSFER
             self._fail_destination(session, ticket.peer, destination, brief(error), now)
         self._progress(session, ticket.peer, destination, now)
         self._settle(session)
@@ -496,9 +503,9 @@ class Sends:
         all_known = session.error is not None or len(session.destinations) >= len(session.expected)
         ended = all_known and all(d.ended for d in destinations)
         if ended and not session.reported:
-            worst = next((d.reason for d in destinations if not d.ok), None)
+            worst = next((d for d in destinations if not d.ok), None)
             if worst is not None:
-                session.error = RequestAborted(worst or "a destination failed")
+                session.error = RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
             if session.finished or session.error is not None:
                 self._report(session)
         no_more = session.finished or session.error is not None
@@ -516,6 +523,7 @@ class Sends:
     def _bury(self, session: SendSession) -> None:
         if self.sessions.pop((session.peer, session.key), None) is None:
             return
+        self._timers.disarm(session)
         self._served[session.key].discard(session.peer)
         if not self._served[session.key]:
             del self._served[session.key]
@@ -528,7 +536,8 @@ class Sends:
             destination = session.destinations.get(peer)
             if destination is not None and self._step(destination, SendStep.PEER_LOST):
                 destination.lost_at = epoch
-                destination.reason = destination.reason or f"{peer} is gone: {cause}"
+                if not destination.reason:
+                    destination.reason, destination.cause = f"{peer} is gone: {cause}", Cause.PEER_LOST
                 self._settle(session)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:

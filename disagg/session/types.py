@@ -15,6 +15,8 @@ from disagg.rows import Rows, Slot
 from disagg.wire import Busy, Outcome, PartialSums, RequestMessage, Reserve, TokenRange, Verify, Written
 
 NEVER = float("inf")
+MIN_STALE = 64
+"""Timers of ended sessions that may lie around before they are swept."""
 
 
 class PeerRank(NamedTuple):
@@ -188,13 +190,28 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timed]] = []
         self._count = itertools.count()
+        self._stale = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def arm(self, session: Timed) -> None:
         """Look at the session when it is next due."""
         due = session.due
         if due < session.armed_at:
+            self._stale += session.armed_at < NEVER
             session.armed_at = due
             heapq.heappush(self._heap, (due, next(self._count), session))
+
+    def disarm(self, session: Timed) -> None:
+        """Forget a session that has ended: its deadline may be far away, and nothing should wait for that in memory."""
+        if session.armed_at < NEVER:
+            session.armed_at = NEVER
+            self._stale += 1
+        if self._stale > len(self._heap) // 2 + MIN_STALE:
+            self._heap = [entry for entry in self._heap if entry[0] == entry[2].armed_at]
+            heapq.heapify(self._heap)
+            self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
         """A session that is due, to be armed again; `None` when there is no more."""
@@ -203,6 +220,7 @@ class Timers:
             if due == session.armed_at:  # otherwise it has been armed for an earlier time since
                 session.armed_at = NEVER
                 return session
+            self._stale -= 1
         return None
 
     @property

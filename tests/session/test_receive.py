@@ -529,3 +529,52 @@ def test_a_lost_writer_that_is_reached_again_is_asked_for_its_proof() -> None:
     sessions.on_message(P0, Drained(**IDS), 3.0)
     assert session.lease.released
     assert not other.lease.released
+
+
+def test_an_ended_request_is_not_kept_until_its_deadline() -> None:
+    """A thousand requests a second with a minute each would be 60,000 sessions that nobody needs."""
+    sessions = Sessions()
+    for number in range(2000):
+        key = RequestKey(number.to_bytes(16, "big"), 0)
+        session = receive(sessions, key=key, expected=ONE)
+        named: dict[str, Any] = {"request_id": key.request_id, "attempt": 0, "nonce": 7}
+        sessions.on_message(P0, Complete(**named, written=ALL_OF_P0), 0.1)
+        assert session.state is ReceiveState.SUCCEEDED
+    assert len(sessions._timers) < 200
+    waiting = receive(sessions, expected=ONE)
+    assert sessions.next_tick() <= waiting.due
+    sessions.tick(10.0)
+    assert isinstance(waiting.error, RequestTimeout)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(("arm", "disarm", "pop")), st.integers(1, 20)), max_size=60))
+def test_timers_give_each_session_when_it_is_due_whatever_was_disarmed(steps: list[tuple[int, str, int]]) -> None:
+    """Against a dictionary of what is due."""
+
+    class Session:
+        armed_at = float("inf")
+        due = float("inf")
+
+    timers, made, wanted = Timers(), [Session() for _ in range(5)], dict[int, float]()
+    now = 0.0
+    for number, step, time_ in steps:
+        session = made[number]
+        if step == "arm":
+            session.due = now + time_
+            timers.arm(session)
+            wanted[number] = min(wanted.get(number, float("inf")), session.due)
+        elif step == "disarm":
+            for _ in range(70):  # more than are left lying
+                timers.disarm(session)
+                session.due = now + 1.0
+                timers.arm(session)
+            timers.disarm(session)
+            wanted.pop(number, None)
+        else:
+            now += time_
+            found = set()
+            while (popped := timers.pop(now)) is not None:
+                found.add(made.index(popped))  # type: ignore[arg-type]
+            assert found == {n for n, due in wanted.items() if due <= now}
+            wanted = {n: due for n, due in wanted.items() if due > now}
+    assert len(timers) <= 64 + 2 * 5 + 70

@@ -1,0 +1,154 @@
+"""What metrics, request lines and verification cost, in CPU time per request and per MB.
+
+One process, two managers over the `local` engine, so that all CPU time is this library's (and the copies'). Settings are
+interleaved with the plain one in pairs, in random order; the figure is the median over pairs of the difference of CPU time
+(`time.process_time`, all threads of both ranks), with the quartiles::
+
+    python benchmarks/accounting.py --pairs 21 --json docs/benchmarks/accounting.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disagg import KVManager, ModelId, Pages, Topology, new_request_id
+from disagg.state import paged
+
+PAGE = 16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "metrics": {"metrics_port": 0},
+    "request lines": {"log": logging.INFO},
+    "metrics and lines": {"metrics_port": 0, "log": logging.INFO},
+    "verify=sample": {"verify": "sample"},
+    "verify=full": {"verify": "full"},
+}
+SIZES = {"small": 2, "large": 512}
+"""Pages of a request: 16 KiB each on every rank."""
+
+
+class Nowhere(logging.Handler):
+    """Formats a line and drops it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.format(record)
+
+
+@dataclass
+class Pair:
+    """Two ranks that know each other."""
+
+    prefill: KVManager
+    decode: KVManager
+    log: int
+    num_pages: int
+    pools: list[Any]
+
+    def run(self, requests: int) -> float:
+        """CPU seconds of so many requests, eight at a time."""
+        logging.getLogger("disagg.requests").setLevel(self.log)
+        rows = {"kv": Pages(np.random.default_rng(1).permutation(self.num_pages).astype(np.int32))}
+        tokens = self.num_pages * PAGE
+        began = time.process_time()
+        for _ in range(0, requests, 8):
+            handles = []
+            for _ in range(8):
+                request = new_request_id()
+                handles.append(self.decode.receiver(request, peer="prefill", rows=rows, need={"kv": (0, tokens)}))
+                sender = self.prefill.sender(request, peer="decode")
+                sender.send(rows, tokens=(0, tokens))
+                sender.finish()
+                handles.append(sender)
+            for handle in handles:
+                event = handle.wait(timeout_s=60)
+                if not event.ok:
+                    raise SystemExit(f"a request failed: {event.error}")
+        return time.process_time() - began
+
+
+def make(stack: ExitStack, settings: dict[str, Any], num_pages: int) -> Pair:
+    """Both ranks with these settings."""
+    more = {name: value for name, value in settings.items() if name != "log"}
+    managers, pools = {}, []
+    for name in ("prefill", "decode"):
+        tensors = {layer: tuple(np.ones((num_pages, PAGE, 2, 64), np.uint16) for _ in "kv") for layer in range(2)}
+        pools.append(tensors)
+        kv = paged.gqa(tensors, axes="page token kv_head dim", num_kv_heads=2, topology=Topology())
+        managers[name] = stack.enter_context(
+            KVManager(name=name, topology=Topology(), components=[kv], model=ModelId("m"), backend="local", **more)
+        )
+    managers["prefill"].add_peer("decode", address=managers["decode"].address)
+    managers["decode"].add_peer("prefill", address=managers["prefill"].address)
+    managers["prefill"].wait_ready("decode")
+    managers["decode"].wait_ready("prefill")
+    return Pair(managers["prefill"], managers["decode"], settings.get("log", logging.WARNING), num_pages, pools)
+
+
+def measure(name: str, size: str, *, pairs: int, requests: int, rng: random.Random) -> dict[str, Any]:
+    """Differences to the plain setting, pair by pair."""
+    num_pages = SIZES[size]
+    differences, plain_cpu = [], []
+    with ExitStack() as stack:
+        chosen = {which: make(stack, SETTINGS[which], num_pages) for which in ("plain", name)}
+        for pair in chosen.values():
+            pair.run(requests)
+        for _ in range(pairs):
+            order = list(chosen)
+            rng.shuffle(order)
+            spent = {which: chosen[which].run(requests) for which in order}
+            differences.append(spent[name] - spent["plain"])
+            plain_cpu.append(spent["plain"])
+    nbytes = num_pages * PAGE * 2 * 64 * 2 * 2 * 2
+    low, median, high = statistics.quantiles(differences, n=4)
+    return {
+        "setting": name,
+        "size": size,
+        "bytes_per_request": nbytes,
+        "requests": requests,
+        "pairs": pairs,
+        "plain_us_per_request": round(statistics.median(plain_cpu) / requests * 1e6, 1),
+        "added_us_per_request": [round(value / requests * 1e6, 1) for value in (low, median, high)],
+        "added_us_per_mb": [round(value / requests / (nbytes / 1e6) * 1e6, 1) for value in (low, median, high)],
+    }
+
+
+def main() -> int:
+    """Measure all settings, print a table."""
+    parser = argparse.ArgumentParser(description="What metrics, request lines and verification cost")
+    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logger = logging.getLogger("disagg.requests")
+    logger.addHandler(Nowhere())
+    logger.propagate = False
+    rng, results = random.Random(options.seed), []
+    print(f"{'setting':<20}{'request':>12}{'plain us':>10}{'added us (quartiles)':>26}{'added us/MB':>26}")
+    for size, requests in (("small", 400), ("large", 48)):
+        for name in list(SETTINGS)[1:]:
+            found = measure(name, size, pairs=options.pairs, requests=requests, rng=rng)
+            results.append(found)
+            added, per_mb = ("/".join(f"{v:.1f}" for v in found[f"added_us_per_{w}"]) for w in ("request", "mb"))
+            print(
+                f"{name:<20}{found['bytes_per_request']:>12}{found['plain_us_per_request']:>10}{added:>26}{per_mb:>26}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps({"seed": options.seed, "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
