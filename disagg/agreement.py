@@ -38,7 +38,7 @@ def decode_placements(data: bytes) -> dict[str, Placement]:
     """Placements by component; raises `RemoteProtocolError` where `data` is none."""
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"placements of {len(data)} bytes cannot be read: {error}") from error
 
 

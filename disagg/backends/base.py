@@ -235,7 +235,7 @@ def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegio
     try:
         endpoint = msgspec.msgpack.decode(data, type=Endpoint)
         regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
-    except (msgspec.DecodeError, msgspec.ValidationError, ConfigError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise RemoteProtocolError(
             f"endpoint: {len(data)} bytes that are no endpoint of backend {backend!r}: {error}"
         ) from error

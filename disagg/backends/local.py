@@ -135,7 +135,7 @@ class LocalBackend:
         descriptor, _ = decode_endpoint(self.name, endpoint)
         try:
             token = msgspec.msgpack.decode(descriptor, type=_Token)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'local': {error}") from error
         if token.pid != os.getpid():
             raise PeerUnreachable(

@@ -650,7 +650,7 @@ class MooncakeBackend:
         data, regions = decode_endpoint(self.name, endpoint)
         try:
             descriptor = msgspec.msgpack.decode(data, type=_Descriptor)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'mooncake': {error}") from error
         if not descriptor.host or not 0 < descriptor.port < 2**16:
             raise RemoteProtocolError(f"endpoint of backend 'mooncake': no address: {descriptor.session!r}")

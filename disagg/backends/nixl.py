@@ -442,7 +442,7 @@ class NixlBackend:
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'nixl': {error}") from error
         peer = NixlPeer(descriptor, regions, epoch=epoch)
         self._load(descriptor)

@@ -268,7 +268,7 @@ class NvlinkBackend:
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
             descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'nvlink': {error}") from error
         holding = {region: descriptor.holding(region) for region in regions}
         with self._lock:
