@@ -7,7 +7,7 @@ BIN := .venv/bin
 PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo test check format coverage coverage-report docs build wheel-test sanitize clean distclean
+.PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize clean distclean
 
 help: ## What there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -17,6 +17,9 @@ setup: ## Virtual environment, packages, extension module
 
 demo: setup ## A prefill and a decode instance with different layouts, over real engines
 	@$(BIN)/python -m disagg.bench.demo
+
+chaos: setup ## 200 rounds of killed ranks for each engine, every byte looked at (CHAOS_ARGS=... for the program)
+	@$(BIN)/python -m disagg.testing.chaos $(CHAOS_ARGS)
 
 test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
