@@ -183,7 +183,7 @@ class Links:
         identity: Identity,
         *,
         leader: str | None,
-        leader_key: str | None = None,
+        own_key: str | None = None,
         admit: Admission,
         examine: Examination,
         limits: LinkLimits | None = None,
@@ -193,13 +193,14 @@ class Links:
         self.instances: dict[str, PeerInstance] = {}
         self.members: dict[int, Member] = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
         self._leader = leader
+        self._own_key = own_key
         self._admit = admit
         self._examine = examine
         self._limits = limits or LinkLimits()
         self._inbound: dict[bytes, Accepted] = {}
         self._connections: dict[PeerRank, bytes] = {}
         if leader is not None:
-            self._siblings = PeerInstance(identity.instance, leader, leader_key)
+            self._siblings = PeerInstance(identity.instance, leader, own_key)
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
         """Know an instance by the address of its leader. Known under another address or key, it is dialled anew."""
@@ -264,7 +265,7 @@ class Links:
             if hello.version != PROTOCOL_VERSION:
                 raise RemoteProtocolError(f"protocol version: {hello.version} at {peer}, {PROTOCOL_VERSION} at {self._me}")
             if hello.instance == self.identity.instance:
-                self._on_sibling(connection, hello)
+                self._on_sibling(connection, user, hello)
                 return
             instance = self.instances.get(hello.instance)
             if instance is None:
@@ -292,8 +293,10 @@ class Links:
             self._greet_soon(link, now)
             link.generation = hello.generation
 
-    def _on_sibling(self, connection: bytes, hello: Hello) -> None:
-        """Another rank of this instance reports to its leader."""
+    def _on_sibling(self, connection: bytes, user: str, hello: Hello) -> None:
+        """Another rank of this instance reports to its leader; where there are keys, it has this instance's own."""
+        if self._own_key is not None and user != self._own_key:
+            raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {self._me}")
         if not self.identity.leader:
             raise RemoteProtocolError(f"{self._me} is not the leader of {hello.instance!r}")
         if hello.rank >= self.identity.num_ranks or hello.rank == self.identity.rank or hello.address is None:

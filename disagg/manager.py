@@ -143,7 +143,7 @@ class KVManager:
         self._links = Links(
             identity,
             leader=leader,
-            leader_key=keys.public if keys is not None else None,
+            own_key=keys.public if keys is not None else None,
             admit=self._handshake.admit,
             examine=self._handshake.examine,
             limits=link_limits,

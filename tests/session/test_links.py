@@ -52,7 +52,7 @@ def welcome(
 
 
 def links(
-    *, num_ranks: int = 1, rank: int = 0, leader: str | None = None, peer_ranks: int = 1, leader_key: str | None = None
+    *, num_ranks: int = 1, rank: int = 0, leader: str | None = None, peer_ranks: int = 1, own_key: str | None = None
 ) -> Links:
     """One rank of `prefill-0`; every peer has `peer_ranks` ranks; a table of `b"bad"` is refused."""
 
@@ -79,7 +79,7 @@ def links(
         address=f"tcp://127.0.0.1:{7000 + rank}",
         leader=leader is None,
     )
-    return Links(me, leader=leader, leader_key=leader_key, admit=admit, examine=examine, limits=LIMITS)
+    return Links(me, leader=leader, own_key=own_key, admit=admit, examine=examine, limits=LIMITS)
 
 
 def taken(made: Links) -> list[LinkEffect]:
@@ -116,7 +116,7 @@ def test_a_configured_peer_is_dialled_and_greeted_ever_more_slowly() -> None:
 
 
 def test_a_connection_on_which_nobody_answers_is_opened_anew() -> None:
-    made = links(num_ranks=2, rank=1, leader=SECOND, leader_key="own")
+    made = links(num_ranks=2, rank=1, leader=SECOND, own_key="own")
     made.add_peer("decode-0", LEADER, "key", 0.0)
     made.join(0.0)
     taken(made)
@@ -430,8 +430,21 @@ def test_siblings_that_cannot_join_are_told_why(said: Hello, reason: str) -> Non
     assert reason in found.reason
 
 
+def test_a_peer_that_is_let_in_does_not_speak_for_a_rank_of_this_instance() -> None:
+    """It would be named to every other peer in that rank's place."""
+    made = links(num_ranks=2, own_key="own")
+    made.on_inbound(b"c1", "decode-0's", hello("prefill-0", 1, address=SECOND), 0.0)
+    found = answer(made)
+    assert isinstance(found, Reject)
+    assert found.reason == "rank 1 of 'prefill-0' has another public key than prefill-0/0"
+    assert list(made.members) == [0]
+    made.on_inbound(b"c2", "own", hello("prefill-0", 1, address=SECOND), 0.0)
+    assert isinstance(answer(made), Welcome)
+    assert list(made.members) == [0, 1]
+
+
 def test_a_rank_reports_to_its_leader_and_goes_on_reporting() -> None:
-    made = links(num_ranks=2, rank=1, leader="tcp://127.0.0.1:7000", leader_key="key")
+    made = links(num_ranks=2, rank=1, leader="tcp://127.0.0.1:7000", own_key="key")
     made.join(0.0)
     assert taken(made) == [Dial("tcp://127.0.0.1:7000", "key")]
     made.tick(0.0)
@@ -442,7 +455,7 @@ def test_a_rank_reports_to_its_leader_and_goes_on_reporting() -> None:
     made.tick(20.0)
     made.tick(20.0)
     assert taken(made) == [SayHello("tcp://127.0.0.1:7000", 1)], "a silent leader is greeted again, and is no peer to lose"
-    made.on_inbound(b"c1", "", hello("prefill-0", 0, address=SECOND), 0.0)
+    made.on_inbound(b"c1", "key", hello("prefill-0", 0, address=SECOND), 0.0)
     found = answer(made)
     assert isinstance(found, Reject)
     assert "prefill-0/1 is not the leader" in found.reason
