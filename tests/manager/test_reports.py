@@ -1,0 +1,122 @@
+"""Protocol reports of the field, replayed against an engine with faults: when may a row be used again, and who is told what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from disagg import Pages, RequestTimeout, new_request_id
+from disagg.leases import LeaseState
+from disagg.testing import reference
+from disagg.testing.faults import BackendFaults, MessageFaults, inject, mistreat
+from disagg.testing.reference import PageList
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
+
+PAGES = PageList((0, 1, 2))
+PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
+
+
+def engine(**faults: Any) -> dict[str, Any]:
+    return {"backend": inject("local", BackendFaults(**faults)), "pack_below": 0}
+
+
+def test_pages_of_an_aborted_request_are_kept_until_its_writes_have_ended() -> None:
+    """Case 29: the writes were under way when the receiver gave up; what they hit is still the receiver's."""
+    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings=engine(delay=1.0, delay_s=(0.3, 0.4))) as made:
+        request, pool = new_request_id(), made.decode[0].pools[0][0].view(np.uint8)
+        for rank in made.prefill:
+            reference.fill(made.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
+        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
+        until(lambda: all(rank.manager._hub._worker.depth for rank in made.prefill))
+        receiver.abort("client gone")
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert not event.ok
+        assert not event.lease.released
+        assert (pool == reference.CANARY).all(), "nothing has landed yet"
+        released = threading.Event()
+        event.lease.on_release(released.set)
+        assert released.wait(DEADLINE_S)
+        assert (pool != reference.CANARY).any(), "it has landed, before the pages were given back"
+        pool[...] = reference.CANARY
+        assert all(not sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+        time.sleep(0.5)  # longer than anything was delayed
+        assert (pool == reference.CANARY).all(), "and nothing after"
+
+
+def test_each_of_two_ranks_that_abort_is_acknowledged() -> None:
+    """Case 30: both get their rows back, by the word of the writer that they share."""
+    with cluster(Side(), Side(tp=2)) as made:
+        request = new_request_id()
+        receivers = [receive(rank, request, PageList((0, 1, 2, 3, 4)), need=(0, 20)) for rank in made.decode]
+        sender = made.prefill[0].manager.sender(request, peer="decode-0")
+        until(lambda: sender.needed("kv") == (0, 20))
+        for receiver in receivers:
+            receiver.abort(f"rank {receiver.session.destination_group} has had enough")  # type: ignore[union-attr]
+        events = [receiver.wait(timeout_s=DEADLINE_S) for receiver in receivers]
+        until(lambda: all(event.lease.released for event in events))
+        sender.finish()
+        assert "has had enough" in str(sender.wait(timeout_s=DEADLINE_S).error)
+
+
+def test_what_the_engine_cannot_tell_is_quarantined_and_comes_back_when_it_can() -> None:
+    """Case 31: the engine gives up on a transfer, and completes it later."""
+    with cluster(Side(), Side(page=8, num_pages=16), settings=engine(unsettle=1.0, delay_s=(1.5, 1.6))) as made:
+        request = new_request_id()
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
+        sender = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
+        here = receiver.wait(timeout_s=DEADLINE_S)
+        assert "a fault was ordered: not settled" in str(here.error)
+        assert made.prefill[0].manager.health().quarantined == {"a fault was ordered: not settled": 1}
+        until(lambda: here.lease.state is LeaseState.QUARANTINED)
+        assert made.decode[0].manager.health().quarantined == {"no proof that prefill-0/0 stopped writing": 1}
+        there = sender.wait(timeout_s=DEADLINE_S)
+        assert "a fault was ordered: not settled" in str(there.error)
+        until(lambda: here.lease.released and there.lease.released)
+        assert not made.decode[0].manager.health().quarantined
+
+
+def test_a_request_whose_sender_has_given_it_up_fails_with_that_reason() -> None:
+    """Case 33: the source's time is over when the receiver comes; nothing is read."""
+    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+        request = new_request_id()
+        late = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20, deadline_s=0.05)
+        assert isinstance(late.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+        event = receive(made.decode[0], request, PAGES, need=(0, 20)).wait(timeout_s=DEADLINE_S)
+        assert "the deadline passed; 0 of 1 ranks of 'decode-0' reserved" in str(event.error)
+        until(lambda: event.lease.released)
+
+
+def test_what_has_arrived_before_the_deadline_was_judged_counts() -> None:
+    """Case 42: the last word lies in the socket while the control thread is busy past the deadline."""
+    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+        request, hub = new_request_id(), made.decode[0].manager._hub
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20), deadline_s=1.0)
+        sender = made.prefill[0].manager.sender(request, peer="decode-0")
+        until(lambda: sender.needed("kv") == (0, 20))
+        busy, go_on = threading.Event(), threading.Event()
+
+        def hold(_: float) -> None:
+            busy.set()
+            go_on.wait(DEADLINE_S)
+
+        hub.command(hold)
+        assert busy.wait(DEADLINE_S)
+        sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20))
+        sender.finish()
+        until(lambda: made.prefill[0].manager.stats.transfers == 1)
+        time.sleep(1.2)  # past the deadline; the last word was said long ago
+        go_on.set()
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_a_network_that_loses_the_outcome_leaves_no_request_behind() -> None:
+    """Case 38, the last message: it is said again until it is heard."""
+    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+        lost = mistreat(made.decode[0].manager, MessageFaults(lose=1.0, kinds=frozenset(("outcome",)), at_most=2))
+        assert all(event.ok for event in made.transfer(20))
+        assert lost.counts["lose"] == 2
