@@ -8,6 +8,8 @@ from disagg.testing.backend_contract import BackendContract, BackendFactory
 
 
 class TestCma(BackendContract):
+    fences_dead_neighbours = True
+
     def factory(self) -> BackendFactory:
         factory: BackendFactory = CmaBackend
         return factory
