@@ -138,7 +138,15 @@ def gpus(_: str) -> None:
     _say(count=count.value, apart=apart)
 
 
-TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owner, writer, byte, copy, libraries, gpus)}
+def nvlink(_: str) -> None:
+    """Start what backend `nvlink` needs: the driver and the bindings."""
+    from disagg.backends._nvlink_cuda import load_bindings
+
+    load_bindings()
+    _say(ok=True)
+
+
+TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owner, writer, byte, copy, libraries, gpus, nvlink)}
 
 
 def main() -> None:

@@ -174,6 +174,27 @@ def cma(machine: Machine) -> Finding:
     )
 
 
+def nvlink(machine: Machine) -> Iterator[Finding]:
+    """Whether backend `nvlink` can start; asked only where there are GPUs. It writes between GPUs' pools, so that only a
+    server's own memory can show more.
+    """
+    if not machine.gpus:
+        return
+    try:
+        with child("nvlink:", machine.environ) as asked:
+            asked.answer()
+    except ChildFailed as error:
+        yield Finding(
+            "nvlink",
+            Level.WARNING,
+            str(error),
+            "backend 'nvlink' cannot be used: bytes between GPUs of this host go another way",
+            "pip install cuda-bindings nvidia-cuda-nvrtc, of the driver's CUDA version; nvidia-smi shows the driver",
+        )
+        return
+    yield ok("nvlink", "the driver and its bindings start")
+
+
 def gpu_peers(machine: Machine) -> Iterator[Finding]:
     """Whether GPUs can map each other's memory; asked only where there are several."""
     if len(machine.gpus) < 2:

@@ -34,6 +34,7 @@ def examine(
         return
     yield engines.cma(machine)
     yield from engines.gpu_peers(machine)
+    yield from engines.nvlink(machine)
     worked = False
     for name in names:
         for finding in engines.engine(name, machine):

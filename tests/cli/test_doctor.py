@@ -185,6 +185,18 @@ def test_every_library_has_a_fix(library: str, fix: str) -> None:
     assert fix in engines.library_fix(library)
 
 
+def test_what_nvlink_lacks_is_named_where_there_are_gpus(tmp_path: Path) -> None:
+    assert list(engines.nvlink(put(tmp_path / "none", {"proc/modules": ""}))) == []
+    if Machine().gpus:
+        pytest.skip("this machine has GPUs: what is missing cannot be shown on it")
+    machine = put(tmp_path, {"proc/driver/nvidia/gpus/0000:01:00.0/information": ""})
+    (finding,) = engines.nvlink(Machine(root=machine.root, environ=PLAIN))
+    assert finding.level is Level.WARNING
+    assert "'cuda-bindings'" in finding.cause
+    assert "pip install cuda-bindings" in finding.fix
+    assert complete(finding)
+
+
 def test_cma_is_tried_between_two_processes() -> None:
     assert engines.cma(Machine(environ=PLAIN)).topic == "cma"
 
