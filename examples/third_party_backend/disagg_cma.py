@@ -18,7 +18,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -36,6 +35,7 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
+from disagg.backends.processes import ProcessIdentity, host_identity
 from disagg.copies import CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
@@ -48,32 +48,6 @@ for _call in _CALLS.values():
     _call.restype = ctypes.c_ssize_t
     _vector = (ctypes.c_void_p, ctypes.c_ulong)
     _call.argtypes = (ctypes.c_int, *_vector, *_vector, ctypes.c_ulong)
-
-
-class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process of one host: its number, when it started, and the machine and namespace in which that is its number."""
-
-    pid: int
-    started: str
-    host: str
-
-    @classmethod
-    def this(cls) -> Process:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(os.getpid(), _start_time(os.getpid()) or "", f"{boot}/{Path('/proc/self/ns/pid').readlink()}")
-
-    @property
-    def alive(self) -> bool:
-        return _start_time(self.pid) == self.started
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started, in ticks since the machine did; `None` for one that has ended, reaped or not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 class CmaTransfer:
@@ -92,7 +66,7 @@ class CmaTransfer:
 class CmaPeer:
     """A process at one epoch."""
 
-    def __init__(self, process: Process, regions: tuple[RemoteRegion, ...], epoch: int) -> None:
+    def __init__(self, process: ProcessIdentity, regions: tuple[RemoteRegion, ...], epoch: int) -> None:
         self.process, self.index, self.epoch, self.connected = process, RegionIndex(regions), epoch, True
 
     @property
@@ -133,16 +107,16 @@ class CmaBackend:
 
     def endpoint(self) -> bytes:
         regions = [MemoryRegion(region.address, region.nbytes) for region in self._registered().regions]
-        return encode_endpoint(self.name, msgspec.msgpack.encode(Process.this()), regions)
+        return encode_endpoint(self.name, msgspec.msgpack.encode(ProcessIdentity.own()), regions)
 
     def connect(self, endpoint: bytes, *, epoch: int) -> CmaPeer:
         self._registered()
         descriptor, regions = decode_endpoint(self.name, endpoint)
         try:
-            process = msgspec.msgpack.decode(descriptor, type=Process)
+            process = msgspec.msgpack.decode(descriptor, type=ProcessIdentity)
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"endpoint of backend 'cma': {error}") from error
-        if process.host != Process.this().host:
+        if process.host != host_identity():
             raise PeerUnreachable("backend 'cma': the peer is on another host, or in another namespace of process ids")
         peer = CmaPeer(process, regions, epoch)
         self._check_alive(peer)
@@ -174,7 +148,7 @@ class CmaBackend:
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """The end of the peer's process is the proof: nobody else ever wrote for it. What was posted from here has settled."""
-        if not isinstance(peer, CmaPeer) or peer.epoch != epoch or peer.process.alive:
+        if not isinstance(peer, CmaPeer) or peer.epoch != epoch or not peer.process.has_ended():
             return Fence.UNKNOWN
         return Fence.QUIET
 
@@ -194,7 +168,7 @@ class CmaBackend:
         return self._index
 
     def _check_alive(self, peer: CmaPeer) -> None:
-        if not peer.process.alive:
+        if peer.process.has_ended():
             raise PeerUnreachable(f"backend 'cma': process {peer.process.pid} has ended")
 
 
