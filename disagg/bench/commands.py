@@ -118,6 +118,43 @@ class Move(Command, frozen=True):
     at: float = 0.0
 
 
+class Raw(enum.Enum):
+    """What an engine's transport rests on."""
+
+    WRITEV = "process_vm_writev"
+    SOCKET = "socket"
+
+
+class Listen(Command, frozen=True):
+    """Take blocks `(address, nbytes)` of this rank's memory from plain sockets, a connection each."""
+
+    host: str
+    blocks: tuple[tuple[int, int], ...]
+    timeout_s: float
+
+
+class MoveRaw(Command, frozen=True):
+    """As `Move`, without an engine: block `i` to process `pids[i]`, or as number `numbers[i]` to a socket."""
+
+    blocks: tuple[Block, ...]
+    timeout_s: float
+    pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    at: float = 0.0
+
+
+class AskCpu(Command, frozen=True):
+    """How much has the process computed?"""
+
+
+class Memcpy(Command, frozen=True):
+    """Copy `nbytes` within this rank's memory, by one thread."""
+
+    nbytes: int
+
+
 class AskHealth(Command, frozen=True):
     """How are you?"""
 
@@ -126,7 +163,23 @@ class Exit(Command, frozen=True):
     """End the process."""
 
 
-AnyCommand = Describe | Peer | WaitReady | Fill | Clear | Start | Collect | Check | Move | AskHealth | Exit
+AnyCommand = (
+    Describe
+    | Peer
+    | WaitReady
+    | Fill
+    | Clear
+    | Start
+    | Collect
+    | Check
+    | Move
+    | MoveRaw
+    | Listen
+    | Memcpy
+    | AskCpu
+    | AskHealth
+    | Exit
+)
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -203,6 +256,24 @@ class Moved(Reply, frozen=True):
     end: float
 
 
+class Listening(Reply, frozen=True):
+    """Where blocks are awaited."""
+
+    port: int
+
+
+class Copied(Reply, frozen=True):
+    """How fast a copy in memory was, in GB/s (1e9)."""
+
+    gbps: float
+
+
+class Cpu(Reply, frozen=True):
+    """What all threads of the process have computed since it began, in seconds."""
+
+    seconds: float
+
+
 class HealthReport(Reply, frozen=True):
     """What `KVManager.health` says, in words; `problem` is empty while all is well."""
 
@@ -211,4 +282,4 @@ class HealthReport(Reply, frozen=True):
     quarantined: dict[str, int]
 
 
-AnyReply = Done | Failed | Description | RunReport | Difference | Moved | HealthReport
+AnyReply = Done | Failed | Description | RunReport | Difference | Moved | Listening | Copied | Cpu | HealthReport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,13 @@ import msgspec
 
 from disagg import backends
 from disagg.bench.commands import (
+    AskCpu,
     Block,
     Check,
     Clear,
     Collect,
+    Copied,
+    Cpu,
     Describe,
     Description,
     Difference,
@@ -24,17 +26,24 @@ from disagg.bench.commands import (
     Fault,
     Fill,
     Item,
+    Listen,
+    Listening,
+    Memcpy,
     Move,
     Moved,
+    MoveRaw,
     Peer,
+    Raw,
     RunReport,
     Start,
     WaitReady,
 )
 from disagg.bench.fleet import Progress, Ranks, Remote, connected, rank_config, started
-from disagg.bench.report import Row, Sample, summarise
+from disagg.bench.rank import boot_id
+from disagg.bench.report import Alone, Row, Sample, mechanism_of, summarise
 from disagg.bench.sides import Side
 from disagg.bench.workload import Case, Planned, blocks_of, check_rank, items_of, planned
+from disagg.channel import parse_address
 from disagg.errors import ConfigError
 from disagg.manager import new_request_id
 from disagg.models import ModelSpec, load_model
@@ -78,15 +87,18 @@ def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
     """The case's row. Raises `RankFailed` or `RankDied` where a rank fails, `ConfigError` where the ranks do not fit."""
     prepared = _prepare(case, ranks, progress)
     samples: list[Sample] = []
-    ceilings: list[float] = []
+    ceilings: list[Alone] = []
     wanted = max(MIN_CEILINGS, case.repeat) if case.ceiling else 0
-    for turn in range(case.repeat):
-        progress(f"run {turn + 1} of {case.repeat}")
-        samples.append(_measure(prepared, last=turn + 1 == case.repeat))
-        if samples[-1].problem:
+    for turn in range(-case.warm_up, case.repeat):
+        progress(f"run {turn + 1} of {case.repeat}" if turn >= 0 else "warming up")
+        sample = _measure(prepared, last=turn + 1 == case.repeat)
+        if turn >= 0 or sample.problem:
+            samples.append(sample)
+        if sample.problem:
             break
-        due = math.ceil(wanted * (turn + 1) / case.repeat) - len(ceilings)
-        ceilings += [_ceiling(prepared) for _ in range(due)]
+        due = math.ceil(wanted * (turn + 1) / case.repeat) - len(ceilings) if turn >= 0 else min(wanted, 1)
+        found = [_alone(prepared) for _ in range(due)]
+        ceilings += found if turn >= 0 else []
     about = ranks.ask(dict.fromkeys(ranks.all, Describe()), Description)
     return summarise(
         case,
@@ -94,7 +106,7 @@ def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
         destinations=[about[remote] for remote in ranks.destinations],
         planned=prepared.planned,
         samples=samples,
-        ceiling_gbps=statistics.median(ceilings) if ceilings else None,
+        alone=Alone.median(ceilings),
     )
 
 
@@ -144,8 +156,10 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
         r: _start(case, Direction.SEND, destination, _named(items, ids), faults[r]) for r, items in prepared.sent.items()
     }
     soon = time.monotonic() + LEAD_S
+    before = _cpu_s(ranks)
     ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in sending.items()}, Done)
     reports = ranks.ask(dict.fromkeys(ranks.all, Collect()), RunReport)
+    cpu_s = _cpu_s(ranks) - before
     problem = _first_failure(reports) or _first_difference(ranks, prepared.received)
     if last and not problem and case.fault is not Fault.BYTE:
         problem = _first_difference(ranks, prepared.sent)
@@ -156,7 +170,13 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
         sent=[_on_one_clock(reports[r], r) for r in ranks.sources],
         received=[_on_one_clock(reports[r], r) for r in ranks.destinations],
         problem=problem,
+        cpu_s=cpu_s,
     )
+
+
+def _cpu_s(ranks: Ranks) -> float:
+    """What all ranks' processes have computed so far."""
+    return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, AskCpu()), Cpu).values())
 
 
 def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...], fault: Fault | None = None) -> Start:
@@ -192,15 +212,69 @@ def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]]) ->
     return next((f"rank {remote}: {reply.where}" for remote, reply in found.items() if reply.where), "")
 
 
-def _ceiling(prepared: Prepared) -> float:
-    """GB/s of the same bytes per pair of ranks as one contiguous block per pair, all at once, by the engine alone."""
+def _alone(prepared: Prepared) -> Alone:
+    """The same bytes per pair of ranks as one contiguous block per pair, all at once: by the engine alone, and by what its
+    transport rests on; and a copy in one rank's memory.
+    """
+    ranks, case = prepared.ranks, prepared.case
     _, destination = prepared.names
+    before = _cpu_s(ranks)
+    gbps = _moved(prepared, {r: Move(destination, blocks, case.timeout_s) for r, blocks in prepared.blocks.items()})
+    cpu_s = _cpu_s(ranks) - before
+    first = ranks.sources[0]
+    memcpy = ranks.ask({first: Memcpy(prepared.nbytes)}, Copied)[first].gbps
+    return Alone(gbps, cpu_s, memcpy, _raw(prepared))
+
+
+def _raw(prepared: Prepared) -> float | None:
+    """GB/s of the system's own mechanism; `None` where it is not known which one that is, or where ranks are not on one
+    machine.
+    """
+    mechanism = mechanism_of(prepared.ranks.sources[0].about)
+    if mechanism is None:
+        return None
+    case, ranks = prepared.case, prepared.ranks
+    destinations = ranks.destinations
+    if mechanism is Raw.WRITEV:
+        if any(remote.about.boot_id != boot_id() for remote in ranks.all):
+            return None
+        return _moved(
+            prepared,
+            {
+                source: MoveRaw(blocks, case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
+                for source, blocks in prepared.blocks.items()
+            },
+        )
+    awaited: dict[int, list[tuple[int, int]]] = {}
+    numbers: dict[Remote, list[int]] = {}
+    for source, blocks in prepared.blocks.items():
+        for block in blocks:
+            of = awaited.setdefault(block.rank, [])
+            numbers.setdefault(source, []).append(len(of))
+            of.append((block.destination, block.nbytes))
+    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in awaited}
+    asked = {destinations[rank]: Listen(hosts[rank], tuple(of), case.timeout_s) for rank, of in awaited.items()}
+    ports = {remote: reply.port for remote, reply in ranks.ask(asked, Listening).items()}
+    return _moved(
+        prepared,
+        {
+            source: MoveRaw(
+                blocks,
+                case.timeout_s,
+                hosts=tuple(hosts[block.rank] for block in blocks),
+                ports=tuple(ports[destinations[block.rank]] for block in blocks),
+                numbers=tuple(numbers[source]),
+            )
+            for source, blocks in prepared.blocks.items()
+        },
+    )
+
+
+def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> float:
+    """GB/s of commands that begin together."""
     soon = time.monotonic() + LEAD_S
-    commands = {
-        remote: Move(destination, blocks, prepared.case.timeout_s, soon + remote.offset_s)
-        for remote, blocks in prepared.blocks.items()
-    }
-    moved = prepared.ranks.ask(commands, Moved)
+    timed = {remote: msgspec.structs.replace(command, at=soon + remote.offset_s) for remote, command in commands.items()}
+    moved = prepared.ranks.ask(timed, Moved)
     start = min(reply.start - remote.offset_s for remote, reply in moved.items())
     end = max(reply.end - remote.offset_s for remote, reply in moved.items())
     return prepared.nbytes / (end - start) / 1e9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from disagg.bench.commands import Description, Result, RunReport
+from disagg.bench.commands import Description, Raw, Result, RunReport
 from disagg.bench.workload import Case, Planned
 
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
@@ -29,9 +30,10 @@ class Sample:
     posts: int
     ways: dict[str, int]
     problem: str
+    cpu_s: float = 0.0
 
     @classmethod
-    def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str) -> Self:
+    def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
         """The run that these reports of all ranks tell of, all on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
@@ -54,7 +56,42 @@ class Sample:
             posts=sum(report.posts for report in (*sent, *received)),
             ways=dict(ways),
             problem=problem,
+            cpu_s=cpu_s,
         )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The same bytes without the library: GB/s of the engine with one block per pair of ranks, and what all processes
+    computed for it; GB/s of a copy in memory by one thread, and of the mechanism that the transport rests on.
+    """
+
+    gbps: float
+    cpu_s: float
+    memcpy_gbps: float
+    raw_gbps: float | None
+
+    @classmethod
+    def median(cls, found: Sequence[Self]) -> Self | None:
+        """The median of each figure; `None` of none."""
+        if not found:
+            return None
+        raw = [each.raw_gbps for each in found if each.raw_gbps is not None]
+        return cls(
+            statistics.median(each.gbps for each in found),
+            statistics.median(each.cpu_s for each in found),
+            statistics.median(each.memcpy_gbps for each in found),
+            statistics.median(raw) if raw else None,
+        )
+
+
+def mechanism_of(about: Description) -> Raw | None:
+    """What a rank's transport rests on, where the system offers it to everyone."""
+    if about.backend == "local" or about.device != "cpu":
+        return None
+    if about.transport.startswith("shm"):
+        return Raw.WRITEV
+    return Raw.SOCKET if about.transport.startswith("tcp") else None
 
 
 def _succeeded(report: RunReport) -> Iterator[Result]:
@@ -65,7 +102,10 @@ class Row(msgspec.Struct, frozen=True):
     """One case. `bytes` are those delivered in a run, `gbps` is `bytes` / 1e9 / `seconds["total"]`: first `send` to last
     success in the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
     instances. `pieces` are the plan's, neighbours joined; `posts` is what the engine was given for them, in slots where they
-    went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` and `ratio` are `None` where not measured.
+    went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` (the engine alone, a block per pair of ranks),
+    `ratio`, `raw_gbps` (the mechanism `raw` alone, the same blocks) and `memcpy_gbps` (one thread) are `None` where not
+    measured. `core_s_per_gb` is what all ranks' processes computed for a GB delivered, `ceiling_core_s_per_gb` for one of
+    the ceiling's: where cores are the limit, their quotient bounds `ratio`.
     """
 
     backend: str
@@ -93,6 +133,13 @@ class Row(msgspec.Struct, frozen=True):
     requests: int = 1
     concurrency: int = 1
     repeat: int = 1
+    run_pages: int = 1
+    warm_up: int = 0
+    raw: str | None = None
+    raw_gbps: float | None = None
+    memcpy_gbps: float | None = None
+    core_s_per_gb: float | None = None
+    ceiling_core_s_per_gb: float | None = None
     problem: str = ""
 
 
@@ -103,7 +150,7 @@ def summarise(
     destinations: Sequence[Description],
     planned: Planned,
     samples: Sequence[Sample],
-    ceiling_gbps: float | None,
+    alone: Alone | None,
 ) -> Row:
     """The row of a case's runs."""
     good = [sample for sample in samples if not sample.problem] or samples
@@ -114,6 +161,7 @@ def summarise(
     nbytes = sum(planned.nbytes.values())
     gbps = nbytes / median.total_s / 1e9 if median.total_s else 0.0
     everyone = [*sources, *destinations]
+    mechanism = mechanism_of(sources[0])
     return Row(
         backend=sources[0].backend,
         transport=_joined(about.transport for about in everyone),
@@ -131,8 +179,8 @@ def summarise(
         seconds={stage: spent.get(stage, 0.0) for stage in STAGES},
         latency_ms={"p50": float(np.percentile(latencies, 50)), "p99": float(np.percentile(latencies, 99))},
         gbps=gbps,
-        ceiling_gbps=ceiling_gbps,
-        ratio=gbps / ceiling_gbps if ceiling_gbps else None,
+        ceiling_gbps=alone.gbps if alone else None,
+        ratio=gbps / alone.gbps if alone else None,
         verified=not problem,
         versions=sources[0].versions,
         posts=median.posts,
@@ -140,6 +188,13 @@ def summarise(
         requests=case.requests,
         concurrency=case.concurrency,
         repeat=len(samples),
+        run_pages=case.run_pages,
+        warm_up=case.warm_up,
+        raw=mechanism.value if mechanism and alone and alone.raw_gbps else None,
+        raw_gbps=alone.raw_gbps if alone else None,
+        memcpy_gbps=alone.memcpy_gbps if alone else None,
+        core_s_per_gb=statistics.median(sample.cpu_s for sample in good) / nbytes * 1e9 if nbytes else None,
+        ceiling_core_s_per_gb=alone.cpu_s / nbytes * 1e9 if alone and nbytes else None,
         problem=problem,
     )
 

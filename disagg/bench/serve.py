@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import singledispatchmethod
 
@@ -17,11 +18,14 @@ from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStat
 from disagg.bench.commands import (
     AnyCommand,
     AnyReply,
+    AskCpu,
     AskHealth,
     Block,
     Check,
     Clear,
     Collect,
+    Copied,
+    Cpu,
     Describe,
     Difference,
     Done,
@@ -30,13 +34,18 @@ from disagg.bench.commands import (
     Fault,
     Fill,
     HealthReport,
+    Listen,
+    Listening,
+    Memcpy,
     Move,
     Moved,
+    MoveRaw,
     Peer,
     Start,
     WaitReady,
 )
 from disagg.bench.rank import RankConfig, ResidentRank
+from disagg.bench.raw import Sink, memcpy_gbps, pour, write_into
 from disagg.bench.requests import Requests
 from disagg.channel import parse_address
 from disagg.copies import CopyBatch
@@ -127,6 +136,25 @@ class Commands:
         return move(self._resident, command)
 
     @run.register
+    def _(self, command: MoveRaw) -> AnyReply:
+        return move_raw(self._resident, command)
+
+    @run.register
+    def _(self, command: Listen) -> AnyReply:
+        arena = self._resident.pools.arena
+        base = arena.__array_interface__["data"][0]
+        sink = Sink(command.host, command.blocks, base=base, arena=arena, timeout_s=command.timeout_s)
+        return Listening(sink.port)
+
+    @run.register
+    def _(self, command: Memcpy) -> AnyReply:
+        return Copied(memcpy_gbps(self._resident.pools.arena, command.nbytes))
+
+    @run.register
+    def _(self, _: AskCpu) -> AnyReply:
+        return Cpu(time.process_time())
+
+    @run.register
     def _(self, _: AskHealth) -> AnyReply:
         health = self._resident.manager.health()
         return HealthReport(health.problem, {n: p.problem for n, p in health.peers.items()}, health.quarantined)
@@ -148,8 +176,7 @@ def move(resident: ResidentRank, command: Move) -> Moved:
     base = arena.__array_interface__["data"][0]
     jobs: list[tuple[Backend, RemotePeer, CopyBatch]] = []
     for block in command.blocks:
-        if not 0 <= block.source_offset <= arena.nbytes - block.nbytes:
-            raise ConfigError(f"block [{block.source_offset}, +{block.nbytes}): outside the arena of {arena.nbytes} bytes")
+        _check_source(block, arena.nbytes)
         backend, peer = resident.manager.engine(command.peer, block.rank)
         jobs.append((backend, peer, _copy(base, block)))
     time.sleep(max(0.0, command.at - time.monotonic()))
@@ -157,6 +184,32 @@ def move(resident: ResidentRank, command: Move) -> Moved:
     transfers = [backend.submit(Op.WRITE, peer, copies) for backend, peer, copies in jobs]
     _wait(transfers, timeout_s=command.timeout_s)
     return Moved(start, time.monotonic())
+
+
+def _check_source(block: Block, arena_nbytes: int) -> None:
+    if not 0 <= block.source_offset <= arena_nbytes - block.nbytes:
+        raise ConfigError(f"block [{block.source_offset}, +{block.nbytes}): outside the arena of {arena_nbytes} bytes")
+
+
+def move_raw(resident: ResidentRank, command: MoveRaw) -> Moved:
+    """Every block in a thread of its own, by the system alone. Raises `TransferFailed` where one fails."""
+    arena = resident.pools.arena
+    base = arena.__array_interface__["data"][0]
+
+    def one(number: int) -> None:
+        block = command.blocks[number]
+        _check_source(block, arena.nbytes)
+        if command.pids:
+            write_into(command.pids[number], base, block)
+        else:
+            content = arena[block.source_offset : block.source_offset + block.nbytes].data
+            pour((command.hosts[number], command.ports[number]), command.numbers[number], content, command.timeout_s)
+
+    with ThreadPoolExecutor(max(1, len(command.blocks))) as threads:
+        time.sleep(max(0.0, command.at - time.monotonic()))
+        start = time.monotonic()
+        list(threads.map(one, range(len(command.blocks))))
+        return Moved(start, time.monotonic())
 
 
 def _copy(base: int, block: Block) -> CopyBatch:

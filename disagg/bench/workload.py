@@ -31,7 +31,8 @@ class Case:
     """One line of the result: what to run, and how often. `prefix_hit` tokens are at the decode side already.
 
     `concurrency` requests of each rank are under way at a time. `chunk_tokens` 0 sends each request at once. Pieces below
-    `pack_below` bytes travel packed (`None`: as the engine's own threshold says). `ceiling`: the engine alone is measured too.
+    `pack_below` bytes travel packed (`None`: as the engine's own threshold says). Page ids come in runs of `run_pages` that
+    follow each other. `warm_up` runs are not counted. `ceiling`: the engine alone, and the system alone, are measured too.
     """
 
     backend: str
@@ -48,6 +49,8 @@ class Case:
     pack_below: int | None = None
     chunk_tokens: int = 0
     prefix_hit: int = 0
+    run_pages: int = 1
+    warm_up: int = 1
     repeat: int = 10
     ceiling: bool = True
     seed: int = 0
@@ -55,13 +58,14 @@ class Case:
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "requests", "concurrency", "repeat"):
+        for name in ("tokens", "requests", "concurrency", "repeat", "run_pages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
         if self.pack_below is not None and self.pack_below < 0:
             raise ConfigError(f"pack-below: expected at least 0, found {self.pack_below}")
-        if self.chunk_tokens < 0:
-            raise ConfigError(f"chunk-tokens: expected at least 0, found {self.chunk_tokens}")
+        for name in ("chunk_tokens", "warm_up"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name.replace('_', '-')}: expected at least 0, found {getattr(self, name)}")
         if not 0 <= self.prefix_hit < self.tokens:
             raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
         if self.fault is Fault.KILL and self.backend == "local":
@@ -94,7 +98,7 @@ def items_of(
                 f"{kind}: this case needs pools of {needed} for component {state.name!r} at {name!r}, "
                 f"found {pools.get(state.name, 0)}"
             )
-    orders = {state.name: _order(f"{case.seed}/{name}/{state.name}", pools[state.name]) for state in spec.states}
+    orders = {s.name: _order(f"{case.seed}/{name}/{s.name}", pools[s.name], case.run_pages) for s in spec.states}
     shares = {state.name: _rows_per_request(state, side, case, prefix) for state in spec.states}
     needs = {state.name: state.needed(case.tokens, prefix=prefix) for state in spec.states}
     ranks = []
@@ -116,10 +120,11 @@ def items_of(
     return ranks
 
 
-def _order(seed: str, count: int) -> list[int]:
-    """Numbers below `count` in an order of their own for every `seed`."""
+def _order(seed: str, count: int, run: int) -> list[int]:
+    """Numbers below `count` in an order of their own for every `seed`, but for runs of `run` that stay together."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
-    order: list[int] = np.random.default_rng(number).permutation(count).tolist()
+    starts = np.random.default_rng(number).permutation(-(-count // run)) * run
+    order: list[int] = [start + i for start in starts.tolist() for i in range(run) if start + i < count]
     return order
 
 

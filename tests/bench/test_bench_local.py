@@ -30,7 +30,7 @@ def ignore(_: str) -> None:
 
 
 def case(model: str, prefill: str, decode: str, **settings: object) -> Case:
-    given = {"tokens": TOKENS, "repeat": 1, "ceiling": False, "timeout_s": 30.0, **settings}
+    given = {"tokens": TOKENS, "repeat": 1, "ceiling": False, "warm_up": 0, "timeout_s": 30.0, **settings}
     return Case(backend="local", model=model, prefill=Side.parse(prefill), decode=Side.parse(decode), **given)  # type: ignore[arg-type]
 
 
@@ -60,8 +60,12 @@ def test_chunks_and_prefix_hits(model: str, chunk_tokens: int) -> None:
 
 
 def test_the_ceiling_moves_the_same_bytes(model: str) -> None:
-    row = moved(model, "tp=2", "tp=3,page=8", ceiling=True, repeat=2)
+    row = moved(model, "tp=2", "tp=3,page=8", ceiling=True, repeat=2, warm_up=1)
     assert row.verified, row.problem
+    assert (row.repeat, row.warm_up) == (2, 1)
+    assert row.memcpy_gbps is not None
+    assert row.memcpy_gbps > 0
+    assert row.raw is None
     assert row.ceiling_gbps is not None
     assert row.ratio == row.gbps / row.ceiling_gbps
 

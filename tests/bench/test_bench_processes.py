@@ -18,7 +18,7 @@ from tests.bench.conftest import BYTES_PER_TOKEN, ENGINES, Bench
 from tests.support.grid import CONTEXT_SIDES, ENGINE_PRESETS, ENGINE_SIDES
 
 TOKENS = 70
-QUICK = ("--tokens", str(TOKENS), "--repeat", "1", "--no-ceiling", "--timeout", "30")
+QUICK = ("--tokens", str(TOKENS), "--repeat", "1", "--no-ceiling", "--warm-up", "0", "--timeout", "30")
 SHORT = ("--backend", "mooncake", *QUICK, "--prefill", "tp=2", "--decode", "tp=1,page=64")
 WAIT_S = 30.0
 
@@ -74,6 +74,7 @@ def test_two_cases_and_the_ceiling(bench: Bench, mooncake: str, model: str) -> N
     assert ended.status == 0, ended.err
     assert [row["verified"] for row in ended.rows] == [True, True]
     assert all(row["ceiling_gbps"] > 0 and row["ratio"] > 0 for row in ended.rows)
+    assert all(row["raw"] == "socket" and row["raw_gbps"] > 0 and row["core_s_per_gb"] > 0 for row in ended.rows)
 
 
 @pytest.mark.parametrize("fault", ["byte", "pages"])

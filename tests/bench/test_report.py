@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from disagg.bench.commands import Description, Result, RunReport
-from disagg.bench.report import COLUMNS, Sample, size, summarise, table, to_json
+from disagg.bench.commands import Description, Raw, Result, RunReport
+from disagg.bench.report import COLUMNS, Alone, Sample, mechanism_of, size, summarise, table, to_json
 from disagg.bench.sides import Side
 from disagg.bench.workload import Case, Planned
 
@@ -52,10 +53,13 @@ def sample(scale: float = 1.0, *, problem: str = "") -> Sample:
         report((0, 10.5, 99.0), (1, 10.75, 99.0), nbytes=400, posts=2, bind=0.25, wire=2.0),
     ]
     received = [report((0, 1.0, 10 + 2 * scale), (1, 1.0, 10 + 4 * scale)), report((0, 1.0, 10 + 3 * scale), (1, 1.0, 11.5))]
-    return Sample.of(sent=sent, received=received, problem=problem)
+    return Sample.of(sent=sent, received=received, problem=problem, cpu_s=scale * 4e-6)
 
 
-def row(*samples: Sample, ceiling: float | None = 0.5e-6) -> dict[str, Any]:
+ALONE = Alone(0.5e-6, 1e-6, 9.0, 2e-6)
+
+
+def row(*samples: Sample, alone: Alone | None = ALONE) -> dict[str, Any]:
     case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side(), requests=2)
     found = summarise(
         case,
@@ -63,7 +67,7 @@ def row(*samples: Sample, ceiling: float | None = 0.5e-6) -> dict[str, Any]:
         destinations=[description("decode")],
         planned=Planned({(0, 0): 600, (1, 0): 400}, 8, 0.125),
         samples=samples,
-        ceiling_gbps=ceiling,
+        alone=alone,
     )
     (written,) = json.loads(to_json([found]))
     assert isinstance(written, dict)
@@ -97,6 +101,31 @@ def test_the_row_is_that_of_the_median_run() -> None:
     assert row(sample(1), sample(5), sample(2))["seconds"]["total"] == sample(2).total_s
 
 
+def test_what_cores_and_the_system_alone_did_stands_beside() -> None:
+    found = row(sample(1), sample(5), sample(2))
+    assert found["core_s_per_gb"] == pytest.approx(2 * 4e-6 / 1000 * 1e9)
+    assert found["ceiling_core_s_per_gb"] == pytest.approx(1e-6 / 1000 * 1e9)
+    assert (found["raw"], found["raw_gbps"], found["memcpy_gbps"]) == ("socket", 2e-6, 9.0)
+    medians = Alone.median([Alone(g, g, g, None if g == 3 else g) for g in (1.0, 3.0, 2.0, 9.0)])
+    assert medians == Alone(2.5, 2.5, 2.5, 2.0)
+    bare = row(sample(), alone=None)
+    assert [bare[name] for name in ("raw", "raw_gbps", "memcpy_gbps", "ceiling_core_s_per_gb")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "raw"),
+    [
+        ("nixl", "shm (cma, inferred)", Raw.WRITEV),
+        ("nixl", "tcp (inferred)", Raw.SOCKET),
+        ("mooncake", "tcp", Raw.SOCKET),
+        ("nixl", "rdma", None),
+        ("local", "tcp", None),
+    ],
+)
+def test_what_a_transport_rests_on(backend: str, transport: str, raw: Raw | None) -> None:
+    assert mechanism_of(msgspec.structs.replace(description("prefill"), backend=backend, transport=transport)) is raw
+
+
 def test_one_wrong_run_makes_the_row_wrong() -> None:
     found = row(sample(), sample(problem="rank decode/0: layer 3"), sample())
     assert found["verified"] is False
@@ -104,7 +133,7 @@ def test_one_wrong_run_makes_the_row_wrong() -> None:
 
 
 def test_a_run_without_any_success_has_no_rate() -> None:
-    found = row(Sample.of(sent=[report()], received=[report()], problem="nothing arrived"), ceiling=None)
+    found = row(Sample.of(sent=[report()], received=[report()], problem="nothing arrived"), alone=None)
     assert (found["gbps"], found["ceiling_gbps"], found["ratio"], found["verified"]) == (0.0, None, None, False)
     assert found["way"] == "none"
 
@@ -118,9 +147,7 @@ def test_the_table_has_a_line_per_row() -> None:
     case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side())
     about = [description("prefill")]
     rows = [
-        summarise(
-            case, sources=about, destinations=about, planned=Planned({(0, 0): 10}, 1, 0.0), samples=[each], ceiling_gbps=None
-        )
+        summarise(case, sources=about, destinations=about, planned=Planned({(0, 0): 10}, 1, 0.0), samples=[each], alone=None)
         for each in (sample(), sample(problem="wrong"))
     ]
     head, good, bad = table(rows).splitlines()

@@ -1,0 +1,388 @@
+"""What the control path costs: `python benchmarks/control.py --json control.json`. Takes about a minute.
+
+One prefill and one decode rank in processes of their own, over a real engine. What is compared with bare ZeroMQ is measured
+in turns with it, between the same two processes. Counts of messages are those that the protocol needs: one each way per
+request once its rows are reserved.
+"""
+# ruff: noqa: INP001, S108 - a script; what it counts is in /dev/shm
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from disagg import KVManager, ModelId, Pages, RawTensor, Topology, new_request_id
+from disagg.handles import Sender
+from disagg.state import paged
+
+Samples = npt.NDArray[np.float64]
+TIMEOUT_S = 120.0
+PAGE, HEADS, DIM = 8, 8, 128
+NUM_PAGES = 4096
+
+
+@dataclass(frozen=True)
+class Pool:
+    """K and V of some layers; `memory` is `None` for a pool that is only declared."""
+
+    tensors: dict[int, tuple[RawTensor, RawTensor]]
+    memory: npt.NDArray[np.uint8] | None
+
+    @classmethod
+    def of(cls, *, num_layers: int, num_pages: int, page: int, heads: int, dim: int, real: bool = True) -> Pool:
+        one = num_pages * page * heads * dim * 2
+        memory = np.zeros(2 * num_layers * one, dtype=np.uint8) if real else None
+        base = memory.ctypes.data if memory is not None else 1 << 44
+        strides = (page * heads * dim, heads * dim, dim, 1)
+        tensors = [
+            RawTensor(base + number * one, (num_pages, page, heads, dim), strides, "bfloat16")
+            for number in range(2 * num_layers)
+        ]
+        return cls({layer: (tensors[2 * layer], tensors[2 * layer + 1]) for layer in range(num_layers)}, memory)
+
+    def manager(self, name: str, *, backend: str, heads: int, transport: str = "auto") -> KVManager:
+        topology = Topology()
+        kv = paged.gqa(self.tensors, axes=paged.ORDERS["nhd"], num_kv_heads=heads, topology=topology)
+        return KVManager(
+            name=name, topology=topology, components=[kv], model=ModelId("control"), backend=backend, transport=transport
+        )
+
+
+def small_pool() -> Pool:
+    return Pool.of(num_layers=1, num_pages=NUM_PAGES, page=PAGE, heads=HEADS, dim=DIM)
+
+
+# -- the decode rank -----------------------------------------------------------------------------------------------------
+
+
+def decode(pipe: Connection, backend: str, transport: str) -> None:
+    """Reserves what it is told to, echoes, and says how it is."""
+    context = zmq.Context()
+    echo = context.socket(zmq.ROUTER)
+    port = echo.bind_to_random_port("tcp://127.0.0.1")
+    threading.Thread(target=_echo, args=(echo,), daemon=True).start()
+    pool = small_pool()
+    with pool.manager("decode", backend=backend, heads=HEADS, transport=transport) as manager:
+        pipe.send((manager.address, port))
+        manager.add_peer("prefill", address=pipe.recv())
+        manager.wait_ready("prefill", timeout_s=TIMEOUT_S)
+        pipe.send("ready")
+        receivers = []
+        while True:
+            match pipe.recv():
+                case "reserve", ids, pages, tokens:
+                    for number, request in enumerate(ids):
+                        rows = {"kv": Pages(np.asarray(pages[number % len(pages)], np.int32))}
+                        need = {"kv": (0, tokens)}
+                        receivers.append(manager.receiver(request, peer="prefill", rows=rows, need=need, deadline_s=TIMEOUT_S))
+                    pipe.send("reserved")
+                case "ended":
+                    ended = [receiver.wait(timeout_s=TIMEOUT_S) for receiver in receivers]
+                    receivers.clear()
+                    manager.events()
+                    for event in ended:
+                        event.lease.release()
+                    pipe.send(all(event.ok for event in ended))
+                case "resources":
+                    pipe.send(resources())
+                case _:
+                    return
+
+
+def _echo(socket: zmq.Socket[bytes]) -> None:
+    while True:
+        socket.send_multipart(socket.recv_multipart())
+
+
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    descriptors = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {
+        "rss_kib": int(status["VmRSS"].split()[0]),
+        "threads": int(status["Threads"]),
+        "descriptors": len(descriptors),
+        "sockets": sum(name.startswith("socket:") for name in descriptors),
+        "shared_memory_files": len(list(Path("/dev/shm").iterdir())),
+        "objects": len(gc.get_objects()),
+    }
+
+
+# -- the prefill rank ----------------------------------------------------------------------------------------------------
+
+
+class Prefill:
+    """The measuring side."""
+
+    def __init__(self, manager: KVManager, pipe: Connection, echo: zmq.Socket[bytes]) -> None:
+        self.manager, self.pipe, self.echo = manager, pipe, echo
+
+    def ask(self, *what: Any) -> Any:
+        self.pipe.send(what if len(what) > 1 else what[0])
+        return self.pipe.recv()
+
+    def reserved(self, count: int, pages: list[list[int]], tokens: int) -> list[Sender]:
+        """Senders whose rows the other side has reserved."""
+        ids = [new_request_id() for _ in range(count)]
+        self.ask("reserve", ids, pages, tokens)
+        senders = [self.manager.sender(request, peer="decode", deadline_s=TIMEOUT_S) for request in ids]
+        while any(sender.needed("kv") is None for sender in senders):
+            time.sleep(1e-3)
+        time.sleep(2e-3)
+        return senders
+
+    def end(self, senders: list[Sender]) -> None:
+        events = [sender.wait(timeout_s=TIMEOUT_S) for sender in senders]
+        self.manager.events()
+        assert all(event.ok for event in events), next(event.error for event in events if not event.ok)
+        for event in events:
+            event.lease.release()
+        assert self.ask("ended")
+
+    # -- figures
+
+    def hand_over(self, rounds: int) -> dict[str, Any]:
+        """From `finish` of a page to success here, beside a bare round trip."""
+        ours, bare = [], []
+        message = bytes(100)
+        for number in range(rounds):
+            (sender,) = senders = self.reserved(1, [[number % NUM_PAGES]], PAGE)
+            rows = {"kv": Pages(np.array([number % NUM_PAGES], np.int32))}
+            began = time.perf_counter()
+            sender.finish(rows)
+            sender.wait(timeout_s=TIMEOUT_S)
+            ours.append(time.perf_counter() - began)
+            self.end(senders)
+            began = time.perf_counter()
+            self.echo.send(message)
+            self.echo.recv()
+            bare.append(time.perf_counter() - began)
+        found = {"us": percentiles(np.array(ours)), "zeromq_us": percentiles(np.array(bare))}
+        return {**found, "times_zeromq_p50": found["us"]["p50"] / found["zeromq_us"]["p50"]}
+
+    def many(self, count: int, rounds: int) -> dict[str, Any]:
+        """`count` requests of a page at once: messages a second, beside the same number of bare ones."""
+        rates, bare, latencies = [], [], []
+        for _ in range(rounds):
+            senders = self.reserved(count, [[number] for number in range(count)], PAGE)
+            rows = [{"kv": Pages(np.array([number], np.int32))} for number in range(count)]
+            began = time.perf_counter()
+            sent = np.zeros(count)
+            ended = np.zeros(count)
+            places = {sender.request_id: number for number, sender in enumerate(senders)}
+            for number, sender in enumerate(senders):
+                sent[number] = time.perf_counter()
+                sender.finish(rows[number])
+            left = count
+            while left:
+                events = self.manager.events()
+                now = time.perf_counter()
+                for event in events:
+                    ended[places[event.key.request_id]] = now
+                left -= len(events)
+                if not events:
+                    time.sleep(50e-6)
+            rates.append(2 * count / (ended.max() - began))
+            latencies.append(ended - sent)
+            self.end(senders)
+            began = time.perf_counter()
+            for _ in range(count):
+                self.echo.send(bytes(100))
+            for _ in range(count):
+                self.echo.recv()
+            bare.append(2 * count / (time.perf_counter() - began))
+        found = percentiles(np.concatenate(latencies))
+        ours, theirs = float(np.median(rates)), float(np.median(bare))
+        return {
+            "requests": count,
+            "messages_per_s": ours,
+            "zeromq_messages_per_s": theirs,
+            "share_of_zeromq": ours / theirs,
+            "latency_us": found,
+            "p99_over_p50": found["p99"] / found["p50"],
+        }
+
+    def caller_loop(self, requests: int, rounds: int) -> dict[str, Any]:
+        """What a pure Python loop loses while transfers run: as a whole, and but for the time that it waited for a core."""
+        order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
+        alone, busy = [], []
+        for _ in range(rounds):
+            alone.append(_loop(lambda: False, 0.3))
+            senders = self.reserved(requests, [order[::-1].tolist()], NUM_PAGES * PAGE)
+            for sender in senders:
+                sender.finish({"kv": Pages(order)})
+            busy.append(_loop(lambda: all(sender.poll() for sender in senders), 30.0))  # noqa: B023
+            self.end(senders)
+        (rate, on_core), (rate_busy, on_core_busy) = (np.median(found, axis=0).tolist() for found in (alone, busy))
+        return {
+            "requests": requests,
+            "bytes": requests * NUM_PAGES * PAGE * HEADS * DIM * 4,
+            "pieces_of": PAGE * HEADS * DIM * 2,
+            "iterations_per_s": rate,
+            "iterations_per_s_meanwhile": rate_busy,
+            "lost": 1 - rate_busy / rate,
+            "lost_but_for_waiting_for_a_core": 1 - on_core_busy / on_core,
+        }
+
+    def growth(self, requests: int) -> dict[str, Any]:
+        """What both processes hold after many requests, less what they held after some."""
+        for _ in range(4):
+            self._batch(500)
+        before = resources(), self.ask("resources")
+        for _ in range(requests // 500):
+            self._batch(500)
+        after = resources(), self.ask("resources")
+        sides = zip(("prefill", "decode"), before, after, strict=True)
+        return {"requests": requests, **{name: {k: b[k] - a[k] for k in a} for name, a, b in sides}}
+
+    def _batch(self, count: int) -> None:
+        senders = self.reserved(count, [[number] for number in range(count)], PAGE)
+        for number, sender in enumerate(senders):
+            sender.finish({"kv": Pages(np.array([number], np.int32))})
+        self.end(senders)
+
+
+def _loop(over: Callable[[], Any], most_s: float) -> tuple[float, float]:
+    """Iterations a second of a pure Python loop, and a second in which it did not wait for a core."""
+    began, waited, count = time.perf_counter(), _run_delay_s(), 0
+    while not over() and time.perf_counter() - began < most_s:
+        for _ in range(20_000):
+            count += 1
+    wall = time.perf_counter() - began
+    return count / wall, count / (wall - (_run_delay_s() - waited))
+
+
+def _run_delay_s() -> float:
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def percentiles(samples: Samples) -> dict[str, float]:
+    return {f"p{p}": float(np.percentile(samples, p)) * 1e6 for p in (50, 99)}
+
+
+# -- one process ---------------------------------------------------------------------------------------------------------
+
+
+def large_send(rounds: int) -> dict[str, Any]:
+    """The caller's time for `send` of 4,096 pages of 64 layers, as int32 ids; by the reference backend."""
+    shape = {"num_layers": 64, "num_pages": 4096, "page": 1, "heads": 1, "dim": 8}
+    pools = Pool.of(**shape), Pool.of(**shape)
+    times = []
+    with _pair(pools, heads=1) as (prefill, receiving):
+        for _ in range(rounds):
+            request = new_request_id()
+            ids = np.random.default_rng(0).permutation(4096).astype(np.int32)
+            receiver = receiving.receiver(request, peer="prefill", rows={"kv": Pages(ids)}, need={"kv": (0, 4096)})
+            sender = prefill.sender(request, peer="decode")
+            began = time.perf_counter()
+            sender.send({"kv": Pages(ids)}, tokens=(0, 4096))
+            times.append(time.perf_counter() - began)
+            sender.finish()
+            for handle in (sender, receiver):
+                event = handle.wait(timeout_s=TIMEOUT_S)
+                assert event.ok, event.error
+                event.lease.release()
+    return {"pages": 4096, "layers": 64, "caller_us": percentiles(np.array(times))}
+
+
+def set_up(rounds: int) -> dict[str, Any]:
+    """From the first constructor to both sides ready, for declared pools of few and of a million pages; no engine."""
+    found: dict[str, Any] = {"layers": 64}
+    for num_pages in (1_000, 1_000_000):
+        times = []
+        for _ in range(rounds):
+            shape = {"num_layers": 64, "num_pages": num_pages, "page": PAGE, "heads": HEADS, "dim": DIM}
+            pools = Pool.of(**shape, real=False), Pool.of(**shape, real=False)
+            began = time.perf_counter()
+            with _pair(pools, heads=HEADS):
+                times.append(time.perf_counter() - began)
+        found[f"{num_pages} pages"] = {"both_sides_ms": float(np.median(times)) * 1e3}
+    return found
+
+
+@contextmanager
+def _pair(pools: tuple[Pool, Pool], *, heads: int) -> Iterator[tuple[KVManager, KVManager]]:
+    with (
+        pools[0].manager("prefill", backend="local", heads=heads) as prefill,
+        pools[1].manager("decode", backend="local", heads=heads) as receiving,
+    ):
+        prefill.add_peer("decode", address=receiving.address)
+        receiving.add_peer("prefill", address=prefill.address)
+        prefill.wait_ready("decode", timeout_s=TIMEOUT_S)
+        receiving.wait_ready("prefill", timeout_s=TIMEOUT_S)
+        yield prefill, receiving
+
+
+def between_processes(backend: str, transport: str, rounds: int, requests: int) -> dict[str, Any]:
+    """Every figure that needs a process for each side."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=decode, args=(theirs, backend, transport), daemon=True)
+    process.start()
+    address, port = ours.recv()
+    context = zmq.Context()
+    echo = context.socket(zmq.DEALER)
+    echo.connect(f"tcp://127.0.0.1:{port}")
+    pool = small_pool()
+    try:
+        with pool.manager("prefill", backend=backend, heads=HEADS, transport=transport) as manager:
+            manager.add_peer("decode", address=address)
+            ours.send(manager.address)
+            manager.wait_ready("decode", timeout_s=TIMEOUT_S)
+            assert ours.recv() == "ready"
+            prefill = Prefill(manager, ours, echo)
+            prefill.hand_over(20)
+            found = {
+                "hand_over": prefill.hand_over(rounds),
+                "concurrent": prefill.many(1000, max(3, rounds // 50)),
+                "caller_loop": prefill.caller_loop(16, 7),
+                "growth": prefill.growth(requests),
+            }
+            ours.send("exit")
+            return found
+    finally:
+        process.join(10)
+        process.kill()
+        echo.close(0)
+        context.term()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--backend", default="nixl", help="Engine.")
+@click.option("--transport", default="auto", help="What it may use.")
+@click.option("--rounds", type=click.IntRange(1), default=300, help="Of what is a matter of microseconds.")
+@click.option("--requests", type=click.IntRange(500), default=10_000, help="After which nothing may have grown.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def main(*, backend: str, transport: str, rounds: int, requests: int, json_file: Path | None) -> None:
+    """Measure the control path."""
+    found = {
+        "backend": backend,
+        "load_before": os.getloadavg()[0],
+        "send": large_send(max(20, rounds // 10)),
+        "set_up": set_up(5),
+        **between_processes(backend, transport, rounds, requests),
+    }
+    text = json.dumps(found, indent=2)
+    click.echo(text)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
