@@ -383,11 +383,11 @@ class NixlBackend:
 
     @staticmethod
     def staging_for(options: BackendOptions) -> StagingShape:
-        """Break-even with single pieces: about 32 KiB over shared memory, about 256 KiB over a network. Smaller slots than
+        """Break-even with single pieces: about 64 KiB over shared memory, about 256 KiB over a network. Smaller slots than
         these copy faster, as they stay in a nearer cache, and cost as much more in what is said about them.
         """
         if _is_shm_expected(options):
-            return StagingShape(pack_below=32 << 10, slot_nbytes=2 << 20, num_slots=8)
+            return StagingShape(pack_below=64 << 10, slot_nbytes=2 << 20, num_slots=8)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
 
     @property
