@@ -22,7 +22,7 @@ chaos: setup ## 200 rounds of killed ranks for each engine, every byte looked at
 	@$(BIN)/python -m disagg.testing.chaos $(CHAOS_ARGS)
 
 test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
-	@TEST_REQUIRE_ENGINES=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses auto --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
 
 check: setup ## Format, lint, types, direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)

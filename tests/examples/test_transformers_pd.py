@@ -192,14 +192,12 @@ def test_failures_of_children_are_told() -> None:
         one.call("fail")
         with pytest.raises(workers.WorkerFailed, match=r"one failed(.|\n)*ArithmeticError: no sum"):
             workers.gather([one])
-        two.call("sleep", 30)
+        two.call("sleep", 3600)
         with pytest.raises(workers.WorkerFailed, match=r"no answer after 0\.1 s from two"):
             workers.gather([two], timeout_s=0.1)
         one.call("die")
-        began = time.monotonic()
         with pytest.raises(workers.WorkerFailed, match=r"one died with exit status -6\nlast words"):
-            workers.gather([two, one])
-        assert time.monotonic() - began < 10
+            workers.gather([two, one])  # without waiting for the one that sleeps
         crew["two"].process.kill()
     assert not any(worker.process.is_alive() for worker in crew.values())
 

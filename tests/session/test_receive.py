@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -503,8 +502,7 @@ def test_coverage_agrees_with_a_set_of_tokens(
     assert {(layer, token) for layer, left in coverage._missing.items() for part in left for token in range(*part)} == missing
 
 
-def test_a_hostile_complete_costs_neither_memory_nor_time() -> None:
-    began = time.perf_counter()
+def test_a_hostile_complete_costs_little() -> None:
     backwards = Coverage((0,), (0, 1 << 20))
     for _ in range(20):
         backwards.add(None, 1 << 20, 0)
@@ -512,7 +510,7 @@ def test_a_hostile_complete_costs_neither_memory_nor_time() -> None:
     comb = Coverage((0,), (0, 1 << 20))
     for token in range(20000):
         comb.add(None, 2 * token, 2 * token + 1)
-    assert time.perf_counter() - began < 5.0
+    assert len(comb._missing[0]) == 20000
 
 
 def test_a_lost_writer_that_is_reached_again_is_asked_for_its_proof() -> None:
