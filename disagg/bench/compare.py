@@ -42,6 +42,7 @@ def _key(row: Row) -> Key:
         row.requests,
         row.concurrency,
         row.pack_below,
+        row.run_pages,
     )
 
 
@@ -114,7 +115,7 @@ def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str
     table.add_column("", no_wrap=True)
     for name in ("engine, model, tokens", "sides"):
         table.add_column(name, overflow="fold")
-    for name in ("GB/s", "of ceiling", "p50 ms", "p99 ms", "posts"):
+    for name in ("GB/s", "of ceiling", "p50 ms", "p99 ms", "posts", "core s/GB"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in found:
         case, bad = each.case, bool(each.regressions)
@@ -142,12 +143,15 @@ FIGURES: tuple[tuple[Figure, Callable[[float], str]], ...] = (
     (lambda row: row.latency_ms["p50"], lambda value: f"{value:.1f}"),
     (lambda row: row.latency_ms["p99"], lambda value: f"{value:.1f}"),
     (lambda row: float(row.posts), lambda value: f"{value:.0f}"),
+    (lambda row: row.core_s_per_gb, lambda value: f"{value:.2f}"),
 )
 
 
 def _change(each: Comparison, figure: Figure, text: Callable[[float], str]) -> str:
     """`1.20 -> 1.08 (-10%)`, without the share where it is none; a dash for what was not measured."""
     before, after = (None if row is None else figure(row) for row in (each.before, each.after))
+    if before is None and after is None:
+        return "-"
     shown = " -> ".join("-" if value is None else text(value) for value in (before, after))
     if not before or after is None or f"{after / before - 1:.0%}" in ("0%", "-0%"):
         return shown

@@ -36,6 +36,8 @@ def changed(**fields: Any) -> Row:
         (changed(verified=False, problem="a byte"), ["no longer verified: a byte"]),
         (changed(transport="tcp"), []),
         (changed(tokens=65), ["the case is missing"]),
+        (changed(run_pages=2), ["the case is missing"]),
+        (changed(core_s_per_gb=2.0), []),
     ],
 )
 def test_what_became_worse_is_said(after: Row, said: list[str]) -> None:
