@@ -199,6 +199,8 @@ class Hub:
             "rows_not_ready": len(self._rows_waiting),
             "parked_reserves": self.sessions.sends.num_parked,
             "early_transfers": sum(map(len, tuple(self._early.values()))),
+            "sums": self._sums.depth,
+            "fences": len(self._fencing),
         }
 
     def when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:

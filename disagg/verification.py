@@ -101,6 +101,11 @@ class SumWorker:
             self._thread.start()
         self._jobs.put((token, run, ready))
 
+    @property
+    def depth(self) -> int:
+        """Jobs that nobody has begun."""
+        return self._jobs.qsize()
+
     def stop(self, timeout_s: float) -> None:
         """Take no more and end."""
         self._jobs.put(None)

@@ -20,6 +20,7 @@ import json
 import os
 import queue
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -139,6 +140,7 @@ class Report:
     seconds: float = 0.0
     requests: int = 0
     successes: int = 0
+    returns: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     kills: dict[str, int] = field(default_factory=dict)
     victims: list[str] = field(default_factory=list)
@@ -151,6 +153,7 @@ class Report:
     missing_rows: int = 0
     dead_threads: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
+    logs: str = ""
 
     @property
     def good(self) -> bool:
@@ -165,6 +168,7 @@ class Report:
             ("engine", f"{self.engine} over {self.transport}, seed {self.seed}, fencing {self.fencing}"),
             ("rounds", f"{self.rounds} in {self.seconds:.0f} s: {killed}"),
             ("requests", f"{self.requests}; ends of ranks: {ended}"),
+            ("received", f"{self.successes}, of them {self.returns} by prefill from decode"),
             ("healed", f"median {self.heal_s.get('median', 0):.2f} s, at most {self.heal_s.get('max', 0):.2f} s"),
             ("wrong bytes", str(len(self.wrong)) + "".join(f"\n  {what}" for what in self.wrong[:5])),
             ("stuck requests", str(len(self.stuck)) + "".join(f"\n  {what}" for what in self.stuck[:5])),
@@ -173,6 +177,7 @@ class Report:
             ("rows missing", str(self.missing_rows)),
             ("dead threads", str(len(self.dead_threads)) + "".join(f"\n  {what}" for what in self.dead_threads)),
             ("crashed ranks", str(len(self.crashed)) + "".join(f"\n  {what}" for what in self.crashed)),
+            ("logs of ranks", "removed: all went well" if self.good else self.logs),
         )
         return "\n".join(f"{name:<22} {value}" for name, value in rows)
 
@@ -197,6 +202,7 @@ class Chaos:
         self._loaded = False
         self._next_at = 0.0
         self.folder = Path(tempfile.mkdtemp(prefix="disagg-chaos-"))
+        self.report.logs = str(self.folder)
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +300,9 @@ class Chaos:
         key = words["request_id"], words["attempt"]
         outcome = words["outcome"]
         self._outcomes[f"{words['direction']} {outcome}"] += 1
-        self.report.successes += outcome == "ok" and words["direction"] == "receive"
+        received = outcome == "ok" and words["direction"] == "receive"
+        self.report.successes += received
+        self.report.returns += received and life.instance.prefills
         waiting = self._waiting.get(key)
         if waiting is None:
             return
@@ -469,6 +477,8 @@ def run(
         return chaos.run()
     finally:
         chaos.close()
+        if chaos.report.good:
+            shutil.rmtree(chaos.folder)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ LABELS = {
     "phase": {"bind", "pack", "post", "wire", "unpack"},
     "way": {"direct", "packed"},
     "what": {"connection", "hello", "message"},
-    "queue": {"commands", "transfers", "rows_not_ready", "parked_reserves", "early_transfers", "events"},
+    "queue": {"commands", "transfers", "rows_not_ready", "parked_reserves", "early_transfers", "events", "sums", "fences"},
 }
 
 

@@ -6,9 +6,17 @@ the request, as some go back from decode to prefill.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from disagg.testing.chaos import run
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.parametrize(("engine", "seed"), [("nixl", 1), ("mooncake", 12)])
@@ -18,6 +26,7 @@ def test_ranks_are_killed_and_come_back_and_no_byte_is_wrong(engine: str, seed: 
     assert {side for side, _ in killed} == {"prefill", "decode"}
     assert {how for _, how in killed} == {"same address", "other address"}
     assert report.successes > 20
+    assert report.returns, "some went from decode to prefill"
     assert report.good, report
 
 
