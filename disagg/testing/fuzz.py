@@ -20,16 +20,18 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import msgspec
+import zmq
 
-from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
+from disagg.agreement import Agreement, LocalRank, ModelId, decode_placements, encode_placements
 from disagg.backends.base import BackendOptions, decode_endpoint
 from disagg.backends.local import LocalBackend
 from disagg.bench.commands import AnyCommand, AskHealth, Block, Check, Clear, Direction, Fill, Item, Move, Peer, Start
@@ -37,6 +39,7 @@ from disagg.bench.sides import Side
 from disagg.component import Component
 from disagg.errors import DisaggError, LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.links import Identity, Links
+from disagg.manager import KVManager
 from disagg.models import load_model
 from disagg.rows import Pages
 from disagg.session import Chunk, Limits, PeerRank, RequestKey, Sessions
@@ -426,10 +429,67 @@ def fuzz(name: str, numbers: Iterable[int], *, seed: int) -> Result:
     return Result(name, inputs, accepted, time.perf_counter() - began, slowest * 1000, grown)
 
 
+@contextmanager
+def abused_rank() -> Iterator[tuple[KVManager, bytes]]:
+    """A rank with an open control port that knows a peer, and that peer's hello."""
+    local, own = components("tiny", "tp=2", 0)
+    manager = KVManager(
+        name="me", topology=local.topology, components=own, model=ModelId("m", "r"), backend="local", pack_below=0
+    )
+    with manager:
+        manager.add_peer("peer", address="tcp://127.0.0.1:9")
+        theirs, _ = components("tiny", "tp=1,page=4,layout=hnd", 0)
+        hello = messages(theirs)[0]
+        assert isinstance(hello, Hello)
+        yield manager, encode(msgspec.structs.replace(hello, address="tcp://127.0.0.1:9", generation=0))
+
+
+def bombard(inputs: int, *, seed: int) -> Result:
+    """Send damaged messages to a live control port over a connection whose hello is accepted, again and again, and over one
+    without. Raises `Finding` where a thread dies, or where it no longer answers.
+    """
+    reader, rng, began = Reader(), random.Random(f"{seed}:port"), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    valid = [encode(message) for message in messages(reader.theirs, reader.placements, reader.endpoint)]
+    accepted, slowest, context = 0, 0.0, zmq.Context()
+    with abused_rank() as (manager, hello), context.socket(zmq.DEALER) as dealer, context.socket(zmq.DEALER) as stranger:
+        for opened in (dealer, stranger):
+            opened.linger = 0
+            opened.connect(manager.address)
+        for start in range(0, inputs, 1000):
+            for number in range(start, min(start + 1000, inputs)):
+                (stranger if number % 10 == 9 else dealer).send(damage(rng, [hello, *valid]))
+            said = time.perf_counter()
+            while not _is_welcome(dealer, hello):
+                if time.perf_counter() - said > HANG_S:
+                    raise Finding(f"port, about {start} of seed {seed}: no answer; {manager.health().problem or 'it hangs'}")
+            accepted, slowest = accepted + 1, max(slowest, time.perf_counter() - said)
+            while stranger.poll(0):
+                stranger.recv()
+        if not manager.health().ok:
+            raise Finding(f"port, seed {seed}: {manager.health().problem}")
+    context.term()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return Result("port", inputs, accepted, time.perf_counter() - began, slowest * 1000, grown)
+
+
+def _is_welcome(dealer: zmq.Socket[bytes], hello: bytes) -> bool:
+    """Say hello, and whether it is answered within a second; what was answered before is thrown away."""
+    while dealer.poll(0):
+        dealer.recv()
+    dealer.send(hello)
+    until = time.perf_counter() + 1.0
+    while (left := until - time.perf_counter()) > 0:
+        if dealer.poll(int(left * 1000)) and isinstance(decode(dealer.recv()), Welcome):
+            return True
+    return False
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Fuzz everything; a finding ends it with its name."""
     parser = argparse.ArgumentParser(prog="python -m disagg.testing.fuzz", description="Damaged inputs for every decoder")
     parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="for all targets together")
+    parser.add_argument("--port", type=int, default=10_000, metavar="N", help="as many more for a live control port")
     parser.add_argument("--seed", type=int, default=1, metavar="S")
     parser.add_argument("--only", metavar="TARGET:NUMBER", help="the one input that a finding has named")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes to share the targets")
@@ -443,6 +503,8 @@ def main(arguments: list[str] | None = None) -> int:
         counts = {name: range(int(options.inputs * share)) for name, share in SHARES.items()}
         jobs = [pool.submit(fuzz, name, numbers, seed=options.seed) for name, numbers in counts.items()]
         results = [job.result() for job in jobs]
+    if options.port:
+        results.append(bombard(options.port, seed=options.seed))
     sys.stdout.write(f"{'target':<10}{'inputs':>9}{'accepted':>10}{'seconds':>9}{'slowest ms':>12}{'grown MiB':>11}\n")
     for r in results:
         sys.stdout.write(
