@@ -32,6 +32,7 @@ from disagg.state import paged
 
 Samples = npt.NDArray[np.float64]
 TIMEOUT_S = 120.0
+SHORT_DEADLINE_S = 20.0
 PAGE, HEADS, DIM = 8, 8, 128
 NUM_PAGES = 4096
 
@@ -85,11 +86,11 @@ def decode(pipe: Connection, backend: str, transport: str) -> None:
         receivers = []
         while True:
             match pipe.recv():
-                case "reserve", ids, pages, tokens:
+                case "reserve", ids, pages, tokens, deadline_s:
                     for number, request in enumerate(ids):
                         rows = {"kv": Pages(np.asarray(pages[number % len(pages)], np.int32))}
                         need = {"kv": (0, tokens)}
-                        receivers.append(manager.receiver(request, peer="prefill", rows=rows, need=need, deadline_s=TIMEOUT_S))
+                        receivers.append(manager.receiver(request, peer="prefill", rows=rows, need=need, deadline_s=deadline_s))
                     pipe.send("reserved")
                 case "ended":
                     ended = [receiver.wait(timeout_s=TIMEOUT_S) for receiver in receivers]
@@ -137,11 +138,11 @@ class Prefill:
         self.pipe.send(what if len(what) > 1 else what[0])
         return self.pipe.recv()
 
-    def reserved(self, count: int, pages: list[list[int]], tokens: int) -> list[Sender]:
+    def reserved(self, count: int, pages: list[list[int]], tokens: int, *, deadline_s: float = TIMEOUT_S) -> list[Sender]:
         """Senders whose rows the other side has reserved."""
         ids = [new_request_id() for _ in range(count)]
-        self.ask("reserve", ids, pages, tokens)
-        senders = [self.manager.sender(request, peer="decode", deadline_s=TIMEOUT_S) for request in ids]
+        self.ask("reserve", ids, pages, tokens, deadline_s)
+        senders = [self.manager.sender(request, peer="decode", deadline_s=deadline_s) for request in ids]
         while any(sender.needed("kv") is None for sender in senders):
             time.sleep(1e-3)
         time.sleep(2e-3)
@@ -241,18 +242,24 @@ class Prefill:
         }
 
     def growth(self, requests: int) -> dict[str, Any]:
-        """What both processes hold after many requests, less what they held after some."""
-        for _ in range(4):
-            self._batch(500)
-        before = resources(), self.ask("resources")
-        for _ in range(requests // 500):
-            self._batch(500)
-        after = resources(), self.ask("resources")
+        """What both processes hold after many requests, less what they held after some; each time once the requests'
+        deadlines have passed, until which what has ended is remembered. Of each attempt a tombstone stays, up to a bound.
+        """
+        before = self._held_after(2000)
+        after = self._held_after(requests)
         sides = zip(("prefill", "decode"), before, after, strict=True)
         return {"requests": requests, **{name: {k: b[k] - a[k] for k in a} for name, a, b in sides}}
 
+    def _held_after(self, requests: int) -> tuple[dict[str, int], dict[str, int]]:
+        for _ in range(requests // 500):
+            self._batch(500)
+        time.sleep(SHORT_DEADLINE_S + 1)
+        self._batch(1)
+        return resources(), self.ask("resources")
+
     def _batch(self, count: int) -> None:
-        senders = self.reserved(count, [[number] for number in range(count)], PAGE)
+        pages = [[number] for number in range(count)]
+        senders = self.reserved(count, pages, PAGE, deadline_s=SHORT_DEADLINE_S)
         for number, sender in enumerate(senders):
             sender.finish({"kv": Pages(np.array([number], np.int32))})
         self.end(senders)

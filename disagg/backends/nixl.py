@@ -25,10 +25,10 @@ The transport. NIXL does not tell which one UCX chose. `tcp` and `rdma` allow no
 allow TCP for UCX's own messages (over the loopback device); UCX prefers CMA for the data wherever that works, and whether
 it works is tried against each peer at `connect`. What is only concluded in this way is marked "inferred".
 
-The progress thread is on, with a delay of 1 ms in place of NIXL's Python default of 0: it then sleeps on the workers'
-event descriptors (a message wakes it at once), where with 0 it spins on a core in each agent. That is as fast as no
-progress thread at all (13 GB/s contiguous on two cores, against 5 to 7 with the spinning one, and 1.4% of a core idle
-against 99%), and a peer needs nobody to call it: so this backend is not `Progressive`.
+The progress thread is on, with a delay of 1 ms, over shared memory 20 ms, in place of NIXL's Python default of 0: it
+then sleeps on the workers' event descriptors (a message wakes it at once), where with 0 it spins on a core in each agent.
+That is as fast as no progress thread at all (13 GB/s contiguous on two cores, against 5 to 7 with the spinning one, and
+1.4% of a core idle against 99%), and a peer needs nobody to call it: so this backend is not `Progressive`.
 
 Sizes: a batch costs one descriptor per copy, without a Python loop. Posting over shared memory copies in the caller,
 without the GIL; other calls into this engine wait meanwhile.
