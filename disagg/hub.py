@@ -312,8 +312,9 @@ class Hub:
         if rank is None or rank.ring is None:
             return
         for slot, sequence in message.slots:
-            self._packing.on_credit(peer, slot, sequence)
-            rank.ring.credit(slot, sequence)
+            self._packing.on_credit(peer, message.ring, slot, sequence)
+            if message.ring == rank.ring.ring.address:
+                rank.ring.credit(slot, sequence)
         self._worker.wake()
 
     def _take_ready_rows(self, now: float) -> None:

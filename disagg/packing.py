@@ -149,16 +149,18 @@ class Packing:
         self._limits = limits
         self._said: dict[tuple[PeerRank, int], _Said] = {}
         self._granted: dict[PeerRank, _Granted] = {}
-        self._retired: dict[tuple[PeerRank, int], list[Ring]] = {}
+        self._epochs: dict[PeerRank, int] = {}
+        self._retired: dict[tuple[PeerRank, int], list[_Granted]] = {}
 
     def take_messages(self) -> list[tuple[PeerRank, Complete | Credit]]:
         """What is to be sent since the last call: slots filled for one request in one message, credits to one rank too."""
-        merged: dict[tuple[PeerRank, bytes, int, int] | PeerRank, tuple[PeerRank, Complete | Credit]] = {}
+        merged: dict[tuple[PeerRank, bytes, int, int] | tuple[PeerRank, int], tuple[PeerRank, Complete | Credit]] = {}
         for peer, message in self._messages:
             if isinstance(message, Credit):
-                known = merged.get(peer, (peer, Credit(slots=())))[1]
-                assert isinstance(known, Credit)
-                merged[peer] = peer, Credit(slots=known.slots + message.slots)
+                of = peer, message.ring
+                known = merged.get(of, (peer, None))[1]
+                slots = known.slots if isinstance(known, Credit) else ()
+                merged[of] = peer, Credit(ring=message.ring, slots=slots + message.slots)
                 continue
             key = peer, message.request_id, message.attempt, message.nonce
             earlier = merged.get(key, (peer, None))[1]
@@ -169,10 +171,11 @@ class Packing:
 
     def grant(self, peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
         """The ring of a rank's connection; a new one for every epoch and generation, since late writes may hit the old."""
+        self._epochs[peer] = epoch
         granted = self._granted.get(peer)
         if granted is None or (granted.epoch, granted.generation) != (epoch, generation):
             if granted is not None:
-                self._retired.setdefault((peer, granted.epoch), []).append(granted.ring)
+                self._retired.setdefault((peer, granted.epoch), []).append(granted)
             ring = self._rings.take() if self._rings is not None else None
             if ring is None:
                 if self._rings is not None:
@@ -185,24 +188,34 @@ class Packing:
 
     def on_slot_filled(self, peer: PeerRank, ticket: Ticket, nonce: int, report: SlotFilled, now: float) -> None:
         """Tell a receiver what is in a slot, until it answers with its credit."""
-        filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes)
+        filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes, report.ring)
         request_id, attempt = ticket.key
         message = Complete(request_id=request_id, attempt=attempt, nonce=nonce, final=False, filled=(filled,))
         said = self._said[peer, report.slot] = _Said(message)
         back_off(said, self._limits, now)
         self._messages.append((peer, message))
 
-    def on_credit(self, peer: PeerRank, slot: int, sequence: int) -> None:
+    def on_credit(self, peer: PeerRank, ring: int, slot: int, sequence: int) -> None:
         """A slot was unpacked: it need not be told of again."""
         said = self._said.get((peer, slot))
-        if said is not None and said.message.filled[0].sequence == sequence:
+        if said is not None and (said.message.filled[0].ring, said.message.filled[0].sequence) == (ring, sequence):
             del self._said[peer, slot]
+
+    def _grant_of(self, peer: PeerRank, ring: int) -> _Granted | None:
+        """The grant of a ring to a rank at its present epoch; also one of an earlier connection, which the writer may still
+        take for the newest.
+        """
+        newest = self._granted.get(peer)
+        if newest is not None and newest.ring.address == ring:
+            return newest
+        earlier = self._retired.get((peer, self._epochs.get(peer, 0)), ())
+        return next((granted for granted in earlier if granted.ring.address == ring), None)
 
     def take(
         self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None], incoming: TransferPlan
     ) -> Unpack | None:
         """What to do about a slot that a writer has filled; `None` where it was told of before, or nobody waits for it."""
-        granted = self._granted.get(peer)
+        granted = self._grant_of(peer, filled.ring)
         if granted is None or filled.slot >= granted.ring.num_slots or not 0 < filled.nbytes <= granted.ring.slot_nbytes:
             return None
         newest, done = granted.uses.get(filled.slot, (0, True))
@@ -233,12 +246,12 @@ class Packing:
         """A slot was scattered: give it back to its writer."""
         token: _Token = report.token
         token.granted.uses[token.filled.slot] = token.filled.sequence, True
-        if self._granted.get(token.peer) is token.granted:
+        if self._grant_of(token.peer, token.filled.ring) is token.granted:
             self._credit(token.peer, token.filled)
         return token.session, token.peer, token.filled
 
     def _credit(self, peer: PeerRank, filled: Filled) -> None:
-        self._messages.append((peer, Credit(slots=((filled.slot, filled.sequence),))))
+        self._messages.append((peer, Credit(ring=filled.ring, slots=((filled.slot, filled.sequence),))))
 
     def lose(self, peer: PeerRank) -> None:
         """A rank is gone: nothing more is told to it."""
@@ -247,13 +260,13 @@ class Packing:
 
     def quiet(self, peer: PeerRank, epoch: int) -> None:
         """It is proved that a rank that was lost at that epoch writes no more: its rings are free again."""
-        rings = self._retired.pop((peer, epoch), [])
-        granted = self._granted.get(peer)
-        if granted is not None and granted.epoch == epoch:
-            rings.append(self._granted.pop(peer).ring)
-        for ring in rings:
+        grants = self._retired.pop((peer, epoch), [])
+        newest = self._granted.get(peer)
+        if newest is not None and newest.epoch == epoch:
+            grants.append(self._granted.pop(peer))
+        for granted in grants:
             assert self._rings is not None
-            self._rings.give_back(ring)
+            self._rings.give_back(granted.ring)
 
     def tick(self, now: float) -> None:
         """Say again what was not answered."""

@@ -73,9 +73,10 @@ class Unpack:
 
 @dataclass(frozen=True)
 class SlotFilled:
-    """Report: a slot of the peer's ring holds `nbytes` of the job's stream, from `offset` on."""
+    """Report: a slot of the peer's ring at address `ring` holds `nbytes` of the job's stream, from `offset` on."""
 
     ticket: Hashable
+    ring: int
     slot: int
     sequence: int
     parts: Any
@@ -348,7 +349,7 @@ class TransferWorker:
             if not active.in_flight():
                 self._finish(active)
             return False
-        filled = SlotFilled(active.job.ticket, slot, sequence, active.bound.parts, active.offset, nbytes)
+        filled = SlotFilled(active.job.ticket, ring.ring.address, slot, sequence, active.bound.parts, active.offset, nbytes)
         active.offset += nbytes
         active.slots.append(_Slot(transfer, local, filled))
         return True

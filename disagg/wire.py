@@ -49,10 +49,13 @@ class Member(msgspec.Struct, frozen=True):
     epoch: Epoch
 
 
+RingAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
 class RingGrant(msgspec.Struct, frozen=True):
     """A ring in the memory of who grants it: `num_slots` slots of `slot_nbytes` from `address`."""
 
-    address: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    address: RingAddress
     slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 
@@ -162,7 +165,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """A slot of the receiver's ring holds `nbytes` of a chunk's packed stream, from `offset` on."""
+    """A slot of the receiver's ring at `ring` holds `nbytes` of a chunk's packed stream, from `offset` on. The ring is named,
+    as each side may know of a newer connection before the other does, and each connection has a ring of its own.
+    """
 
     slot: Small
     sequence: Nonce
@@ -170,6 +175,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[Part, ...]
     offset: Tokens
     nbytes: Small
+    ring: RingAddress
 
 
 class PartialSums(msgspec.Struct, frozen=True, array_like=True):
@@ -221,8 +227,9 @@ class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
 
 
 class Credit(Message, frozen=True, tag="credit", kw_only=True):
-    """Slots of the receiver's ring that have been unpacked, each with the sequence number of that use."""
+    """Slots of the receiver's ring at `ring` that have been unpacked, each with the sequence number of that use."""
 
+    ring: RingAddress
     slots: tuple[tuple[Small, Nonce], ...]
 
 

@@ -128,7 +128,7 @@ RESERVE = Reserve(
 COMPLETE = Complete(
     **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
 )
-FILLED = Complete(**IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512),))
+FILLED = Complete(**IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
 
 
 def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", plans: bytes = b"") -> list[Message]:
@@ -158,7 +158,7 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         Abort(**IDS, nonce=7, reason="client gone"),
         Drained(**IDS, nonce=7, reason="broken wire"),
         Outcome(**IDS, nonce=7, ok=True),
-        Credit(slots=((0, 9), (5, 10))),
+        Credit(ring=4096, slots=((0, 9), (5, 10))),
         Heartbeat(epoch=5),
         Goodbye(reason="closing"),
     ]

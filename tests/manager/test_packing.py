@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg import ConfigError, RemoteProtocolError, new_request_id, transfers
@@ -20,7 +21,7 @@ from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from disagg.transfers import SlotFilled, Unpack, Unpacked
-from disagg.wire import Complete, Credit, Filled, Part
+from disagg.wire import Complete, Credit, Filled, Part, RingGrant
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 PEER = PeerRank("prefill-0", 0)
@@ -109,15 +110,21 @@ def test_rings_of_every_connection_of_a_dead_process_are_given_again() -> None:
 
 
 def filled(slot: int = 0, sequence: int = 1, nbytes: int = 100) -> Filled:
-    return Filled(slot, sequence, 0, (Part("kv", (0,), None, 0, 4),), 0, nbytes)
+    """In a ring that `taken` names."""
+    return Filled(slot, sequence, 0, (Part("kv", (0,), None, 0, 4),), 0, nbytes, 1)
 
 
 def session() -> ReceiveSession:
     return ReceiveSession(RequestKey(bytes(16), 0), "prefill-0", 5, 0, 0, {}, {}, {}, 1.0, None)
 
 
-def taken(made: Packing, found: Filled, begin: Callable[[], ReceiveSession | None]) -> Unpack | None:
-    return made.take(PEER, found, begin, PLAN)
+def taken(
+    made: Packing, found: Filled, begin: Callable[[], ReceiveSession | None], ring: RingGrant | None = None
+) -> Unpack | None:
+    """What becomes of a slot of `ring`; by default of the newest one."""
+    newest = made._granted.get(PEER)
+    address = ring.address if ring else newest.ring.address if newest else 1
+    return made.take(PEER, msgspec.structs.replace(found, ring=address), begin, PLAN)
 
 
 def given_back(made: Packing) -> list[Any]:
@@ -166,6 +173,26 @@ def test_slots_that_do_not_exist_are_ignored(wrong: Filled) -> None:
     assert given_back(made) == []
 
 
+def test_a_slot_is_read_from_the_ring_that_its_writer_names() -> None:
+    """Whichever of two connections of one process the writer takes for the newest; each ring counts its own uses."""
+    made = packing()
+    rings = [made.grant(PEER, 7, generation) for generation in (0, 1)]
+    for turn, ring in enumerate((rings[0], rings[1])):
+        assert ring is not None
+        unpack = taken(made, filled(), session, ring)
+        assert unpack is not None, "the same slot and number, of another ring"
+        assert unpack.address == ring.address
+        assert taken(made, filled(), session, ring) is None
+        made.unpacked(Unpacked(unpack.token, 100, "", 0.0))
+        ((to, credit),) = made.take_messages()
+        assert (to, credit) == (PEER, Credit(ring=ring.address, slots=((0, 1),))), turn
+    assert made.grant(PEER, 7, 2) is None
+    assert taken(made, filled(sequence=2), session, rings[0]) is not None, "no newer ring is left, so this one serves"
+    made.grant(PEER, 8, 0)
+    assert taken(made, filled(sequence=3), session, rings[0]) is None, "its process is gone"
+    assert made.take_messages() == []
+
+
 def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
     made = packing()
     made.grant(PEER, 7, 0)
@@ -179,21 +206,22 @@ def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
 def test_a_filled_slot_is_told_of_until_its_credit_comes() -> None:
     made = packing()
     ticket = Ticket(PEER, RequestKey(bytes(16), 0), 3)
-    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 1, 4, (), 0, 64), 0.0)
+    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 4096, 1, 4, (), 0, 64), 0.0)
     ((to, first),) = made.take_messages()
     assert to == PEER
     assert isinstance(first, Complete)
-    assert (first.nonce, first.final, first.filled) == (9, False, (Filled(1, 4, 3, (), 0, 64),))
+    assert (first.nonce, first.final, first.filled) == (9, False, (Filled(1, 4, 3, (), 0, 64, 4096),))
     assert made.next_tick() == 1.0
     for now, expected in ((0.5, 0), (1.0, 1), (2.0, 0), (3.0, 1)):
         made.tick(now)
         assert len(made.take_messages()) == expected
-    made.on_credit(PEER, 1, 3)
-    made.on_credit(PEER, 0, 4)
+    made.on_credit(PEER, 4096, 1, 3)
+    made.on_credit(PEER, 4096, 0, 4)
+    made.on_credit(PEER, 8192, 1, 4)
     assert made.next_tick() < float("inf")
-    made.on_credit(PEER, 1, 4)
+    made.on_credit(PEER, 4096, 1, 4)
     assert made.next_tick() == float("inf")
-    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 1, 5, (), 0, 64), 9.0)
+    made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 4096, 1, 5, (), 0, 64), 9.0)
     made.lose(PEER)
     assert made.next_tick() == float("inf")
 
@@ -204,7 +232,7 @@ def test_what_is_said_at_once_goes_in_one_message_per_request_and_rank() -> None
     made.grant(PeerRank("prefill-0", 1), 7, 0)
     tickets = [Ticket(PEER, RequestKey(bytes([i]) * 16, 0), 0) for i in range(2)]
     for slot, ticket in enumerate((tickets[0], tickets[1], tickets[0])):
-        made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, slot, slot + 1, (), 0, 64), 0.0)
+        made.on_slot_filled(PEER, ticket, 9, SlotFilled(ticket, 4096, slot, slot + 1, (), 0, 64), 0.0)
     for slot in (0, 1):
         assert taken(made, filled(slot, 3), lambda: None) is None
     said = made.take_messages()
@@ -219,9 +247,9 @@ SMALL_RINGS: dict[str, Any] = {"pack_below": 1 << 20}
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, f.parts, f.offset + 10**6, f.nbytes), "packed stream of"),
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1), "component 'ssm'"),
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1), "span classes (77,)"),
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, f.parts, f.offset + 10**6, f.nbytes, f.ring), "packed stream of"),
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1, f.ring), "component 'ssm'"),
+        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1, f.ring), "span classes (77,)"),
     ],
 )
 def test_a_writer_that_lies_about_a_slot_fails_its_request_and_no_thread(

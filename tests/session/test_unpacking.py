@@ -33,7 +33,7 @@ def complete(*, packed: tuple[tuple[int, int], ...]) -> Complete:
 
 
 def slot(number: int = 0, nonce: int = 7) -> Complete:
-    return Complete(**{**IDS, "nonce": nonce}, final=False, filled=(Filled(number, number + 1, 0, (PART,), 0, 64),))
+    return Complete(**{**IDS, "nonce": nonce}, final=False, filled=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
 
 
 def receiving() -> tuple[Sessions, ReceiveSession]:

@@ -81,13 +81,13 @@ SAMPLES: dict[str, Message] = {
         **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), payload=b"first"
     ),
     "complete_filled": Complete(
-        **IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512),)
+        **IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
     ),
     "complete_packed": Complete(**IDS, nonce=7, written=(Written(0, "kv", (1,), 0, 8),), packed=((0, 65536),)),
     "abort": Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
     "drained": Drained(**IDS, nonce=7, reason="broken wire"),
     "outcome": Outcome(**IDS, nonce=7, ok=False, reason="timed out"),
-    "credit": Credit(slots=((0, 9), (5, 10))),
+    "credit": Credit(ring=65536, slots=((0, 9), (5, 10))),
     "heartbeat": Heartbeat(epoch=2**63 - 1),
     "goodbye": Goodbye(reason="closing"),
 }
@@ -183,7 +183,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Abort, **BASE, nonce=NONCE, reason=REASON, from_writer=st.booleans()),
     st.builds(Drained, **BASE, nonce=NONCE, reason=REASON),
     st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
-    st.builds(Credit, slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
+    st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
     st.builds(Heartbeat, epoch=NONCE),
     st.builds(Goodbye, reason=REASON),
 )
