@@ -46,24 +46,37 @@ def _touch(arena: Bytes) -> None:
     arena[:: mmap.PAGESIZE] = 0
 
 
+SPARES_PER_SLOT = 3
+"""Memory is only taken for spares that are used."""
+
+
 class SlotPool:
-    """Slots of this side's memory to pack into. Used by one thread."""
+    """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread."""
 
     def __init__(self, shape: StagingShape) -> None:
         self.slot_nbytes = shape.slot_nbytes
-        self._arena = _arena(shape.slot_nbytes * shape.num_slots)
-        _touch(self._arena)
+        active = shape.slot_nbytes * shape.num_slots
+        self._arena = _arena(active * (1 + SPARES_PER_SLOT))
+        _touch(self._arena[:active])
         base = int(self._arena.__array_interface__["data"][0])
         self.region = MemoryRegion(base, self._arena.nbytes)
-        self._free = [base + i * shape.slot_nbytes for i in range(shape.num_slots)]
+        slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots * (1 + SPARES_PER_SLOT))]
+        self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
 
     def take(self) -> int | None:
         """The address of a free slot: the one given back last, which is the likeliest to be in a cache."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, address: int) -> None:
-        """The engine has let go of the slot."""
-        self._free.append(address)
+    def replace(self) -> bool:
+        """Put a spare in the place of a slot that is held for long; whether there was one."""
+        if not self._spares:
+            return False
+        self._free.append(self._spares.pop())
+        return True
+
+    def give_back(self, address: int, *, replaced: bool = False) -> None:
+        """The engine has let go of the slot; where it was replaced, it is a spare from now on."""
+        (self._spares if replaced else self._free).append(address)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ several slots' copies, and the other half keeps the other side busy.
 """
 
 
+SLOW_SLOT_S = 0.25
+"""How long a packed write may take before a spare stands in for its slot, so that its peer does not hold up the others."""
+
+
 class ReadyEvent(Protocol):
     """What a caller gives to say when its kernels are done with memory; a torch or CUDA event is one."""
 
@@ -120,6 +124,8 @@ class _Slot:
     transfer: Transfer
     local: int
     filled: SlotFilled
+    posted_at: float
+    replaced: bool = False
 
 
 @dataclass
@@ -351,7 +357,7 @@ class TransferWorker:
             return False
         filled = SlotFilled(active.job.ticket, ring.ring.address, slot, sequence, active.bound.parts, active.offset, nbytes)
         active.offset += nbytes
-        active.slots.append(_Slot(transfer, local, filled))
+        active.slots.append(_Slot(transfer, local, filled, started))
         return True
 
     def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
@@ -380,12 +386,14 @@ class TransferWorker:
             settled += 1
         left = []
         for slot in active.slots:
-            if not self._take_status(active, slot.transfer):
-                left.append(slot)
-                continue
             assert self._slots is not None
             assert active.job.ring is not None
-            self._slots.give_back(slot.local)
+            if not self._take_status(active, slot.transfer):
+                if not slot.replaced and time.perf_counter() - slot.posted_at > SLOW_SLOT_S:
+                    slot.replaced = self._slots.replace()
+                left.append(slot)
+                continue
+            self._slots.give_back(slot.local, replaced=slot.replaced)
             if slot.transfer.poll() is TransferStatus.DONE:
                 self._reports.append(slot.filled)
             else:

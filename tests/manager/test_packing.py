@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from disagg import ConfigError, RemoteProtocolError, new_request_id, transfers
-from disagg.backends.base import StagingShape
+from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.local import LocalBackend, LocalPeer, LocalTransfer
+from disagg.copies import CopyBatch
 from disagg.memory import RemoteRegion
 from disagg.packing import Packing
 from disagg.plan import TransferPlan
 from disagg.session import Limits, PeerRank, RequestKey, Ticket
 from disagg.session.receive import ReceiveSession
-from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
+from disagg.staging import SPARES_PER_SLOT, RemoteRing, Ring, RingPool, SlotPool
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from disagg.transfers import SlotFilled, Unpack, Unpacked
@@ -52,6 +54,56 @@ def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
     assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(places))
     assert places[0] >= rings.region.address
     assert places[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
+
+
+def test_spares_stand_in_for_slots_that_are_held_for_long() -> None:
+    slots = SlotPool(SHAPE)
+    held = [slots.take(), slots.take()]
+    spares = []
+    while slots.replace():
+        spares.append(slots.take())
+    assert len({*held, *spares}) == SHAPE.num_slots * (1 + SPARES_PER_SLOT)
+    assert all(slots.region.address <= place < slots.region.address + slots.region.nbytes for place in spares if place)
+    for place in held:
+        assert place is not None
+        slots.give_back(place, replaced=True)
+    assert slots.take() is None, "a slot that was replaced is a spare when it comes back"
+    assert slots.replace()
+    assert slots.take() == held[1]
+
+
+class Stuck(LocalTransfer):
+    """A write that never ends."""
+
+    def poll(self) -> TransferStatus:
+        return TransferStatus.PENDING
+
+
+class HalfStuck(LocalBackend):
+    """The `local` engine with two slots, whose writes to one of its peers never end."""
+
+    stuck: ClassVar[set[Backend]] = set()
+
+    @property
+    def staging(self) -> StagingShape:
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        assert isinstance(peer, LocalPeer)
+        return Stuck() if peer.target in self.stuck else super().submit(op, peer, copies)
+
+
+def test_a_peer_that_takes_nothing_does_not_hold_up_the_others() -> None:
+    with cluster(Side(tp=1), Side(tp=2), settings={"backend": HalfStuck}) as made:
+        dead, live = made.decode
+        HalfStuck.stuck.add(dead.manager.backend)
+        request, pages = new_request_id(), [made.pages(rank, 96) for rank in (*made.prefill, dead, live)]
+        given_up = receive(dead, request, pages[1], need=(0, 96), deadline_s=2.0)
+        served = receive(live, request, pages[2], need=(0, 96))
+        send(made.prefill[0], request, pages[0], 96)
+        assert served.wait(timeout_s=DEADLINE_S).ok
+        assert not given_up.wait(timeout_s=DEADLINE_S).ok
+        HalfStuck.stuck.clear()
 
 
 def test_a_remote_slot_is_free_again_only_by_the_credit_of_its_newest_use() -> None:
