@@ -107,6 +107,7 @@ class Handshake:
             placements=b"" if siblings else self._placements,
             backend=self._backend.name,
             endpoint=b"" if siblings else self._backend.endpoint(),
+            generation=hello.generation,
             ring=None if siblings else self._grant(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation),
         )
 
@@ -152,7 +153,7 @@ class Handshake:
         plan, incoming = instance.agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
         granted = welcome.ring
         ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
-        remote_ring = RemoteRing(ring, regions) if ring is not None else None
+        remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
         sums = functools.cache(lambda: instance.agreement.sum_plans(self._local, peer.rank, placements))
         instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums)

@@ -89,6 +89,7 @@ class _Fencing:
 
     engine: RemotePeer
     next_at: float
+    renewed: bool
     delay_s: float = FENCE_S
 
 
@@ -375,7 +376,7 @@ class Hub:
         if engine is not None:
             if len(self._fencing) >= MAX_FENCING:
                 del self._fencing[next(iter(self._fencing))]
-            self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now)
+            self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now, lost.renewed)
             self._fence_lost(now)
         self.notify()
 
@@ -394,7 +395,7 @@ class Hub:
             if fence is Fence.QUIET:
                 del self._fencing[peer, epoch]
                 self.sessions.peer_quiet(peer, epoch=epoch)
-                self._packing.quiet(peer, epoch)
+                self._packing.quiet(peer, epoch, renewed=fencing.renewed)
                 logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)
 
     def _carry_out_sessions(self) -> None:

@@ -16,7 +16,19 @@ from typing import NamedTuple
 
 from disagg.errors import ConfigError, DisaggError, LayoutError, RemoteProtocolError
 from disagg.session.types import NEVER, PeerRank
-from disagg.wire import PROTOCOL_VERSION, AnyMessage, Busy, Goodbye, Heartbeat, Hello, Member, Message, Reject, Welcome
+from disagg.wire import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Busy,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Member,
+    Message,
+    Reject,
+    RingGrant,
+    Welcome,
+)
 
 REDIAL_AFTER = 4
 """Hellos without any answer, before the connection is opened anew."""
@@ -95,12 +107,15 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: a rank is gone at this epoch, and why; `announced` where it said so itself."""
+    """Effect: a rank is gone at this epoch, and why; `announced` where it said so itself. `renewed`: the same process has begun
+    another generation of its connection, and been granted what goes with that.
+    """
 
     peer: PeerRank
     epoch: int
     cause: str
     announced: bool = False
+    renewed: bool = False
 
 
 LinkEffect = SayHello | Say | Answer | Dial | HangUp | Ready | Lost
@@ -130,6 +145,7 @@ class Link:
     heartbeat_at: float = NEVER
     problem: str = "no answer yet"
     unanswered: int = 0
+    ring: RingGrant | None = None
 
     @property
     def peer(self) -> PeerRank:
@@ -289,7 +305,7 @@ class Links:
             return
         restarted = link.state is LinkState.READY and link.epoch != hello.epoch
         if restarted or hello.generation > link.generation:
-            self._drop(link, "restarted" if restarted else "the peer gave the connection up")
+            self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
             self._greet_soon(link, now)
             link.generation = hello.generation
 
@@ -335,6 +351,8 @@ class Links:
                 link.hello_at = min(link.hello_at, now + max(message.retry_after_s, 0.01))
 
     def _on_welcome(self, link: Link, welcome: Welcome, now: float) -> None:
+        if welcome.generation != link.generation:
+            return  # to a hello before this generation: what it grants has been granted anew since
         try:
             if welcome.instance != link.instance or (link.rank is not None and welcome.rank != link.rank):
                 found = PeerRank(welcome.instance, welcome.rank)
@@ -346,6 +364,11 @@ class Links:
             return
         if link.state is LinkState.READY and link.epoch != welcome.epoch:
             self._drop(link, "restarted")
+        elif link.state is LinkState.READY and link.ring != welcome.ring:
+            self._drop(link, "the peer has begun the connection anew")
+            self._greet_soon(link, now)
+            return
+        link.ring = welcome.ring
         first = link.state is not LinkState.READY
         link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, LinkState.READY, ""
         link.hello_retry_s, link.heartbeat_at = 0.0, now + self._limits.heartbeat_s
@@ -446,13 +469,13 @@ class Links:
     def _greet_soon(link: Link, now: float) -> None:
         link.hello_at, link.hello_retry_s = now, 0.0
 
-    def _drop(self, link: Link, cause: str, *, announced: bool = False) -> None:
+    def _drop(self, link: Link, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
         """End this generation of a connection; the next hello begins another."""
         was_ready, link.state, link.problem = link.state is LinkState.READY, LinkState.GREETING, cause
         link.heartbeat_at = NEVER
         link.generation += was_ready
         if was_ready and link.instance != self.identity.instance:
-            self.effects.append(Lost(link.peer, link.epoch, cause, announced))
+            self.effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
 
     def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
         link = self.link(accepted.peer)

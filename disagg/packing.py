@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ from disagg.wire import Complete, Credit, Filled, Part, RingGrant, Written, unpa
 
 logger = logging.getLogger(__name__)
 
+USES_BITS = 32
+"""Uses of one grant's slots are numbered from a multiple of 2 to this power."""
 MIN_PIECES = 32
 """Fewer pieces than this go one by one: a slot costs two messages."""
 
@@ -127,6 +130,7 @@ class _Granted:
     epoch: int
     generation: int
     ring: Ring
+    first: int
     uses: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
@@ -182,9 +186,9 @@ class Packing:
                     logger.warning("no ring is left for %s: its small pieces will travel one by one", peer)
                 self._granted.pop(peer, None)
                 return None
-            granted = self._granted[peer] = _Granted(epoch, generation, ring)
+            granted = self._granted[peer] = _Granted(epoch, generation, ring, secrets.randbits(30) << USES_BITS)
         ring = granted.ring
-        return RingGrant(ring.address, ring.slot_nbytes, ring.num_slots)
+        return RingGrant(ring.address, ring.slot_nbytes, ring.num_slots, granted.first)
 
     def on_slot_filled(self, peer: PeerRank, ticket: Ticket, nonce: int, report: SlotFilled, now: float) -> None:
         """Tell a receiver what is in a slot, until it answers with its credit."""
@@ -218,7 +222,9 @@ class Packing:
         granted = self._grant_of(peer, filled.ring)
         if granted is None or filled.slot >= granted.ring.num_slots or not 0 < filled.nbytes <= granted.ring.slot_nbytes:
             return None
-        newest, done = granted.uses.get(filled.slot, (0, True))
+        if filled.sequence >> USES_BITS != granted.first >> USES_BITS:
+            return None  # it lies in a ring that was granted before this one
+        newest, done = granted.uses.get(filled.slot, (granted.first, True))
         if filled.sequence <= newest:
             if filled.sequence == newest and done:
                 self._credit(peer, filled)
@@ -258,11 +264,13 @@ class Packing:
         for key in [found for found in self._said if found[0] == peer]:
             del self._said[key]
 
-    def quiet(self, peer: PeerRank, epoch: int) -> None:
-        """It is proved that a rank that was lost at that epoch writes no more: its rings are free again."""
+    def quiet(self, peer: PeerRank, epoch: int, *, renewed: bool = False) -> None:
+        """It is proved that a rank that was lost at that epoch writes no more: its rings are free again, but for the newest
+        where the same process has `renewed` its connection.
+        """
         grants = self._retired.pop((peer, epoch), [])
         newest = self._granted.get(peer)
-        if newest is not None and newest.epoch == epoch:
+        if newest is not None and newest.epoch == epoch and not renewed:
             grants.append(self._granted.pop(peer))
         for granted in grants:
             assert self._rings is not None

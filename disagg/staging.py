@@ -120,7 +120,7 @@ class RingPool:
 class RemoteRing:
     """A peer's ring, as its writer sees it: which slots are free. Thread-safe."""
 
-    def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...]) -> None:
+    def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...], *, first: int = 0) -> None:
         stop = ring.address + ring.slot_nbytes * ring.num_slots
         if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
             raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
@@ -130,7 +130,7 @@ class RemoteRing:
         self._lock = threading.Lock()
         self._free = deque(range(ring.num_slots))
         self._outstanding: dict[int, int] = {}
-        self._sequence = 0
+        self._sequence = first
 
     @property
     def num_free(self) -> int:

@@ -52,12 +52,15 @@ class Member(msgspec.Struct, frozen=True):
 RingAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
-class RingGrant(msgspec.Struct, frozen=True):
-    """A ring in the memory of who grants it: `num_slots` slots of `slot_nbytes` from `address`."""
+class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A ring in the memory of who grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers its uses of
+    slots from `first` on: what is said of another grant, late, is then known as such on both sides.
+    """
 
     address: RingAddress
     slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    first: Nonce = 0
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
@@ -75,7 +78,9 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
-    """The answer to an accepted hello: who is here, what it owns, where its memory is, and how to reach its engine."""
+    """The answer to an accepted hello of that `generation`: who is here, what it owns, where its memory is, and how to reach
+    its engine.
+    """
 
     version: int
     instance: Name
@@ -90,6 +95,7 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
     backend: Name
     endpoint: bytes
     ring: RingGrant | None = None
+    generation: Small = 0
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):

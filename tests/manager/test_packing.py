@@ -124,6 +124,15 @@ def test_a_ring_outside_the_peers_regions_is_refused() -> None:
         RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1023),))
 
 
+@pytest.fixture
+def _numbered_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses of a grant's slots; otherwise they begin somewhere else with each grant."""
+    monkeypatch.setattr("disagg.packing.secrets.randbits", lambda _: 0)
+
+
+numbered_from_zero = pytest.mark.usefixtures("_numbered_from_zero")
+
+
 def packing() -> Packing:
     return Packing(RingPool(SHAPE), limits=Limits(retry_s=1.0, max_retry_s=2.0))
 
@@ -141,6 +150,7 @@ def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
     assert Packing(None, limits=Limits()).grant(PEER, 7, 0) is None
 
 
+@numbered_from_zero
 def test_a_ring_is_given_again_once_its_writer_is_proved_quiet() -> None:
     made = packing()
     first = made.grant(PEER, 7, 0)
@@ -185,6 +195,7 @@ def given_back(made: Packing) -> list[Any]:
     return [message.slots for _, message in said if isinstance(message, Credit)]
 
 
+@numbered_from_zero
 def test_a_slot_is_unpacked_once_however_often_it_is_told_of_and_credited_again() -> None:
     made, asked = packing(), []
     made.grant(PEER, 7, 0)
@@ -207,6 +218,7 @@ def test_a_slot_is_unpacked_once_however_often_it_is_told_of_and_credited_again(
     assert len(asked) == 2
 
 
+@numbered_from_zero
 def test_a_slot_that_nobody_waits_for_is_given_back_unread() -> None:
     made = packing()
     made.grant(PEER, 7, 0)
@@ -225,6 +237,7 @@ def test_slots_that_do_not_exist_are_ignored(wrong: Filled) -> None:
     assert given_back(made) == []
 
 
+@numbered_from_zero
 def test_a_slot_is_read_from_the_ring_that_its_writer_names() -> None:
     """Whichever of two connections of one process the writer takes for the newest; each ring counts its own uses."""
     made = packing()
@@ -245,6 +258,7 @@ def test_a_slot_is_read_from_the_ring_that_its_writer_names() -> None:
     assert made.take_messages() == []
 
 
+@numbered_from_zero
 def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
     made = packing()
     made.grant(PEER, 7, 0)
@@ -278,6 +292,44 @@ def test_a_filled_slot_is_told_of_until_its_credit_comes() -> None:
     assert made.next_tick() == float("inf")
 
 
+def test_a_ring_that_was_granted_anew_stays_when_the_one_before_it_is_proved_quiet() -> None:
+    """The peer has begun its connection anew; that nothing is under way on the old one says nothing of the new one."""
+    made = packing()
+    first, second = made.grant(PEER, 7, 0), made.grant(PEER, 7, 1)
+    made.lose(PEER)
+    made.quiet(PEER, 7, renewed=True)
+    assert made.grant(PEER, 7, 1) == second
+    other = made.grant(PeerRank("prefill-1", 0), 1, 0)
+    assert other is not None
+    assert first is not None
+    assert other.address == first.address
+    made.quiet(PEER, 7)
+    third = made.grant(PeerRank("prefill-2", 0), 1, 0)
+    assert third is not None
+    assert second is not None
+    assert third.address == second.address
+
+
+def test_what_is_said_of_an_older_ring_means_nothing_in_the_newer_one() -> None:
+    """Either way: a slot that was filled in the older one, and a credit for it."""
+    made = packing()
+    first = made.grant(PEER, 7, 0)
+    second = made.grant(PEER, 7, 1)
+    assert first is not None
+    assert second is not None
+    old, new = (RemoteRing(Ring(4096, 512, 1), (RemoteRegion(4096, 512),), first=grant.first) for grant in (first, second))
+    use, other = old.take(), new.take()
+    assert use is not None
+    assert other is not None
+    assert use != other
+    assert taken(made, filled(*use), session) is None
+    assert given_back(made) == []
+    assert not new.credit(*use)
+    assert taken(made, filled(*other), session) is not None
+    assert new.credit(*other)
+
+
+@numbered_from_zero
 def test_what_is_said_at_once_goes_in_one_message_per_request_and_rank() -> None:
     made = packing()
     made.grant(PEER, 7, 0)

@@ -19,6 +19,7 @@ from disagg.wire import (
     Member,
     Message,
     Reject,
+    RingGrant,
     Welcome,
 )
 
@@ -33,7 +34,14 @@ def hello(instance: str = "decode-0", rank: int = 0, epoch: int = 7, **more: obj
 
 
 def welcome(
-    instance: str = "decode-0", rank: int = 0, epoch: int = 7, members: tuple[Member, ...] = (), version: int = PROTOCOL_VERSION
+    instance: str = "decode-0",
+    rank: int = 0,
+    epoch: int = 7,
+    members: tuple[Member, ...] = (),
+    *,
+    version: int = PROTOCOL_VERSION,
+    generation: int = 0,
+    ring: RingGrant | None = None,
 ) -> Welcome:
     return Welcome(
         version=version,
@@ -48,6 +56,8 @@ def welcome(
         placements=b"",
         backend="local",
         endpoint=b"",
+        generation=generation,
+        ring=ring,
     )
 
 
@@ -335,16 +345,34 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_then_is_one_a
     made.on_inbound(b"c1", "", hello(), 0.0)
     taken(made)
     made.on_inbound(b"c2", "", hello(generation=1), 1.0)
-    assert Lost(PeerRank("decode-0", 0), 7, "the peer gave the connection up") in taken(made)
+    assert Lost(PeerRank("decode-0", 0), 7, "the peer gave the connection up", renewed=True) in taken(made)
     made.tick(1.0)
     assert taken(made) == [SayHello(LEADER, 1)]
     made.on_reply(LEADER, welcome(), 1.0)
+    assert made.link(PeerRank("decode-0", 0)) is None, "the answer to a hello before it; its ring is not the one granted last"
+    made.on_reply(LEADER, welcome(generation=1), 1.0)
     made.on_inbound(b"c2", "", hello(generation=1), 1.5)
     assert not any(isinstance(effect, Lost) for effect in taken(made))
     made.on_inbound(b"c3", "", hello(epoch=8), 2.0)
     assert Lost(PeerRank("decode-0", 0), 7, "restarted") in taken(made)
     made.tick(2.0)
     assert taken(made) == [SayHello(LEADER, 0)], "a new process counts from the beginning"
+
+
+def test_a_peer_that_grants_another_ring_has_begun_the_connection_anew() -> None:
+    """Both sides must mean the same ring: what lies in the other one is somebody else's bytes, or old."""
+    made = links()
+    made.add_peer("decode-0", LEADER, None, 0.0)
+    made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.0)
+    taken(made)
+    made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.5)
+    assert taken(made) == []
+    made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
+    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has begun the connection anew")]
+    made.tick(1.0)
+    assert taken(made) == [SayHello(LEADER, 1)]
+    made.on_reply(LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
+    assert [type(effect) for effect in taken(made)] == [Ready]
 
 
 def test_a_goodbye_of_an_older_epoch_ends_nothing() -> None:
