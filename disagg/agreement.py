@@ -11,7 +11,7 @@ import msgspec
 from disagg.component import Component, Placement, check_placement
 from disagg.errors import LayoutError, RemoteProtocolError
 from disagg.layout import LayoutTable, layout_table
-from disagg.memory import CPU, RemoteRegion
+from disagg.memory import RemoteRegion
 from disagg.plan import Election, TransferPlan, elect, expected_tokens, make_plan
 from disagg.sums import SumPlan, reader_plan, writer_plans
 from disagg.topology import Topology
@@ -59,19 +59,9 @@ class LocalRank:
 
     @cached_property
     def sum_plans(self) -> dict[str, SumPlan]:
-        """What this rank sums of what it has received, by component. Raises `LayoutError` for memory that has no sums."""
-        self.check_summable()
+        """What this rank sums of what it has received, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
-
-    def check_summable(self) -> None:
-        """That state can be summed where it lies; raises `LayoutError` naming the component and the device."""
-        for component in self.components:
-            for region in component.regions:
-                if region.device != CPU:
-                    raise LayoutError(
-                        f"component {component.name!r}: memory of {region.device} cannot be summed yet, only the CPU's"
-                    )
 
 
 @dataclass(frozen=True)
@@ -133,8 +123,7 @@ class Agreement:
         )
 
     def sum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, SumPlan]:
-        """What this rank sums of what it writes to `rank`, by component. Raises `LayoutError` for memory that has no sums."""
-        local.check_summable()
+        """What this rank sums of what it writes to `rank`, by component."""
         ours = (local.topology.group_rank, local.table, local.placements)
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
 

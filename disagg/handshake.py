@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.backends.base import Backend, RemotePeer, decode_endpoint
+from disagg.device import PoolMemory
 from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.links import Identity
 from disagg.plan import TransferPlan
 from disagg.session import PeerRank
+from disagg.spanwise import PreparedPlan, StreamOf, prepare, stream_maker
 from disagg.staging import RemoteRing, Ring
 from disagg.sums import SumPlan
 from disagg.wire import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
@@ -22,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, and
-    what is summed of what goes to it.
+    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, what is
+    summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, and how streams of
+    the plans are packed and unpacked.
     """
 
     epoch: int
@@ -32,6 +35,9 @@ class RemoteRank:
     incoming: TransferPlan
     ring: RemoteRing | None
     sum_plans: Callable[[], dict[str, SumPlan]]
+    prepared: PreparedPlan | None
+    pack: StreamOf
+    unpack: StreamOf
 
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
@@ -47,11 +53,15 @@ class _Instance:
 class Handshake:
     """Judges hellos and welcomes, compares plans, connects the engine. One thread changes it; any may look."""
 
-    def __init__(self, identity: Identity, local: LocalRank, backend: Backend, *, grant: Grant) -> None:
+    def __init__(
+        self, identity: Identity, local: LocalRank, backend: Backend, *, grant: Grant, memory: PoolMemory, packs: bool
+    ) -> None:
         self._identity = identity
         self._local = local
         self._backend = backend
         self._grant = grant
+        self._memory = memory
+        self._packs = packs
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -156,7 +166,14 @@ class Handshake:
         remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
         sums = functools.cache(lambda: instance.agreement.sum_plans(self._local, peer.rank, placements))
-        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums)
+        try:
+            prepared = prepare(self._backend, engine, plan)
+            pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)
+            unpack = stream_maker(self._memory if self._packs else None, incoming, source=False)
+        except DisaggError:
+            self._backend.disconnect(engine)
+            raise
+        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack)
         logger.info("%s: %s is ready", self.me, peer)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:

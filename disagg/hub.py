@@ -37,7 +37,9 @@ from disagg.session import (
     Ticket,
 )
 from disagg.session.types import NEVER
+from disagg.spanwise import bind_prepared
 from disagg.staging import SlotPool
+from disagg.sums import Digest
 from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
 from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, decode, encode
@@ -134,6 +136,7 @@ class Hub:
         slots: SlotPool | None,
         pack_below: int,
         local: LocalRank,
+        digest: Digest,
         on_event: Callable[[Event, Work], None],
         on_death: Callable[[str], None],
     ) -> None:
@@ -165,6 +168,7 @@ class Hub:
             backend, name=str(handshake.me), slots=slots, on_reports=self._on_reports, on_death=self._on_worker_death
         )
         self._local = local
+        self._digest = digest
         self._summing: dict[Ticket, _Summing] = {}
         self._sums = SumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
         self._thread = threading.Thread(target=self._run, name=f"disagg-control-{handshake.me}", daemon=True)
@@ -304,7 +308,7 @@ class Hub:
         if rank is None:
             return
         begin = functools.partial(self.sessions.receives.begin_unpack, peer, message)
-        unpacks = [self._packing.take(peer, filled, begin, rank.incoming) for filled in message.filled]
+        unpacks = [self._packing.take(peer, filled, begin, rank.incoming, rank.unpack) for filled in message.filled]
         self._worker.unpack(unpack for unpack in unpacks if unpack is not None)
 
     def _take_credit(self, peer: PeerRank, message: Credit) -> None:
@@ -428,11 +432,12 @@ class Hub:
             self._early.setdefault(ticket.peer, []).append(start)
             return
         destination = session.destinations[ticket.peer]
-        plan, pack_below = rank.plan, self._pack_below if rank.ring is not None else 0
+        plan, prepared, pack_below = rank.plan, rank.prepared, self._pack_below if rank.ring is not None else 0
+        bind = functools.partial(bind_outgoing, plan, start, pack_below=pack_below, stream_of=rank.pack)
         job = Job(
             ticket,
             rank.engine,
-            lambda: bind_outgoing(plan, start, pack_below=pack_below),
+            bind if prepared is None else functools.partial(bind_prepared, prepared, plan, start),
             lambda: destination.reason != "",
             start.chunk.ready,
             rank.ring,
@@ -440,10 +445,10 @@ class Hub:
         self._worker.submit(job)
         if start.reserve.verify != "off":
             self._summing[ticket] = _Summing()
-            self._sums.submit(ticket, lambda: sum_sent(rank.sum_plans(), start), ready=start.chunk.ready)
+            self._sums.submit(ticket, lambda: sum_sent(rank.sum_plans(), start, self._digest), ready=start.chunk.ready)
 
     def _start_verify(self, start: StartVerify) -> None:
-        self._sums.submit(start, lambda: verify_rows(self._local.sum_plans, start))
+        self._sums.submit(start, lambda: verify_rows(self._local.sum_plans, start, self._digest))
 
     def _on_summed(self, token: Any, sums: Any, error: DisaggError | None) -> None:
         """In the sums' thread: hand the result to the control thread."""

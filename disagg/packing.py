@@ -18,12 +18,13 @@ import numpy as np
 
 from disagg.copies import CopyBatch
 from disagg.errors import LocalProtocolError
-from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, Stream, TransferPlan, first_page, place
+from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, TransferPlan, first_page, place
 from disagg.rows import Pages, Rows, Slot
 from disagg.session import PeerRank, ReceiveSession, StartTransfer, Ticket
 from disagg.session.types import Limits, back_off
+from disagg.spanwise import StreamOf, destination_stream, source_stream
 from disagg.staging import Ring, RingPool
-from disagg.transfers import Bound, SlotFilled, Unpack, Unpacked
+from disagg.transfers import Bound, PackedStream, SlotFilled, Unpack, Unpacked
 from disagg.wire import Complete, Credit, Filled, Part, RingGrant, Written, unpack_rows
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,11 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
     return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
 
 
-def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) -> Bound:
+def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int, stream_of: StreamOf = source_stream) -> Bound:
     """Every copy of a transfer: what goes directly, and what goes packed. Raises `LayoutError` where rows do not fit."""
     direct: list[CopyBatch] = []
     parts: list[Part] = []
-    stream = Stream(source=True)
+    packed: list[tuple[str, Placed]] = []
     for written in start.written:
         component = plan.components.get(written.component)
         source = start.chunk.rows.get(written.component)
@@ -65,16 +66,21 @@ def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int) 
         large = tuple(i for i in range(len(component.spans)) if i not in small)
         if large:
             direct.append(placed(large).copies())
-        (placed(small) if large else whole).append_to(stream)
+        packed.append((written.component, placed(small) if large else whole))
         parts.append(Part(written.component, small, written.layers, written.start, written.stop))
-    return Bound(CopyBatch.concatenate(direct), stream, tuple(parts))
+    return Bound(CopyBatch.concatenate(direct), stream_of(packed), tuple(parts))
 
 
 def bind_incoming(
-    plan: TransferPlan, parts: tuple[Part, ...], rows: Mapping[str, Rows], need: Mapping[str, tuple[int, int]]
-) -> Stream:
+    plan: TransferPlan,
+    parts: tuple[Part, ...],
+    rows: Mapping[str, Rows],
+    need: Mapping[str, tuple[int, int]],
+    *,
+    stream_of: StreamOf = destination_stream,
+) -> PackedStream:
     """Where a writer's packed stream belongs, by this side's rows. Raises `LayoutError` for parts that do not fit."""
-    stream = Stream(source=False)
+    packed: list[tuple[str, Placed]] = []
     for part in parts:
         component, destination, needed = plan.components.get(part.component), rows.get(part.component), need.get(part.component)
         fits = component is not None and all(span < len(component.spans) for span in part.spans)
@@ -82,8 +88,8 @@ def bind_incoming(
             raise LocalProtocolError(f"packed stream: component {part.component!r}, span classes {part.spans} are not expected")
         written = Written(0, part.component, part.layers, max(part.start, needed[0]), min(part.stop, needed[1]))
         source = _any_rows(component.source, written, needed[1])
-        _place(component, written, source, destination, needed[1], part.spans).append_to(stream)
-    return stream
+        packed.append((part.component, _place(component, written, source, destination, needed[1], part.spans)))
+    return stream_of(packed)
 
 
 def _place(
@@ -216,7 +222,12 @@ class Packing:
         return next((granted for granted in earlier if granted.ring.address == ring), None)
 
     def take(
-        self, peer: PeerRank, filled: Filled, begin: Callable[[], ReceiveSession | None], incoming: TransferPlan
+        self,
+        peer: PeerRank,
+        filled: Filled,
+        begin: Callable[[], ReceiveSession | None],
+        incoming: TransferPlan,
+        stream_of: StreamOf = destination_stream,
     ) -> Unpack | None:
         """What to do about a slot that a writer has filled; `None` where it was told of before, or nobody waits for it."""
         granted = self._grant_of(peer, filled.ring)
@@ -235,17 +246,20 @@ class Packing:
             self._credit(peer, filled)
             return None
         token = _Token(peer, session, granted, filled)
-        return Unpack(
-            token, self._stream(session, peer, filled, incoming), granted.ring.slot(filled.slot), filled.offset, filled.nbytes
-        )
+        stream = self._stream(session, peer, filled, incoming, stream_of)
+        return Unpack(token, stream, granted.ring.slot(filled.slot), filled.offset, filled.nbytes)
 
     @staticmethod
-    def _stream(session: ReceiveSession, peer: PeerRank, filled: Filled, incoming: TransferPlan) -> Callable[[], Stream]:
+    def _stream(
+        session: ReceiveSession, peer: PeerRank, filled: Filled, incoming: TransferPlan, stream_of: StreamOf
+    ) -> Callable[[], PackedStream]:
         """A chunk's stream, bound by the worker when it is first unpacked."""
         key = peer, filled.chunk
         if key not in session.streams:
-            session.streams[key] = functools.cache(lambda: bind_incoming(incoming, filled.parts, session.rows, session.need))
-        stream: Callable[[], Stream] = session.streams[key]
+            session.streams[key] = functools.cache(
+                lambda: bind_incoming(incoming, filled.parts, session.rows, session.need, stream_of=stream_of)
+            )
+        stream: Callable[[], PackedStream] = session.streams[key]
         return stream
 
     def unpacked(self, report: Unpacked) -> tuple[ReceiveSession, PeerRank, Filled]:

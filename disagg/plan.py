@@ -38,6 +38,7 @@ from disagg.layout import (
 )
 from disagg.memory import ITEMSIZE
 from disagg.rows import Pages, Rows, Slot
+from disagg.spans import SpanRuns, SpanShape
 
 Ints = npt.NDArray[np.int64]
 Box = tuple[Interval, ...]
@@ -402,9 +403,27 @@ def bind(
 class Placed:
     """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
 
-    spans: list[_core.Span]
+    plan: ComponentPlan
+    numbers: Sequence[int]
     runs: list[Ints]
     layers: Ints | None
+
+    @property
+    def spans(self) -> list[_core.Span]:
+        """The span classes, for the compiled core."""
+        return [self.plan.spans[number].core for number in self.numbers]
+
+    def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
+        """The same over `span_shapes(plan)`, the first of which is number `first`."""
+        chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
+        return tuple(
+            SpanRuns(
+                first + number,
+                None if chosen is None else np.flatnonzero(np.isin(self.plan.spans[number].layers, chosen)),
+                runs,
+            )
+            for number, runs in zip(self.numbers, self.runs, strict=True)
+        )
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
         """What `bind` gives."""
@@ -432,14 +451,34 @@ def place(
 ) -> Placed:
     """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
     runs: dict[int, Ints] = {}
-    chosen = plan.spans if spans is None else [plan.spans[number] for number in spans]
-    for span in chosen:
+    numbers = range(len(plan.spans)) if spans is None else spans
+    for span in (plan.spans[number] for number in numbers):
         if span.granule not in runs:
             runs[span.granule] = token_runs(plan, span.granule, source, destination, tokens, num_tokens)
     return Placed(
-        [span.core for span in chosen],
-        [runs[span.granule] for span in chosen],
+        plan,
+        numbers,
+        [runs[plan.spans[number].granule] for number in numbers],
         None if layers is None else np.ascontiguousarray(layers, dtype=np.int64),
+    )
+
+
+def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
+    """The span classes of a plan as engines take them that compute addresses themselves."""
+    spaces = plan.source, plan.destination
+    return tuple(
+        SpanShape(
+            source_bases=span.source_bases,
+            destination_bases=span.destination_bases,
+            row_strides=span.row_strides,
+            token_strides=span.token_strides,
+            dims=span.dims,
+            nbytes=span.nbytes,
+            dense=span.dense,
+            num_rows=(plan.source.num_rows, plan.destination.num_rows),
+            positions=tuple(1 if space.tokens is None else space.page_size // span.granule for space in spaces),  # type: ignore[arg-type]
+        )
+        for span in plan.spans
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,25 +42,41 @@ def _arena(nbytes: int) -> Bytes:
     return whole[start : start + nbytes]
 
 
+def _region(arena: Bytes | None) -> MemoryRegion:
+    assert arena is not None
+    return MemoryRegion(int(arena.__array_interface__["data"][0]), arena.nbytes)
+
+
+Beside = Callable[[int], MemoryRegion | None]
+"""Gives memory of so many bytes on the device that the pools are on; `None` for host memory."""
+
+
+def on_host(_nbytes: int) -> None:
+    """Slots and rings are in host memory."""
+
+
 def _touch(arena: Bytes) -> None:
     """Have the system give memory for every page now, and not at the first transfer."""
     arena[:: mmap.PAGESIZE] = 0
 
 
 SPARES_PER_SLOT = 3
-"""Memory is only taken for spares that are used."""
+"""On the host memory is only taken for spares that are used."""
 
 
 class SlotPool:
     """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread."""
 
-    def __init__(self, shape: StagingShape) -> None:
+    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
         self.slot_nbytes = shape.slot_nbytes
         active = shape.slot_nbytes * shape.num_slots
-        self._arena = _arena(active * (1 + SPARES_PER_SLOT))
-        _touch(self._arena[:active])
-        base = int(self._arena.__array_interface__["data"][0])
-        self.region = MemoryRegion(base, self._arena.nbytes)
+        nbytes = active * (1 + SPARES_PER_SLOT)
+        region = beside(nbytes)
+        self._arena = _arena(nbytes) if region is None else None
+        self.region = _region(self._arena) if region is None else region
+        if self._arena is not None:
+            _touch(self._arena[:active])
+        base = self.region.address
         slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots * (1 + SPARES_PER_SLOT))]
         self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
 
@@ -95,12 +112,13 @@ class Ring:
 class RingPool:
     """The rings of a receiver: one for each peer rank that asks, as long as there are any. Used by one thread."""
 
-    def __init__(self, shape: StagingShape) -> None:
+    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
         self._shape = shape
         nbytes = shape.slot_nbytes * shape.num_slots
-        self._arena = _arena(nbytes * shape.num_rings)
-        base = int(self._arena.__array_interface__["data"][0])
-        self.region = MemoryRegion(base, self._arena.nbytes)
+        region = beside(nbytes * shape.num_rings)
+        self._arena = _arena(nbytes * shape.num_rings) if region is None else None
+        self.region = _region(self._arena) if region is None else region
+        base = self.region.address
         self._free = deque(Ring(base + i * nbytes, shape.slot_nbytes, shape.num_slots) for i in range(shape.num_rings))
 
     def take(self) -> Ring | None:
@@ -109,7 +127,8 @@ class RingPool:
             return None
         ring = self._free.popleft()
         start = ring.address - self.region.address
-        _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])
+        if self._arena is not None:
+            _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])
         return ring
 
     def give_back(self, ring: Ring) -> None:

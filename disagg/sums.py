@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ from disagg.rows import Pages, Rows, Slot
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
+Digest = Callable[..., int]
+"""`_core.digest`, or what does the same for memory elsewhere."""
 SAMPLED = 16
 """One page in so many is summed for `sample`, and one at least."""
 
@@ -187,10 +189,11 @@ def sum_rows(
     layers: Iterable[int] | None,
     sample: bytes | None,
     num_threads: int = 1,
+    digest: Digest = _core.digest,
 ) -> Sums:
     """The sums of `rows`: of tokens `[start, stop)` of `need`, in `layers` (all: `None`), for `sample` as in `page_range`.
 
-    Reads this process's memory. Raises `LayoutError` where a needed token has no page inside the pool.
+    Reads memory as `digest` does: this process's. Raises `LayoutError` where a needed token has no page inside the pool.
     """
     pages = page_range(plan, need, sample=sample)
     sums = Sums.zero(plan, pages)
@@ -201,7 +204,7 @@ def sum_rows(
             tables[box.granule] = _runs(plan, rows, pages, box.granule, need=need, tokens=tokens)
         kept = np.array([int(layer) in summed for layer in box.layers], dtype=np.bool_)
         by_layer = np.zeros(int(kept.sum()), dtype=np.uint64)
-        _core.digest(
+        digest(
             box.layers[kept],
             box.bases[kept],
             tables[box.granule],

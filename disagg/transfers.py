@@ -14,10 +14,20 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from disagg import _core
-from disagg.backends.base import Backend, Op, Preparing, Progressive, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import (
+    Backend,
+    Op,
+    PreparedSpans,
+    Preparing,
+    Progressive,
+    RemotePeer,
+    SpanWriter,
+    Transfer,
+    TransferStatus,
+)
 from disagg.copies import CopyBatch
 from disagg.errors import DisaggError, RemoteProtocolError
+from disagg.spans import SpanBatch
 from disagg.staging import RemoteRing, SlotPool
 
 logger = logging.getLogger(__name__)
@@ -43,13 +53,31 @@ class ReadyEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
+class PackedStream(Protocol):
+    """One side's bytes of a request, in an order that both sides know. Ranges are inside `total`."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def num_pieces(self) -> int: ...
+
+    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> None:
+        """Pack the bytes `[offset, offset + nbytes)` into a slot; done on return."""
+
+    def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> None:
+        """Unpack a slot into the bytes `[offset, offset + nbytes)`; done on return."""
+
+
 @dataclass(frozen=True)
 class Bound:
-    """What a job comes to: pieces that go one by one, and a stream that goes packed; `parts` say what is in it."""
+    """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given, and a stream that
+    goes packed; `parts` say what is in it.
+    """
 
-    direct: CopyBatch
-    stream: _core.Stream
+    direct: CopyBatch | SpanBatch
+    stream: PackedStream
     parts: Any = ()
+    prepared: PreparedSpans | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,7 @@ class Unpack:
     """A slot of this side's ring to be scattered: `nbytes` of `stream()`, from `offset` on, lie at `address`."""
 
     token: Any
-    stream: Callable[[], _core.Stream]
+    stream: Callable[[], PackedStream]
     address: int
     offset: int
     nbytes: int
@@ -277,7 +305,7 @@ class TransferWorker:
             report = Settled(job.ticket, bind_s=time.perf_counter() - started)
             active = _Active(job, report, bound, time.perf_counter())
             if len(bound.direct) or not active.packing:
-                active.direct = self._post(job, bound.direct, report)
+                active.direct = self._post(job, bound.direct, report, bound.prepared)
         except DisaggError as error:
             self._reports.append(Settled(job.ticket, error=str(error)))
             return
@@ -287,9 +315,16 @@ class TransferWorker:
             return
         self._active.append(active)
 
-    def _post(self, job: Job, copies: CopyBatch, report: Settled) -> Transfer:
+    def _post(
+        self, job: Job, copies: CopyBatch | SpanBatch, report: Settled, prepared: PreparedSpans | None = None
+    ) -> Transfer:
         started = time.perf_counter()
-        transfer = self._backend.submit(Op.WRITE, job.peer, copies)
+        if isinstance(copies, CopyBatch):
+            transfer = self._backend.submit(Op.WRITE, job.peer, copies)
+        else:
+            assert isinstance(self._backend, SpanWriter)
+            assert prepared is not None
+            transfer = self._backend.submit_spans(prepared, copies)
         report.post_s += time.perf_counter() - started
         report.nbytes += copies.total_nbytes
         report.pieces += len(copies)
@@ -344,10 +379,10 @@ class TransferWorker:
         slot, sequence = remote
         started = time.perf_counter()
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
-        stream.gather(active.offset, nbytes, local)
-        active.report.pack_s += time.perf_counter() - started
-        active.report.packed += nbytes
         try:
+            stream.gather(active.offset, nbytes, local)
+            active.report.pack_s += time.perf_counter() - started
+            active.report.packed += nbytes
             transfer = self._post_slot(active, ring, slot, local, nbytes)
         except DisaggError as error:
             self._slots.give_back(local)

@@ -14,7 +14,7 @@ import numpy as np
 
 from disagg.errors import DisaggError, VerificationFailed
 from disagg.session import RequestKey, StartTransfer, StartVerify
-from disagg.sums import SumPlan, Sums, Words, difference, page_range, sum_rows
+from disagg.sums import Digest, SumPlan, Sums, Words, difference, page_range, sum_rows
 from disagg.transfers import ReadyEvent
 from disagg.wire import PartialSums, Verify
 
@@ -24,7 +24,7 @@ MAX_THREADS = 4
 """Of the processor's, for one sum."""
 
 
-def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer) -> tuple[PartialSums, ...]:
+def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialSums, ...]:
     """What a writer says of one chunk. Raises `LayoutError` for rows that are none of its pools."""
     found = []
     for written in start.written:
@@ -39,12 +39,13 @@ def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer) -> tuple[Partia
             layers=written.layers,
             sample=_sample(start.ticket.key, start.reserve.verify),
             num_threads=_num_threads(),
+            digest=digest,
         )
         found.append(PartialSums(written.component, *(_encode(column) for column in (sums.by_layer, sums.by_page))))
     return tuple(found)
 
 
-def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify) -> None:
+def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify, digest: Digest) -> None:
     """Raises `VerificationFailed`, naming component, layer and page, where the rows do not hold what the writers summed."""
     sample = _sample(start.key, start.verify)
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
@@ -55,7 +56,9 @@ def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify) -> None:
             for part in (part for part in parts if part.component == name):
                 _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
                 _add(expected.by_page, part.by_page, f"component {name!r}, {writer}")
-        found = sum_rows(plan, rows, need=need, tokens=need, layers=None, sample=sample, num_threads=_num_threads())
+        found = sum_rows(
+            plan, rows, need=need, tokens=need, layers=None, sample=sample, num_threads=_num_threads(), digest=digest
+        )
         differs = difference(plan, rows, pages, expected=expected, found=found)
         if differs:
             raise VerificationFailed(differs)

@@ -20,6 +20,7 @@ from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, NotRegistered, RemoteProtocolError
 from disagg.memory import CPU, Device, MemoryRegion, RemoteRegion
 from disagg.rdma import rdma_refusal
+from disagg.spans import SpanBatch, SpanShape
 
 
 class Op(enum.Enum):
@@ -189,6 +190,35 @@ class Progressive(Protocol):
 
     def progress(self) -> None:
         """Do what is due; never blocks."""
+
+
+@runtime_checkable
+class PlainCopier(Protocol):
+    """An engine that the driver's own copies can be measured against."""
+
+    def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+        """As `Backend.submit` of a write, but one plain device-to-device copy for each piece."""
+
+
+class PreparedSpans(Protocol):
+    """Span classes that an engine has taken for one peer at one epoch. Opaque to the manager."""
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]: ...
+
+
+@runtime_checkable
+class SpanWriter(Protocol):
+    """An engine that computes addresses itself: it is given span classes once, and per request token runs only."""
+
+    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> PreparedSpans | None:
+        """Take what is fixed between two ranks; `None`: towards this peer it takes addresses only.
+
+        Raises `NotRegistered` for a pool outside the regions of its side.
+        """
+
+    def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> Transfer:
+        """Post `batch`, over the shapes that were prepared. Raises as `Backend.submit` does, with nothing posted."""
 
 
 class Prepared(Protocol):

@@ -64,7 +64,7 @@ from disagg.backends.base import (
 from disagg.backends.processes import ProcessIdentity
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from disagg.memory import MemoryRegion, RemoteRegion, merge_regions
+from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 
 _log = logging.getLogger(__name__)
 
@@ -568,8 +568,12 @@ class MooncakeBackend:
         if self._index is not None:
             raise LocalProtocolError("backend 'mooncake': register is called once")
         merged = merge_regions(regions)
-        # The warm-up of a connection reads into memory of its own; devices want that registered as well.
-        rows = [*merged, MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes)]
+        rows = list(merged)
+        if self._protocol != "nvlink_intra":
+            # The warm-up of a connection reads into memory of its own; devices want that registered as well.
+            rows.append(MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes))
+        elif any(region.device == CPU for region in merged):
+            raise ConfigError("backend 'mooncake': 'nvlink_intra' moves memory of GPUs only, found memory of the host")
         status = engine.batch_register_memory([r.address for r in rows], [r.nbytes for r in rows])
         if status != 0:
             raise ConfigError(f"backend 'mooncake': the engine does not take {len(merged)} regions (status {status})")

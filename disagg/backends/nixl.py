@@ -488,6 +488,8 @@ class NixlBackend:
             return CERTAIN[wanted]
         refusal: str | None = "another machine or process-id namespace"
         addresses = [region.address for region in peer.regions if region.device == CPU]
+        if peer.regions and not addresses:
+            return "gpu memory (UCX's choice, unknown)"
         if descriptor.process.host == host_identity():
             refusal = cma_refusal(descriptor.process.pid, addresses[0]) if addresses else None
         if refusal is None:

@@ -2,7 +2,7 @@
 
 A rank gives out a handle of each CUDA allocation that its regions lie in; a peer maps it, with its own GPU current. One
 kernel then copies all pieces of a batch, whatever their sizes, in words of 16 bytes where both addresses allow that
-(`_nvlink.cu`). A write loads here and stores there; a read loads there and stores here. The peer's GPU does nothing.
+(`_kernels.cu`). A write loads here and stores there; a read loads there and stores here. The peer's GPU does nothing.
 
 | what happens | status | why |
 |---|---|---|
@@ -23,11 +23,14 @@ promised.
 into memory here cannot be seen from here, and CUDA offers no way to take a mapping away from a process that has it; nor
 does it say that the kernels of a process have stopped when the process has ended.
 
+Closing waits until peers have unmapped this side's memory, where they can say so (`_mapped.py`).
+
 What cannot be mapped is refused with the reason: memory of expandable segments and other memory that has no such handle
 (at `register`); another host, the same GPU, GPUs without access to each other (at `connect`).
 
-Addresses are checked on the GPU too, before anything is copied: a batch with one that is outside the registered regions is
-refused whole. `submit` waits for that verdict; where the GPU is too busy to give it soon, it checks them itself.
+It takes a request in two forms. Addresses (`submit`): every piece is checked here, uploaded, copied. Span classes and token
+runs (`submit_spans`, what the manager uses): classes stay on the GPU for each peer, checked once, a request uploads a few
+bytes for each run, and the kernel computes the addresses.
 
 The kernel runs on one stream of the highest priority, on at most `DISAGG_NVLINK_BLOCKS` multiprocessors
 (`DEFAULT_BLOCKS`), so that a server's own kernels keep theirs.
@@ -35,11 +38,12 @@ The kernel runs on one stream of the highest priority, on at most `DISAGG_NVLINK
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import socket
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +52,23 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from disagg.backends._nvlink_cuda import IPC_HANDLE_NBYTES, KERNEL_SOURCE, Allocation, Buffer, CudaError, Gpu, load_bindings
+from disagg.backends._cuda import (
+    IPC_HANDLE_NBYTES,
+    KERNEL_SOURCE,
+    Allocation,
+    Buffer,
+    CudaError,
+    Gpu,
+    batch_nbytes,
+    load_bindings,
+)
+from disagg.backends._mapped import Mappings, hold
+from disagg.backends._orders import ShapeTable, encode_order, encode_shapes, order_nbytes
 from disagg.backends.base import (
     BackendOptions,
     Fence,
     Op,
+    PreparedSpans,
     RegionIndex,
     RemotePeer,
     StagingShape,
@@ -62,9 +78,13 @@ from disagg.backends.base import (
     local_and_remote,
 )
 from disagg.copies import Addresses, CopyBatch
-from disagg.errors import BackendError, ConfigError, LocalProtocolError, NotRegistered, PeerUnreachable, RemoteProtocolError
+from disagg.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.spans import SpanBatch, SpanShape
 
+logger = logging.getLogger(__name__)
+
+UNMAP_TIMEOUT_S = 5.0
 BLOCKS_VARIABLE = "DISAGG_NVLINK_BLOCKS"
 DEFAULT_BLOCKS = 16
 """Thread blocks, and so multiprocessors, of a copy: as measured (`docs/benchmarks/nvlink-2xh200.json`)."""
@@ -72,14 +92,10 @@ THREADS = 1024
 MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
 """Bytes that a warp takes at a time."""
 TILES_PER_WARP = 4
-REFUSED_WORD, VERDICT_WORD = 1, 3
-"""Places in a batch's header (`_nvlink.cu`)."""
-CHECK_THREADS, CHECK_BLOCKS = 256, 64
-VERDICT_PATIENCE_S = 500e-6
-"""How long a submit waits for the GPU's check of its addresses before it checks them itself."""
 PART = 1 << 16
 """Pieces in one launch: a larger batch is prepared and uploaded in parts while the parts before are copied."""
-SMALL_BUFFER = 1 << 13
+SMALL_BUFFER, NUM_SMALL_BUFFERS = 1 << 18, 4
+"""Bytes of the buffers that there are from the start; others are made as they are needed, and kept."""
 
 
 class _Exported(msgspec.Struct, frozen=True, array_like=True):
@@ -106,10 +122,11 @@ class Process:
 
 
 class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose memory it is, on which GPU, and its allocations."""
+    """Whose memory it is, on which GPU, where it learns who has it mapped, and its allocations."""
 
     process: Process
     gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    mappings: Annotated[str, msgspec.Meta(pattern="^disagg-[0-9a-f]{32}$")]
     allocations: tuple[_Exported, ...]
 
     def holding(self, region: RemoteRegion) -> _Exported:
@@ -161,19 +178,37 @@ class Watch:
 
 @dataclass(eq=False)
 class NvlinkPeer:
-    """One process's memory, mapped, at one epoch. `table`: on this GPU, for the kernel (see `_nvlink.cu`)."""
+    """One process's memory, mapped, at one epoch. `deltas`: what to add to an address in each region to have it here;
+    `table`: the same on this GPU, for the kernel (see `_kernels.cu`); `prepared`: tables of span classes there.
+    """
 
     epoch: int
     index: RegionIndex
     watch: Watch
+    held: socket.socket | None = None
     opened: list[int] = field(default_factory=list)
+    deltas: Addresses = field(default_factory=lambda: np.zeros(0, np.uint64))
     table: int = 0
+    prepared: list[int] = field(default_factory=list)
     connected: bool = True
     pending: int = 0
 
     @property
     def regions(self) -> Sequence[RemoteRegion]:
         return tuple(RemoteRegion(r.address, r.nbytes, r.device) for r in self.index.regions)
+
+
+@dataclass(frozen=True, eq=False)
+class NvlinkSpans:
+    """Span classes towards a peer: their table, and where it is on the GPU."""
+
+    peer: NvlinkPeer
+    table: ShapeTable
+    address: int
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]:
+        return self.table.shapes
 
 
 class NvlinkTransfer:
@@ -214,9 +249,12 @@ class NvlinkBackend:
         self._engine: _Engine | None = None
         self._local: RegionIndex | None = None
         self._allocations: tuple[Allocation, ...] = ()
+        self._mappings: Mappings | None = None
         self._peers: set[NvlinkPeer] = set()
         self._pending: set[NvlinkTransfer] = set()
         self._transports: set[str] = set()
+        self.mapped_by: tuple[int, ...] = ()
+        """After `close`: process ids of peers that had this side's memory mapped still."""
 
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
@@ -242,7 +280,7 @@ class NvlinkBackend:
                     extents = {region: _extent(engine.gpu, region) for region in regions}
                     self._allocations = tuple(engine.gpu.export(base) for base, _ in sorted(set(extents.values())))
                     index = RegionIndex(_joined(extents))
-                    engine.start([MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions])
+                    engine.start()
             except CudaError as error:
                 engine.close()
                 raise ConfigError(f"backend 'nvlink' cannot serve this memory: {error}: {list(regions)}") from error
@@ -251,13 +289,15 @@ class NvlinkBackend:
                 raise
             self._engine = engine
             self._local = index
+            self._mappings = Mappings()
 
     def endpoint(self) -> bytes:
         with self._lock:
             self._check_open()
             index, engine = self._own_index(), self._own_engine()
             exported = tuple(_Exported(a.base, a.nbytes, a.handle) for a in self._allocations)
-            descriptor = _Descriptor(Process.own(), engine.gpu.uuid, exported)
+            assert self._mappings is not None
+            descriptor = _Descriptor(Process.own(), engine.gpu.uuid, self._mappings.address, exported)
         regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions]
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), regions)
 
@@ -275,14 +315,18 @@ class NvlinkBackend:
             self._check_open()
             engine = self._own_engine()
             transport = _reach(engine.gpu, descriptor)
-            peer = NvlinkPeer(epoch, RegionIndex(regions), Watch(descriptor.process))
+            peer = NvlinkPeer(epoch, RegionIndex(regions), Watch(descriptor.process), hold(descriptor.mappings))
+            if peer.held is None:
+                logger.info("backend 'nvlink': process %d cannot be told when its memory is unmapped", descriptor.process.pid)
             try:
                 with engine.gpu.current():
                     bases = self._map(engine, peer, descriptor)
-                    deltas = [bases[holding[_region(r)].base] - holding[_region(r)].base for r in peer.index.regions]
-                    peer.table = engine.gpu.table(_table(peer.index.regions, deltas))
+                    found = [holding[_region(r)].base for r in peer.index.regions]
+                    peer.deltas = np.array([(bases[base] - base) % 2**64 for base in found], np.uint64)
+                    starts = np.array([r.address for r in peer.index.regions], np.uint64)
+                    peer.table = engine.gpu.table(np.concatenate([starts, peer.deltas]))
                     if regions:
-                        self._touch(engine, peer, deltas[0])
+                        self._touch(engine, peer)
             except CudaError as error:
                 self._unmap(peer)
                 raise PeerUnreachable(f"backend 'nvlink': the peer's memory cannot be mapped: {error}") from error
@@ -309,13 +353,13 @@ class NvlinkBackend:
             bases[allocation.base] = base
         return bases
 
-    def _touch(self, engine: _Engine, peer: NvlinkPeer, delta: int) -> None:
-        """Read one byte of a peer's memory, and run the kernels, over nothing: what is slow the first time is done."""
+    def _touch(self, engine: _Engine, peer: NvlinkPeer) -> None:
+        """Read one byte of a peer's memory, and run a kernel, over nothing: what is slow the first time is done."""
         transfer = NvlinkTransfer(self, peer)
         first = peer.index.regions[0].address
         copies = CopyBatch(*(np.array([value], np.uint64) for value in (first, self._own_index().regions[0].address, 0)))
         try:
-            engine.read_byte((first + delta) % 2**64)
+            engine.read_byte((first + int(peer.deltas[0])) % 2**64)
             engine.post(transfer, Op.READ, copies)
             engine.drain()
         finally:
@@ -338,9 +382,12 @@ class NvlinkBackend:
         with suppress(CudaError), engine.gpu.current():
             for base in peer.opened:
                 engine.gpu.close(base)
-            if peer.table:
-                engine.gpu.free(peer.table)
-        peer.opened, peer.table = [], 0
+            for address in (peer.table, *peer.prepared):
+                if address:
+                    engine.gpu.free(address)
+        peer.opened, peer.table, peer.prepared = [], 0, []
+        if peer.held is not None:
+            peer.held.close()
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 (the contract's)
         """Always `UNKNOWN`: see the module."""
@@ -351,39 +398,67 @@ class NvlinkBackend:
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
         with self._lock:
             own, engine = self._reachable(peer), self._own_engine()
-            transfer = NvlinkTransfer(self, own)
-            if not len(copies):
-                transfer.status = TransferStatus.DONE
-                return transfer
-            own.pending += 1
-            self._pending.add(transfer)
+            local, remote = local_and_remote(op, copies)
+            self._own_index().check(local, copies.nbytes, side="local")
+            own.index.check(remote, copies.nbytes, side="remote")
+            return self._post(own, bool(len(copies)), lambda transfer: engine.post(transfer, op, copies))
+
+    def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
+        with self._lock:
+            own, engine = self._reachable(peer), self._own_engine()
+            self._own_index().check(copies.source, copies.nbytes, side="local")
+            where = own.index.check(copies.destination, copies.nbytes, side="remote")
+            here = CopyBatch(copies.source, copies.destination + own.deltas[where], copies.nbytes)
+            return self._post(own, bool(len(copies)), lambda transfer: engine.post_plain(transfer, here))
+
+    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> NvlinkSpans:
+        with self._lock:
+            own, engine = self._reachable(peer), self._own_engine()
+            remote_side = 1 if op is Op.WRITE else 0
+
+            def translate(addresses: Addresses, nbytes: int, side: int) -> Addresses:
+                sizes = np.full(len(addresses), nbytes, np.uint64)
+                if side != remote_side:
+                    self._own_index().check(addresses, sizes, side="local")
+                    return addresses
+                deltas: Addresses = own.deltas[own.index.check(addresses, sizes, side="remote")]
+                return addresses + deltas
+
+            table = encode_shapes(shapes, translate)
             try:
                 with engine.gpu.current():
-                    engine.post(transfer, op, copies)
+                    address = engine.gpu.table(table.words)
             except CudaError as error:
-                self._failed(transfer, error)
-                return transfer
-            if not engine.verdict(transfer, patience_s=VERDICT_PATIENCE_S):
-                self._check(transfer, op, copies)
-            return transfer
+                raise BackendError(f"backend 'nvlink': span classes cannot be uploaded: {error}") from error
+            own.prepared.append(address)
+            return NvlinkSpans(own, table, address)
 
-    def _check(self, transfer: NvlinkTransfer, op: Op, copies: CopyBatch) -> None:
-        """The check that the GPU makes, where it is busy or refuses: raises for a piece outside the regions.
-
-        The kernels of a refused batch come to nothing.
-        """
-        local, remote = local_and_remote(op, copies)
-        try:
-            self._own_index().check(local, copies.nbytes, side="local")
-            transfer.peer.index.check(remote, copies.nbytes, side="remote")
-        except NotRegistered:
+    def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> NvlinkTransfer:
+        with self._lock:
+            if not isinstance(prepared, NvlinkSpans) or batch.shapes is not prepared.shapes:
+                raise LocalProtocolError("backend 'nvlink': expected a batch over the span classes that were prepared")
+            self._reachable(prepared.peer)
             engine = self._own_engine()
-            with suppress(CudaError), engine.gpu.current():
-                engine.drain()
-                engine.give_back(transfer)
+            return self._post(prepared.peer, bool(len(batch)), lambda transfer: engine.post_spans(transfer, prepared, batch))
+
+    def _post(self, peer: NvlinkPeer, anything: bool, post: Callable[[NvlinkTransfer], None]) -> NvlinkTransfer:
+        """A new transfer, posted by `post`; done at once where there is not anything to copy."""
+        transfer = NvlinkTransfer(self, peer)
+        if not anything:
+            transfer.status = TransferStatus.DONE
+            return transfer
+        peer.pending += 1
+        self._pending.add(transfer)
+        try:
+            with self._own_engine().gpu.current():
+                post(transfer)
+        except CudaError as error:
+            self._failed(transfer, error)
+        except BaseException:
+            self._own_engine().give_back(transfer)
             self._forget(transfer)
-            transfer.status = TransferStatus.FAILED
             raise
+        return transfer
 
     def _forget(self, transfer: NvlinkTransfer) -> None:
         """It is no longer pending; the last one of a disconnected peer unmaps it."""
@@ -438,14 +513,16 @@ class NvlinkBackend:
 
     def _settle(self, transfer: NvlinkTransfer) -> None:
         """What was posted has ended: give back what the transfer held."""
-        if not self._own_engine().verdict(transfer, patience_s=0.0):
-            transfer.error = "the GPU refused addresses that are inside the registered regions"
         transfer.status = TransferStatus.FAILED if transfer.error else TransferStatus.DONE
         self._own_engine().give_back(transfer)
         self._forget(transfer)
 
     def close(self) -> None:
-        """Returns once every kernel posted here has ended; transfers are then `DONE`, or `UNSETTLED` in a lost context."""
+        """Returns once every kernel posted here has ended; transfers are then `DONE`, or `UNSETTLED` in a lost context.
+
+        And once the peers that can be waited for have unmapped this side's memory, or `UNMAP_TIMEOUT_S` have passed: then
+        `mapped_by` says who has not.
+        """
         with self._lock:
             if not self._open:
                 return
@@ -460,6 +537,19 @@ class NvlinkBackend:
                     self._unmap(peer)
                 engine.close()
             self._open = False
+        self._wait_for_unmapping()
+
+    def _wait_for_unmapping(self) -> None:
+        """Without the lock: the last mapping may be one of this process's."""
+        if self._mappings is None:
+            return
+        self.mapped_by = self._mappings.wait(UNMAP_TIMEOUT_S)
+        if self.mapped_by:
+            logger.warning(
+                "backend 'nvlink': after %s s processes %s still have this side's memory mapped: their kernels may still write",
+                UNMAP_TIMEOUT_S, ", ".join(map(str, self.mapped_by)),
+            )  # fmt: skip
+        self._mappings.close()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -477,7 +567,7 @@ class NvlinkBackend:
 
 
 class _Engine:
-    """The kernel on one GPU, its streams, and the buffers that batches travel to it in. Used with `current()` entered."""
+    """The kernels on one GPU, their streams, and the buffers that requests travel to it in. Used with `current()` entered."""
 
     def __init__(self, gpu: Gpu, blocks: int) -> None:
         self.gpu = gpu
@@ -486,78 +576,73 @@ class _Engine:
         self._all: list[Buffer] = []
         self._events: list[Any] = []
         self._module: Any = None
-        self._move: Any = None
-        self._check_kernel: Any = None
+        self._kernels: dict[str, Any] = {}
         self._uploads: Any = None
         self.stream: Any = None
         self._scratch = 0
-        self.local_table = (0, 0)
 
-    def start(self, regions: Sequence[MemoryRegion]) -> None:
-        """Serve `regions`, which are sorted."""
-        self._module, kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "check_pieces"])
-        self._move, self._check_kernel = kernels["move_pieces"], kernels["check_pieces"]
+    def start(self) -> None:
+        self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "move_spans"])
         self._uploads, self.stream = self.gpu.stream(), self.gpu.stream()
         self._scratch = self.gpu.table(np.zeros(2, np.uint64))
-        self.local_table = self.gpu.table(_table(regions, [0] * len(regions))), len(regions)
-        for capacity in (SMALL_BUFFER, SMALL_BUFFER, SMALL_BUFFER, SMALL_BUFFER, PART, PART):
-            self._free.append(self._buffer(capacity))
+        self._free += [self._buffer(SMALL_BUFFER) for _ in range(NUM_SMALL_BUFFERS)]
 
-    def _buffer(self, capacity: int) -> Buffer:
-        buffer = Buffer(self.gpu, capacity)
+    def _buffer(self, nbytes: int) -> Buffer:
+        buffer = Buffer(self.gpu, nbytes)
         self._all.append(buffer)
         return buffer
 
-    def _take(self, num_pieces: int) -> Buffer:
-        fitting = [buffer for buffer in self._free if buffer.capacity >= num_pieces]
-        if not fitting:
-            return self._buffer(SMALL_BUFFER if num_pieces <= SMALL_BUFFER else PART)
-        best = min(fitting, key=lambda buffer: buffer.capacity)
-        self._free.remove(best)
+    def _take(self, transfer: NvlinkTransfer, nbytes: int) -> Buffer:
+        """A buffer of at least `nbytes` bytes for a transfer."""
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self._free.remove(best)
+        else:
+            best = self._buffer(max(SMALL_BUFFER, 1 << (nbytes - 1).bit_length()))
+        transfer.buffers.append(best)
         return best
 
     def post(self, transfer: NvlinkTransfer, op: Op, copies: CopyBatch) -> None:
-        """Upload and check all parts, then copy them, unless a piece was refused; all of it in the GPU's own time.
+        """Upload the addresses of a batch and copy it, in parts: one is uploaded while those before are copied.
 
         `transfer.buffers` holds what was posted.
         """
-        totals, num_parts = [], -(-len(copies) // PART)
-        remote = (transfer.peer.table, len(transfer.peer.index.regions))
-        for number in range(num_parts):
-            part = slice(number * PART, (number + 1) * PART)
+        table = (transfer.peer.table, len(transfer.peer.index.regions), int(op is Op.READ))
+        for start in range(0, len(copies), PART):
+            part = slice(start, start + PART)
             source, destination, nbytes = copies.source[part], copies.destination[part], copies.nbytes[part]
-            buffer = self._take(len(nbytes))
-            transfer.buffers.append(buffer)
+            buffer = self._take(transfer, batch_nbytes(len(nbytes)))
             total, size = buffer.fill(source, destination, nbytes)
-            totals.append((buffer, len(nbytes), total))
-            self.gpu.call("cuMemcpyHtoDAsync", buffer.device_address, buffer.host_address, size, self._uploads)
-            self._check(transfer, len(nbytes), remote, op, last=number == num_parts - 1)
-        last = transfer.buffers[-1]
-        self.gpu.call("cuEventRecord", last.checked, self._uploads)
-        self.gpu.call("cuStreamWaitEvent", self.stream, last.checked, 0)
-        refused = transfer.buffers[0].device_address + 8 * REFUSED_WORD
-        transfer.posted = True
-        for buffer, count, total in totals:
             blocks, tile = launch_shape(total, max_blocks=self._blocks)
-            arguments = (buffer.device_address, count, *remote, int(op is Op.READ), refused, tile)
-            self.gpu.launch(self._move, self.stream, arguments, blocks=blocks, threads=THREADS)
+            self._launch(transfer, "move_pieces", buffer, size, (len(nbytes), *table, tile), blocks)
         self.mark(transfer)
 
-    def _check(self, transfer: NvlinkTransfer, count: int, remote: tuple[int, int], op: Op, *, last: bool) -> None:
-        """Check the part uploaded last; after the last of all the verdict reaches its header, in host memory."""
-        buffer, refused = transfer.buffers[-1], transfer.buffers[0].device_address + 8 * REFUSED_WORD
-        verdict = buffer.host_address + 8 * VERDICT_WORD if last else 0
-        arguments = (buffer.device_address, count, *self.local_table, *remote, int(op is Op.READ), refused, verdict)
-        blocks = min(-(-count // CHECK_THREADS), CHECK_BLOCKS)
-        self.gpu.launch(self._check_kernel, self._uploads, arguments, blocks=blocks, threads=CHECK_THREADS)
+    def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
+        """Upload what a request adds to its span classes, and copy all of it with one kernel."""
+        blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
+        buffer = self._take(transfer, order_nbytes(batch))
+        order = encode_order(batch, prepared.table, tile=tile, out=buffer.words)
+        arguments = (prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        self._launch(transfer, "move_spans", buffer, order.nbytes, arguments, blocks)
+        self.mark(transfer)
 
-    def verdict(self, transfer: NvlinkTransfer, *, patience_s: float) -> bool | None:
-        """Whether all pieces lie in their regions, as the GPU found; `None` where it has not said so in time."""
-        words, deadline = transfer.buffers[-1].words, time.perf_counter() + patience_s
-        while not (found := int(words[VERDICT_WORD])):
-            if time.perf_counter() > deadline:
-                return None
-        return found == 1
+    def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
+        """Copy by the driver, between addresses that are all as they are here."""
+        transfer.posted = True
+        for columns in zip(copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist(), strict=True):
+            self.gpu.call("cuMemcpyAsync", *columns, self.stream)
+        self.mark(transfer)
+
+    def _launch(
+        self, transfer: NvlinkTransfer, name: str, buffer: Buffer, nbytes: int, arguments: Sequence[int], blocks: int
+    ) -> None:
+        """Upload `nbytes` bytes of a buffer, and then start a kernel over it."""
+        self.gpu.call("cuMemcpyHtoDAsync", buffer.device_address, buffer.host_address, nbytes, self._uploads)
+        self.gpu.call("cuEventRecord", buffer.uploaded, self._uploads)
+        self.gpu.call("cuStreamWaitEvent", self.stream, buffer.uploaded, 0)
+        transfer.posted = True
+        self.gpu.launch(self._kernels[name], self.stream, (buffer.device_address, *arguments), blocks=blocks, threads=THREADS)
 
     def mark(self, transfer: NvlinkTransfer) -> None:
         """The transfer's event comes after what has been posted."""
@@ -588,9 +673,8 @@ class _Engine:
             for stream in (self.stream, self._uploads):
                 if stream is not None:
                     self.gpu.call("cuStreamDestroy", stream)
-            for address in (self._scratch, self.local_table[0]):
-                if address:
-                    self.gpu.free(address)
+            if self._scratch:
+                self.gpu.free(self._scratch)
             if self._module is not None:
                 self.gpu.call("cuModuleUnload", self._module)
         self.gpu.release()
@@ -645,12 +729,6 @@ def _joined(extents: dict[MemoryRegion, tuple[int, int]]) -> tuple[MemoryRegion,
         device = next(r.device for r, (own, _) in extents.items() if own == base)
         joined += [MemoryRegion(r.address, r.nbytes, device) for r in merge_regions(inside)]  # on the CPU touching ones join
     return tuple(joined)
-
-
-def _table(regions: Sequence[MemoryRegion | RemoteRegion], deltas: Sequence[int]) -> Addresses:
-    """Regions as the kernel takes them: first addresses, ends, and what to add to have an address here."""
-    rows = [(r.address, r.address + r.nbytes, delta % 2**64) for r, delta in zip(regions, deltas, strict=True)]
-    return np.array(rows, dtype=np.uint64).reshape(-1, 3).T.ravel()
 
 
 def _region(region: MemoryRegion | RemoteRegion) -> RemoteRegion:

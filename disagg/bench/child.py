@@ -1,4 +1,6 @@
-"""A rank that a driver starts as a process: its configuration, as JSON, is its one argument. It ends with standard input."""
+"""Ranks that a driver starts as one process: their configurations, as JSON, are its one argument. It ends with standard
+input, or with the last rank.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from disagg.cli.rank import serve_until_told
 
 
 @click.command()
-@click.argument("config")
+@click.argument("configs")
 @one_sentence
-def child(*, config: str) -> None:
-    """Serve one rank."""
+def child(*, configs: str) -> None:
+    """Serve one rank, or several that share a GPU."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    serve_until_told(msgspec.json.decode(config, type=RankConfig), until_stdin_ends=True)
+    serve_until_told(msgspec.json.decode(configs, type=tuple[RankConfig, ...]), until_stdin_ends=True)
 
 
 if __name__ == "__main__":

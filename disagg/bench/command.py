@@ -109,7 +109,9 @@ def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings:
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option(
-    "--backend", type=Several(click.STRING), help="Engine (needed for a run): nixl, mooncake, local, auto, or a third party's."
+    "--backend",
+    type=Several(click.STRING),
+    help="Engine (needed for a run): nixl, mooncake, nvlink, local, auto, or a third party's.",
 )
 @click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (needed for a run).")
 @click.option("--tokens", type=COUNTS, help="Length of every request (needed for a run).")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.bench.commands import Item
+from disagg.bench.memory import HostMemory, Memory
 from disagg.bench.places import RankPlace, global_axis
 from disagg.bench.sides import Side
 from disagg.errors import ConfigError
@@ -24,21 +25,26 @@ from disagg.topology import Topology
 class Content:
     """What `pools` hold, and must hold. Every request has contents of its own, so that no two can be taken for each other."""
 
-    def __init__(self, model: ModelSpec, side: Side, topology: Topology, pools: StagePools) -> None:
+    def __init__(
+        self, model: ModelSpec, side: Side, topology: Topology, pools: StagePools, memory: Memory | None = None
+    ) -> None:
         self.states = model.states
         self._rank = RankPlace(side, topology)
         self._axes = side.pool_shape(1).axes
         self._pools = pools
+        self._memory = memory or HostMemory()
         self._base = pools.arena.__array_interface__["data"][0]
         self._wanted: tuple[tuple[Item, ...], Bytes] | None = None
 
     def clear(self) -> None:
         """Canary everywhere."""
         self._pools.arena.fill(CANARY)
+        self._memory.push(self._pools.arena)
 
     def fill(self, items: Sequence[Item]) -> None:
         """Canary everywhere, but all that `items` have here."""
         self._write(self._pools.arena, items)
+        self._memory.push(self._pools.arena)
 
     def flip_byte(self, item: Item) -> None:
         """Make one byte wrong: the last of the last entry that the request has in this rank's first layer."""
@@ -47,6 +53,7 @@ class Content:
             if len(row):
                 entry = view[row[-1], offset[-1]]
                 entry[(-1,) * entry.ndim] ^= 1
+                self._memory.push(self._pools.arena)
                 return
 
     def page_range(self, item: Item, *, state: State, first_token: int, last_token: int) -> tuple[int, int]:
@@ -58,6 +65,7 @@ class Content:
     def difference(self, items: Sequence[Item]) -> str | None:
         """Where memory first differs from `items` in their places and canary everywhere else, in words."""
         wanted, found = self._expected(tuple(items)), self._pools.arena
+        self._memory.pull(found)
         if np.array_equal(_words(wanted), _words(found)):
             return None
         for (state, role, layer, ours), (*_, theirs) in zip(self._tensors(wanted), self._tensors(found), strict=True):

@@ -227,10 +227,10 @@ def _alone(prepared: Prepared) -> Alone:
 
 
 def _raw(prepared: Prepared) -> float | None:
-    """GB/s of the system's own mechanism; `None` where it is not known which one that is, or where ranks are not on one
-    machine.
+    """GB/s of the system's own mechanism; `None` where it is not known which one that is, for memory of GPUs, or where
+    ranks are not on one machine.
     """
-    mechanism = mechanism_of(prepared.ranks.sources[0].about)
+    mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
     if mechanism is None:
         return None
     case, ranks = prepared.case, prepared.ranks

@@ -21,6 +21,8 @@ from disagg.channel import parse_address
 from disagg.errors import ConfigError, DisaggError
 from disagg.models import load_model
 
+GPUS = {"prefill": 0, "decode": 1}
+"""Which GPU a side's pools are on, where they are on GPUs: source and destination never share one."""
 LOOK_S = 0.1
 """How often a waiting driver looks whether its ranks are alive."""
 
@@ -150,14 +152,7 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
     with ExitStack() as opened:
         opened.callback(lambda: _kill(children))
         progress(f"starting {case.prefill.num_ranks} prefill and {case.decode.num_ranks} decode ranks")
-        leaders = processes.start([rank_config(case, "prefill", 0, None), rank_config(case, "decode", 0, None)])
-        children += leaders
-        at = {"prefill": leaders[0].addresses()[0], "decode": leaders[1].addresses()[0]}
-        sides = {"prefill": [leaders[0]], "decode": [leaders[1]]}
-        for role, side in (("prefill", case.prefill), ("decode", case.decode)):
-            others = processes.start([rank_config(case, role, rank, at[role]) for rank in range(1, side.num_ranks)])
-            children += others
-            sides[role] += others
+        sides = _start_by_gpu(case, children) if case.device == "cuda" else _start_alone(case, children)
         remotes = {
             role: [opened.enter_context(_closing(Remote(rank.addresses()[1], rank))) for rank in ranks]
             for role, ranks in sides.items()
@@ -170,6 +165,28 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
             remote.send(Exit())
         for child in children:
             child.end()
+
+
+def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
+    """Each rank in a process of its own; all that were started are in `children`, whatever happens."""
+    leaders = processes.start([rank_config(case, "prefill", 0, None), rank_config(case, "decode", 0, None)])
+    children += leaders
+    at = {"prefill": leaders[0].addresses()[0], "decode": leaders[1].addresses()[0]}
+    sides = {"prefill": [leaders[0]], "decode": [leaders[1]]}
+    for role, side in (("prefill", case.prefill), ("decode", case.decode)):
+        others = processes.start([rank_config(case, role, rank, at[role]) for rank in range(1, side.num_ranks)])
+        children += others
+        sides[role] += others
+    return sides
+
+
+def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
+    """The ranks of each side share a GPU, and so a process: two processes with a GPU each would take turns on it."""
+    sides = {"prefill": case.prefill, "decode": case.decode}
+    configs = [[rank_config(case, role, rank, None) for rank in range(side.num_ranks)] for role, side in sides.items()]
+    started = processes.start_together(configs)
+    children += [rank for ranks in started for rank in ranks]
+    return dict(zip(sides, started, strict=True))
 
 
 @contextmanager
@@ -203,7 +220,7 @@ def _kill(children: Sequence[StartedRank]) -> None:
 
 
 def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankConfig:
-    """One rank of a case, on loopback."""
+    """One rank of a case, on loopback; with pools on GPUs the sides have one each."""
     side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
     spec = load_model(case.model, num_layers=case.num_layers)
     return RankConfig.load(
@@ -217,7 +234,7 @@ def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankCon
         leader=leader,
         backend=case.backend,
         transport=case.transport,
-        device=case.device,
+        device=f"cuda:{GPUS[role]}" if case.device == "cuda" else case.device,
         verify=case.verify,
         pack_below=case.pack_below,
         driver="tcp://127.0.0.1:0",

@@ -50,26 +50,31 @@ class StartedRank(Protocol):
 
 
 class RankProcess:
-    """A rank in a process of its own, which ends when this one does: it watches its standard input."""
+    """A process of one rank, or of several of one instance, which ends when this one does: it watches its standard input."""
 
-    def __init__(self, config: RankConfig) -> None:
-        self.name = f"{config.name}/{config.rank}"
+    def __init__(self, configs: Sequence[RankConfig]) -> None:
+        self.name = ", ".join(f"{config.name}/{config.rank}" for config in configs)
+        self.ranks = tuple(ProcessRank(self, config) for config in configs)
+        self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
         self._said = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.bench.child", msgspec.json.encode(config).decode()],
+            [sys.executable, "-m", "disagg.bench.child", msgspec.json.encode(configs).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             bufsize=0,
         )
 
-    def addresses(self) -> tuple[str, str]:
+    def addresses(self, config: RankConfig) -> tuple[str, str]:
+        """What one of its ranks says."""
         deadline = time.monotonic() + START_TIMEOUT_S
         assert self._process.stdout is not None
+        begins = f"{config.name} rank {config.rank} of "
         while True:
-            found = _ADDRESSES.search(self._said.decode(errors="replace"))
-            if found and b"\n" in self._said:
+            whole = self._said.decode(errors="replace").rpartition("\n")[0].splitlines()
+            found = next((_ADDRESSES.search(line) for line in whole if line.startswith(begins)), None)
+            if found:
                 return found[1], found[2]
             if time.monotonic() > deadline:
                 raise RankDied(f"rank {self.name} has not said its address after {START_TIMEOUT_S} s{self._tail()}")
@@ -86,6 +91,9 @@ class RankProcess:
             raise RankDied(f"rank {self.name} ended with {_status(status)}{self._tail()}")
 
     def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
         try:
             status = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -115,6 +123,27 @@ class RankProcess:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         return "".join(f"\n  {line}" for line in lines)
+
+
+class ProcessRank:
+    """One rank of a process; all of a process's ranks end together."""
+
+    def __init__(self, process: RankProcess, config: RankConfig) -> None:
+        self.name = f"{config.name}/{config.rank}"
+        self._process = process
+        self._config = config
+
+    def addresses(self) -> tuple[str, str]:
+        return self._process.addresses(self._config)
+
+    def check(self) -> None:
+        self._process.check()
+
+    def end(self) -> None:
+        self._process.end()
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def _status(status: int) -> str:
@@ -178,8 +207,20 @@ def start(configs: Sequence[RankConfig]) -> list[StartedRank]:
     started: list[StartedRank] = []
     with ExitStack() as undo:
         for config in configs:
-            rank = RankThread(config) if config.backend == "local" else RankProcess(config)
+            rank = RankThread(config) if config.backend == "local" else RankProcess([config]).ranks[0]
             undo.callback(rank.kill)
             started.append(rank)
+        undo.pop_all()
+    return started
+
+
+def start_together(instances: Sequence[Sequence[RankConfig]]) -> list[list[StartedRank]]:
+    """Start the ranks of each instance in one process, where they share a GPU; the first of each leads the others."""
+    started: list[list[StartedRank]] = []
+    with ExitStack() as undo:
+        for configs in instances:
+            process = RankProcess(configs)
+            undo.callback(process.kill)
+            started.append(list(process.ranks))
         undo.pop_all()
     return started

@@ -8,23 +8,26 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import msgspec
 
 from disagg.agreement import LocalRank, ModelId, encode_placements
 from disagg.bench.commands import Description
 from disagg.bench.content import Content
+from disagg.bench.memory import memory_on
 from disagg.bench.sides import Side
 from disagg.channel import is_loopback, parse_address
 from disagg.config import Config, says
 from disagg.errors import ConfigError
+from disagg.memory import Device
 from disagg.models import load_model
 from disagg.state.pools import allocate
 from disagg.topology import Topology
 
 ENGINE_PACKAGES = {
-    "nixl": ("nixl",),
+    "nixl": ("nixl", "nixl-cu13"),
+    "nvlink": ("cuda-bindings", "nvidia-cuda-nvrtc", "torch"),
     "mooncake": (
         "mooncake-transfer-engine",
         "mooncake-transfer-engine-non-cuda",
@@ -52,15 +55,17 @@ class RankConfig(Config, frozen=True, kw_only=True):
         Mapping[str, Annotated[int, msgspec.Meta(ge=1)]],
         says("Pages or slots of single components, where they are to have others.", metavar="COMPONENT=N"),
     ] = msgspec.field(default_factory=dict)
-    device: Annotated[Literal["cpu", "cuda"], says("Where the pools are.")] = "cpu"
+    device: Annotated[
+        str,
+        msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$"),
+        says("Where the pools are: cpu, cuda or cuda:N.", metavar="DEVICE"),
+    ] = "cpu"
     driver: Annotated[str | None, says("Take a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", self.name or self.role)
         super().__post_init__()
         self.topology  # noqa: B018  (the rank's number is checked)
-        if self.device != "cpu":
-            raise ConfigError(f"device: this version has pools in host memory only ('cpu'), found {self.device!r}")
         if self.driver is not None:
             host, _ = parse_address(self.driver, what="driver")
             if not is_loopback(host) and not self.insecure:
@@ -80,8 +85,9 @@ class ResidentRank:
         self.config = config
         self.model = load_model(config.model, num_layers=config.num_layers)
         self.shape = config.side.pool_shape(config.num_pages, num_slots=config.num_slots, rows=config.rows)
-        self.pools = allocate(self.model, config.topology, self.shape)
-        self.content = Content(self.model, config.side, config.topology, self.pools)
+        self.memory = memory_on(config.device)
+        self.pools = allocate(self.model, config.topology, self.shape, place=self.memory.place)
+        self.content = Content(self.model, config.side, config.topology, self.pools, self.memory)
         self.manager = config.manager(
             topology=config.topology, components=self.pools.components, model=ModelId(self.model.name)
         )
@@ -106,11 +112,11 @@ class ResidentRank:
             model=self.model.name,
             num_layers=self.model.num_layers,
             rows={state.name: self.shape.num_rows(state) for state in self.model.states},
-            device=self.config.device,
+            device=Device.parse(self.config.device).kind,
             address=self.manager.address,
             backend=self.manager.backend.name,
             transport=self.manager.backend.transport,
-            arena=(self.pools.arena.__array_interface__["data"][0], self.pools.arena.nbytes),
+            arena=(self.pools.address, self.pools.arena.nbytes),
             table=table.encode(),
             placements=encode_placements(self.pools.components),
             pid=os.getpid(),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import singledispatchmethod
@@ -14,7 +15,7 @@ from functools import singledispatchmethod
 import msgspec
 import zmq
 
-from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import Backend, Op, PlainCopier, RemotePeer, Transfer, TransferStatus
 from disagg.bench.commands import (
     AnyCommand,
     AnyReply,
@@ -172,18 +173,24 @@ def move(resident: ResidentRank, command: Move) -> Moved:
 
     Raises `ConfigError` for a block outside the arena, `TransferFailed` where the engine fails one or takes too long.
     """
-    arena = resident.pools.arena
-    base = arena.__array_interface__["data"][0]
+    base, room = resident.pools.address, resident.pools.arena.nbytes
     jobs: list[tuple[Backend, RemotePeer, CopyBatch]] = []
     for block in command.blocks:
-        _check_source(block, arena.nbytes)
+        _check_source(block, room)
         backend, peer = resident.manager.engine(command.peer, block.rank)
         jobs.append((backend, peer, _copy(base, block)))
     time.sleep(max(0.0, command.at - time.monotonic()))
     start = time.monotonic()
-    transfers = [backend.submit(Op.WRITE, peer, copies) for backend, peer, copies in jobs]
+    transfers = [_post(*job) for job in jobs]
     _wait(transfers, timeout_s=command.timeout_s)
     return Moved(start, time.monotonic())
+
+
+def _post(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+    """By plain copies, where the engine has such to be measured against."""
+    if isinstance(backend, PlainCopier):
+        return backend.submit_plain(peer, copies)
+    return backend.submit(Op.WRITE, peer, copies)
 
 
 def _check_source(block: Block, arena_nbytes: int) -> None:
@@ -289,6 +296,40 @@ def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], Non
             health = manager.health()
             if not health.ok and socket is None:
                 raise LocalProtocolError(f"{resident}: {health.problem}")
+
+
+def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> None:
+    """Keep ranks of one instance up in this process, as `serve` does each; the first is the others' leader.
+
+    Raises what the first that fails raises, once all have ended.
+    """
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    failed: list[Exception] = []
+
+    def run(config: RankConfig) -> None:
+        def tell(line: str) -> None:
+            say(line)
+            addresses.put(line)
+
+        try:
+            serve(config, stop=stop, say=tell)
+        except Exception as error:  # noqa: BLE001  (raised in the thread that waits for all)
+            failed.append(error)
+            stop.set()
+            addresses.put("")
+
+    threads = [threading.Thread(target=run, args=(configs[0],), name="rank-0")]
+    threads[0].start()
+    if len(configs) > 1:
+        _, _, leader = addresses.get().partition(" address=")
+        for config in configs[1:] if leader else ():
+            others = msgspec.structs.replace(config, leader=leader.split()[0])
+            threads.append(threading.Thread(target=run, args=(others,), name=f"rank-{config.rank}"))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _driver_socket(address: str) -> zmq.Socket[bytes]:

@@ -68,6 +68,8 @@ class Case:
                 raise ConfigError(f"{name.replace('_', '-')}: expected at least 0, found {getattr(self, name)}")
         if not 0 <= self.prefix_hit < self.tokens:
             raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
+        if self.device == "cuda" and self.backend == "local":
+            raise ConfigError("device: backend 'local' moves host memory only ('cpu'), found 'cuda'")
         if self.fault is Fault.KILL and self.backend == "local":
             raise ConfigError("fault: backend 'local' has no process of its own to kill")
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from disagg.bench.rank import RankConfig
-from disagg.bench.serve import serve
+from disagg.bench.serve import serve_together
 from disagg.cli.errors import one_sentence
 from disagg.config import Setting, is_list, is_table, settings
 
@@ -77,7 +77,7 @@ def _rank_command(role: str) -> click.Command:
 
     @one_sentence
     def run(*, config: Path | None, until_stdin_ends: bool, **given: Any) -> None:
-        serve_until_told(configure(role, given, file=config, environ=os.environ), until_stdin_ends=until_stdin_ends)
+        serve_until_told((configure(role, given, file=config, environ=os.environ),), until_stdin_ends=until_stdin_ends)
 
     def logged(*, debug: bool, **given: Any) -> None:
         logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -101,14 +101,14 @@ def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ
     return RankConfig.load(file=file, environ=environ, texts=texts, role=role, **flags)
 
 
-def serve_until_told(config: RankConfig, *, until_stdin_ends: bool) -> None:
-    """Keep a rank up until SIGTERM or SIGINT, and close it cleanly."""
+def serve_until_told(configs: Sequence[RankConfig], *, until_stdin_ends: bool) -> None:
+    """Keep ranks up until SIGTERM or SIGINT, and close them cleanly."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, args=(stop,), name="disagg-stdin", daemon=True).start()
-    serve(config, stop=stop)
+    serve_together(configs, stop=stop)
 
 
 def _end_with_stdin(stop: threading.Event) -> None:

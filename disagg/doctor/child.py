@@ -140,7 +140,7 @@ def gpus(_: str) -> None:
 
 def nvlink(_: str) -> None:
     """Start what backend `nvlink` needs: the driver and the bindings."""
-    from disagg.backends._nvlink_cuda import load_bindings
+    from disagg.backends._cuda import load_bindings
 
     load_bindings()
     _say(ok=True)

@@ -6,8 +6,9 @@ import itertools
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from disagg.component import Component
 from disagg.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.leases import Lease
-from disagg.memory import ITEMSIZE, RawTensor
+from disagg.memory import CPU, ITEMSIZE, Device, RawTensor
 from disagg.models import ModelSpec
 from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of
 from disagg.state.paged import ORDERS
@@ -196,9 +197,13 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StagePools:
-    """One rank's memory: an arena, the tensors in it by component, layer and role, and the components for a manager."""
+    """One rank's memory: an arena, the tensors in it by component, layer and role, and the components for a manager.
+
+    The components' memory begins at `address`: the arena's own, unless `allocate` was told of another place.
+    """
 
     arena: Bytes
+    address: int
     tensors: Mapping[str, Mapping[int, Mapping[str, Bytes]]]
     components: tuple[Component, ...]
     stage: Stage
@@ -229,10 +234,12 @@ def allocate(
     *,
     start_layer: int | None = None,
     end_layer: int | None = None,
+    place: Callable[[Bytes], tuple[int, Device]] | None = None,
 ) -> StagePools:
     """Zeroed memory, page-aligned and in one piece, for everything that this rank's stage owns, and nothing else.
 
     Tensors are arrays of bytes in their declared shape, the last axis in bytes. Memory that nobody touches costs nothing.
+    `place` gives the address and device of memory that the components are over instead, laid out as the arena is.
     Raises `ConfigError` for a shape that names no component of the model, or that is more than there are addresses for.
     """
     unknown = sorted(set(shape.rows) - {state.name for state in model.states})
@@ -248,12 +255,15 @@ def allocate(
         state.name: {layer: _views(arena, next(offsets), cuts[state.name]) for layer in owned[state.name]}
         for state in model.states
     }
-    components = tuple(_component(state, tensors[state.name], model, topology, shape) for state in model.states)
+    base = int(arena.__array_interface__["data"][0])
+    address, device = (base, CPU) if place is None else place(arena)
+    typed_ = partial(typed, ahead=address - base, device=device)
+    components = tuple(_component(state, tensors[state.name], model, topology, shape, typed_) for state in model.states)
     use = tuple(
         PoolUse(state.name, len(owned[state.name]), len(state.layers), len(owned[state.name]) * cut.nbytes, cut.nbytes)
         for state, cut in zip(model.states, cuts.values(), strict=True)
     )
-    return StagePools(arena, tensors, components, stage, use)
+    return StagePools(arena, address, tensors, components, stage, use)
 
 
 def _arena(nbytes: int) -> Bytes:
@@ -298,7 +308,12 @@ def _views(arena: Bytes, offset: int, cut: _Cut) -> dict[str, Bytes]:
 
 
 def _component(
-    state: State, tensors: Mapping[int, Mapping[str, Bytes]], model: ModelSpec, topology: Topology, shape: PoolShape
+    state: State,
+    tensors: Mapping[int, Mapping[str, Bytes]],
+    model: ModelSpec,
+    topology: Topology,
+    shape: PoolShape,
+    typed: Callable[[Bytes, str], RawTensor],
 ) -> Component:
     stages = [
         stage_of(model, topology.at(topology.dp_rank * topology.group_size + stage * topology.cp * topology.tp),
@@ -317,12 +332,12 @@ def _component(
     )
 
 
-def typed(array: Bytes, dtype: str) -> RawTensor:
-    """An array of bytes as a tensor of `dtype`: its last axis in elements."""
+def typed(array: Bytes, dtype: str, *, ahead: int = 0, device: Device = CPU) -> RawTensor:
+    """An array of bytes as a tensor of `dtype`: its last axis in elements; `ahead` bytes further on, on `device`."""
     itemsize = ITEMSIZE[dtype]
     dims = (*array.shape[:-1], array.shape[-1] // itemsize)
     strides = (*(stride // itemsize for stride in array.strides[:-1]), 1)
-    return RawTensor(array.__array_interface__["data"][0], dims, strides, dtype)
+    return RawTensor(array.__array_interface__["data"][0] + ahead, dims, strides, dtype, device)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 from disagg.component import Component, Placement
 from disagg.copies import CopyBatch
 from disagg.layout import LayoutTable, Owned, Periodic, Share, layout_table
-from disagg.plan import Election, bind, elect, make_plan
+from disagg.plan import ComponentPlan, Election, bind, elect, make_plan
 from disagg.rows import Pages
 from disagg.state import declare, paged
 from disagg.testing.reference import (
@@ -183,20 +183,26 @@ class Scene:
     def election(self) -> Election:
         return elect(self.source.table, self.destination.table)
 
-    def bind(self, source: int, destination: int, *, tokens: tuple[int, int] | None = None) -> CopyBatch:
-        """The copies of one pair of ranks."""
-        ours, theirs = self.source, self.destination
+    def plan(self, source: int, destination: int) -> ComponentPlan:
+        """What one pair of ranks moves."""
         plan = make_plan(
             self.election,
-            source=(source, ours.table, _placements(ours.components[source])),
-            destination=(destination, theirs.table, _placements(theirs.components[destination])),
+            source=(source, self.source.table, _placements(self.source.components[source])),
+            destination=(destination, self.destination.table, _placements(self.destination.components[destination])),
         )
-        return bind(
-            plan.components[self.case.model.component],
-            source=Pages(np.array(ours.pages[source].ids, dtype=np.int32), ours.pages[source].first_token),
-            destination=Pages(np.array(theirs.pages[destination].ids, dtype=np.int32), theirs.pages[destination].first_token),
-            tokens=tokens or (self.case.need, self.case.num_tokens),
-        )
+        return plan.components[self.case.model.component]
+
+    def rows(self, source: int, destination: int) -> tuple[Pages, Pages]:
+        """The pages of the request at both."""
+        lists = self.source.pages[source], self.destination.pages[destination]
+        ours, theirs = (Pages(np.array(pages.ids, dtype=np.int32), pages.first_token) for pages in lists)
+        return ours, theirs
+
+    def bind(self, source: int, destination: int, *, tokens: tuple[int, int] | None = None) -> CopyBatch:
+        """The copies of one pair of ranks."""
+        ours, theirs = self.rows(source, destination)
+        tokens = tokens or (self.case.need, self.case.num_tokens)
+        return bind(self.plan(source, destination), source=ours, destination=theirs, tokens=tokens)
 
     def moves(self) -> list[Move]:
         """The copies of every pair that the election names, in its order."""

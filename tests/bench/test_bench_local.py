@@ -160,7 +160,7 @@ def test_a_case_that_cannot_be_is_refused_before_anything_starts(model: str) -> 
         ({"chunk_tokens": -1}, "chunk-tokens"),
         ({"pack_below": -1}, "pack-below"),
         ({"fault": Fault.KILL}, "no process"),
-        ({"device": "cuda"}, "device"),
+        ({"device": "tpu"}, "device"),
         ({"num_layers": 99}, "layers"),
     ):
         with pytest.raises(ConfigError, match=named):

@@ -127,7 +127,6 @@ def test_ranks_do_not_outlive_their_driver(mooncake: str, model: str) -> None:
         (("--backend", "no-such-engine"), "local, mooncake, nixl"),
         (("--decode", "tpp=1", "--prefill", "tp=1"), "'tpp=1'"),
         (("--decode", "tp=1"), "as many --decode as --prefill"),
-        (("--device", "cuda"), "device"),
         (("--verify", "some"), "verify"),
         (("--plot", "rows.nothing"), "'rows.nothing'"),
         (("--connect", "127.0.0.1"), "tcp://host:port"),

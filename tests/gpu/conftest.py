@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.backends._nvlink_cuda import load_bindings
+from disagg.backends._cuda import load_bindings
 from disagg.errors import BackendUnavailable
 
 

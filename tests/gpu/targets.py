@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends._nvlink_cuda import Gpu
+from disagg.backends._cuda import Gpu
 from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
 from disagg.backends.nvlink import NvlinkBackend
 from disagg.copies import CopyBatch
@@ -122,6 +122,9 @@ def _obey(memory: Memory, backend: NvlinkBackend, order: tuple[object, ...]) -> 
         case ("scramble", int(seed)):
             memory.scramble(seed)
             return None
+        case ("close",):
+            backend.close()
+            return backend.mapped_by
         case ("write", bytes(endpoint), int(address), int(nbytes)):
             peer = backend.connect(endpoint, epoch=1)
             status = settle(backend.submit(Op.WRITE, peer, batch([memory.address(0)], [address], [nbytes])))

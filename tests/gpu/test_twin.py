@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.backends import nvlink
-from disagg.backends.base import RegionIndex
 from disagg.copies import CopyBatch
-from disagg.errors import NotRegistered
-from disagg.memory import RemoteRegion
 from disagg.testing import twins_gpu as twin
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([256, 512, 1000, 4096, 4097, 9001]))
@@ -85,25 +82,6 @@ def test_a_peers_address_gets_the_delta_of_its_region(sizes: list[int], start: i
     addresses = [first + size - 1 for first, size in zip(starts, sizes, strict=True)]
     wanted = [a - 7 * i for i, a in enumerate(addresses)]
     assert twin.translate(addresses, starts=starts, deltas=deltas) == [w % 2**64 for w in wanted]
-
-
-NEAR = st.one_of(st.integers(0, 400), st.integers(2**64 - 20, 2**64 - 1))
-
-
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=9), st.lists(st.tuples(NEAR, NEAR), min_size=1))
-def test_the_gpu_accepts_what_the_region_index_accepts(layout: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
-    regions, at = [], 50
-    for nbytes, gap in layout:
-        regions.append(RemoteRegion(at, nbytes))
-        at += nbytes + gap
-    starts, ends = [r.address for r in regions], [r.address + r.nbytes for r in regions]
-    for address, nbytes in pieces:
-        try:
-            RegionIndex(regions).check(np.array([address], np.uint64), np.array([nbytes], np.uint64), side="remote")
-            accepted = True
-        except NotRegistered:
-            accepted = False
-        assert twin.inside(starts, ends, address=address, nbytes=nbytes) == accepted
 
 
 @given(st.integers(1, 2**36), st.integers(1, 200))

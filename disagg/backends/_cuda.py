@@ -1,4 +1,4 @@
-"""The CUDA driver as backend `nvlink` needs it: one GPU's primary context, its memory, streams, events, and the kernel.
+"""The CUDA driver as backends need it: one GPU's primary context, its memory, streams, events, and the kernels.
 
 The primary context is the one that torch and the CUDA run-time library use too. No call here leaves a context current that
 was not current before.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from disagg.errors import BackendUnavailable
 
 IPC_HANDLE_NBYTES = 64
 Words = npt.NDArray[np.uint64]
-KERNEL_SOURCE = Path(__file__).with_name("_nvlink.cu")
+KERNEL_SOURCE = Path(__file__).with_name("_kernels.cu")
 
 
 class CudaError(Exception):
@@ -41,10 +42,10 @@ def load_bindings() -> tuple[ModuleType, ModuleType]:
         status = driver.cuInit(0)[0]
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendUnavailable(
-            f"backend 'nvlink' needs an NVIDIA driver and the packages 'cuda-bindings' and 'nvidia-cuda-nvrtc': {error}"
+            f"work on GPUs needs an NVIDIA driver and the packages 'cuda-bindings' and 'nvidia-cuda-nvrtc': {error}"
         ) from error
     if int(status) != 0:
-        raise BackendUnavailable(f"backend 'nvlink': the CUDA driver does not start: {status.name}")
+        raise BackendUnavailable(f"work on GPUs: the CUDA driver does not start: {status.name}")
     return driver, nvrtc
 
 
@@ -58,18 +59,17 @@ class Allocation:
 
 
 HEADER_WORDS = 4
-"""Before the columns of a batch: see `_nvlink.cu`. The last is for the verdict, in host memory only."""
+"""Before the columns of a batch: see `_kernels.cu`."""
 
 
 class Buffer:
-    """A header and three columns of up to `capacity` words of 8 bytes, in pinned memory and on the GPU."""
+    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload."""
 
-    def __init__(self, gpu: Gpu, capacity: int) -> None:
-        self.capacity = capacity
-        nbytes = 8 * (HEADER_WORDS + 3 * capacity)
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
         self.device_address = int(gpu.call("cuMemAlloc", nbytes))
-        self.checked = gpu.event()
+        self.uploaded = gpu.event()
         words = (ctypes.c_ubyte * nbytes).from_address(self.host_address)
         self.words: npt.NDArray[np.uint64] = np.frombuffer(memoryview(words), dtype=np.uint64)
 
@@ -81,12 +81,17 @@ class Buffer:
         words[start + count : start + 2 * count] = destination
         ends = words[start + 2 * count : start + 3 * count]
         np.cumsum(nbytes, out=ends)
-        return int(ends[-1]), 8 * (start + 3 * count)
+        return int(ends[-1]), batch_nbytes(count)
 
     def free(self, gpu: Gpu) -> None:
-        gpu.call("cuEventDestroy", self.checked)
+        gpu.call("cuEventDestroy", self.uploaded)
         gpu.call("cuMemFreeHost", self.host_address)
         gpu.call("cuMemFree", self.device_address)
+
+
+def batch_nbytes(num_pieces: int) -> int:
+    """Bytes of a header and three columns."""
+    return 8 * (HEADER_WORDS + 3 * num_pieces)
 
 
 class Gpu:
@@ -227,16 +232,27 @@ class Gpu:
         self.call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
 
 
+_compile_lock = threading.Lock()
+_compiled: dict[tuple[str, str], bytes] = {}
+
+
 def compile_source(nvrtc: ModuleType, source: str, *, architecture: str) -> bytes:
-    """Machine code of CUDA C++; raises `BackendUnavailable` with the compiler's log."""
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"nvlink.cu", 0, [], [])
+    """Machine code of CUDA C++, compiled once in a process; raises `BackendUnavailable` with the compiler's log."""
+    with _compile_lock:
+        if (source, architecture) not in _compiled:
+            _compiled[source, architecture] = _compile(nvrtc, source, architecture)
+        return _compiled[source, architecture]
+
+
+def _compile(nvrtc: ModuleType, source: str, architecture: str) -> bytes:
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], [])
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     try:
         if int(status) != 0:
             log = b" " * int(nvrtc.nvrtcGetProgramLogSize(program)[1])
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise BackendUnavailable(f"backend 'nvlink': the kernel does not compile for {architecture}: {log.decode()}")
+            raise BackendUnavailable(f"work on GPUs: the kernels do not compile for {architecture}: {log.decode()}")
         image = b" " * int(nvrtc.nvrtcGetCUBINSize(program)[1])
         nvrtc.nvrtcGetCUBIN(program, image)
         return image

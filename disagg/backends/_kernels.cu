@@ -1,0 +1,382 @@
+// Copies many pieces of memory, each from one address to another, on this GPU or between it and another that is mapped here.
+//
+// The pieces, one behind the other, are a stream of bytes. Warps take tiles of that stream, of equal size, by a counter, so
+// work is even whatever the sizes of the pieces, and a block that starts late does less. A tile that begins or ends inside a
+// piece cuts it where the destination is a multiple of 16.
+//
+// `move_pieces` is given the pieces' addresses. `move_spans` computes them, from what a plan knows and from token runs.
+//
+// A piece, or a part of one, is copied in words of the largest size (16 bytes at most) at which source and destination can
+// both be aligned: a few bytes up to the first such boundary, whole words, a few bytes after the last. These are its units.
+// Up to 32 pieces are taken together, one per lane, and their units are dealt out to the lanes in turn, so that lanes are
+// busy whether pieces are long or short. Mirrored for the CPU in disagg/testing/twins_gpu.py.
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+constexpr u32 FULL = 0xffffffffu;
+constexpr int DEPTH = 4;  // units that a lane loads before it stores the first
+
+struct Piece {  // what one lane holds
+  u64 source, destination;
+  u32 nbytes, head, width_log2, units;  // nbytes: at most a tile and 15 more
+};
+
+// The last i with starts[i] <= x; starts[0] <= x.
+__device__ __forceinline__ u32 last_at_most(const u64* starts, u32 count, u64 x) {
+  u32 low = 0, high = count;
+  while (high - low > 1) {
+    u32 middle = (low + high) / 2;
+    if (starts[middle] <= x) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// The first i with ends[i] > x, found by the whole warp: 33 parts in each step.
+template <typename Number>
+__device__ __forceinline__ u32 first_after(const Number* ends, u32 count, u64 x, u32 lane) {
+  u32 low = 0, size = count;  // the answer is in [low, low + size]
+  while (size > 0) {
+    u32 step = (size + 32) / 33;
+    u32 probe = low + step * (lane + 1) - 1;
+    bool not_after = probe < low + size && ends[probe] <= x;
+    u32 passed = __popc(__ballot_sync(FULL, not_after));
+    u32 skip = passed * step;
+    low += skip;
+    size = passed == 32 ? size - skip : min(step - 1, size - min(skip, size));
+  }
+  return low;
+}
+
+// Where position x of the stream cuts a piece that is there in [begin, end): bytes of the piece before the cut.
+__device__ __forceinline__ u64 cut(u64 begin, u64 end, u64 destination, u64 x) {
+  if (x <= begin) return 0;
+  if (x >= end) return end - begin;
+  u64 inside = x - begin;
+  u64 past = (destination + inside) & 15;
+  return inside > past ? inside - past : 0;
+}
+
+__device__ __forceinline__ void split(Piece& piece) {
+  u32 differ = u32(piece.source ^ piece.destination) | 16;
+  piece.width_log2 = __ffs(differ) - 1;
+  u32 mask = (1u << piece.width_log2) - 1;
+  piece.head = min((0u - u32(piece.destination)) & mask, piece.nbytes);
+  u32 rest = piece.nbytes - piece.head;
+  piece.units = (piece.head != 0) + (rest >> piece.width_log2) + ((rest & mask) != 0);
+}
+
+template <typename Word>
+__device__ __forceinline__ void copy_word(u64 destination, u64 source) {
+  *reinterpret_cast<Word*>(destination) = *reinterpret_cast<const Word*>(source);
+}
+
+// Fewer than 16 bytes, with both addresses aligned as far as their difference allows.
+__device__ __noinline__ void copy_few(u64 destination, u64 source, u32 nbytes) {
+  for (u32 i = 0; i < nbytes; ++i) copy_word<unsigned char>(destination + i, source + i);
+}
+
+// Unit number `unit` of a piece whose units are not all words of 16 bytes.
+__device__ __noinline__ void copy_unit(u64 source, u64 destination, u32 nbytes, u32 head, u32 width_log2, u32 unit) {
+  if (head) {
+    if (unit == 0) return copy_few(destination, source, head);
+    --unit;
+  }
+  u64 offset = head + (u64(unit) << width_log2);
+  u64 to = destination + offset, from = source + offset;
+  u32 left = nbytes - u32(offset), width = 1u << width_log2;
+  if (left < width) return copy_few(to, from, left);
+  switch (width_log2) {
+    case 0: return copy_word<unsigned char>(to, from);
+    case 1: return copy_word<unsigned short>(to, from);
+    case 2: return copy_word<u32>(to, from);
+    case 3: return copy_word<u64>(to, from);
+    default: return copy_word<uint4>(to, from);
+  }
+}
+
+__device__ __forceinline__ uint4 load16(u64 address) {
+  uint4 word;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "l"(address)
+               : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void store16(u64 address, uint4 word) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
+
+// The lane whose piece has unit number `unit` of all: the last with before <= unit. Lanes without units come last.
+__device__ __forceinline__ int owner_of(u32 before, u32 unit) {
+  int low = 0;
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    u32 there = __shfl_sync(FULL, before, low + step);
+    if (there <= unit) low += step;
+  }
+  return low;
+}
+
+// Copy the pieces that the lanes hold; `before` counts the units of the lanes before, `total` those of all.
+__device__ __forceinline__ void copy_words(const Piece& piece, u32 before, u32 total, u32 lane) {
+  for (u32 base = 0; base < total; base += 32 * DEPTH) {
+    u64 to[DEPTH];
+    uint4 word[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      u32 unit = base + i * 32 + lane;
+      int owner = owner_of(before, unit);
+      u64 offset = u64(unit - __shfl_sync(FULL, before, owner)) << 4;
+      u64 from = __shfl_sync(FULL, piece.source, owner) + offset;
+      to[i] = __shfl_sync(FULL, piece.destination, owner) + offset;
+      if (unit < total) word[i] = load16(from);
+    }
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i)
+      if (base + i * 32 + lane < total) store16(to[i], word[i]);
+  }
+}
+
+__device__ __noinline__ void copy_any(Piece piece, u32 before, u32 total, u32 lane) {
+  for (u32 base = 0; base < total; base += 32) {
+    u32 unit = base + lane;
+    int owner = owner_of(before, unit);
+    u32 of_piece = unit - __shfl_sync(FULL, before, owner);
+    u64 source = __shfl_sync(FULL, piece.source, owner), destination = __shfl_sync(FULL, piece.destination, owner);
+    u32 nbytes = __shfl_sync(FULL, piece.nbytes, owner), head = __shfl_sync(FULL, piece.head, owner);
+    u32 width_log2 = __shfl_sync(FULL, piece.width_log2, owner);
+    if (unit < total) copy_unit(source, destination, nbytes, head, width_log2, of_piece);
+  }
+}
+
+// Copy what the lanes hold: at most one piece each.
+__device__ __forceinline__ void copy_pieces(const Piece& piece, u32 lane) {
+  u32 upto = piece.units;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    u32 other = __shfl_up_sync(FULL, upto, step);
+    if (lane >= step) upto += other;
+  }
+  const u32 before = upto - piece.units, all = __shfl_sync(FULL, upto, 31);
+  const bool words = piece.width_log2 == 4 && piece.head == 0 && (piece.nbytes & 15) == 0;
+  if (__all_sync(FULL, words)) copy_words(piece, before, all, lane);
+  else copy_any(piece, before, all, lane);
+}
+
+// The number of the next tile, for the whole warp.
+__device__ __forceinline__ u64 take_tile(u64* counter, u32 lane) {
+  u64 number = 0;
+  if (lane == 0) number = atomicAdd(counter, 1ull);
+  return __shfl_sync(FULL, number, 0);
+}
+
+// ------------------------------------------------------------------------------------------------ pieces by address
+
+// A batch: HEADER words, the first of which counts tiles taken, then `count` source addresses, destination addresses, and
+// ends of the pieces in the stream. `remote`: `num_remote` first addresses of the peer's regions, ascending, and as many
+// differences, each to be added to an address in that region to have it here. `remote_is_source`: which column is the peer's.
+constexpr int HEADER = 4;
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    move_pieces(u64* batch, u64 count64, const u64* remote, u64 num_remote, u64 remote_is_source, u64 tile) {
+  const u32 count = u32(count64), lane = threadIdx.x & 31;
+  const u64* sources = batch + HEADER;
+  const u64* destinations = sources + count;
+  const u64* ends = destinations + count;
+  const u64 total = ends[count - 1];
+  for (;;) {
+    const u64 low = take_tile(batch, lane) * tile;
+    if (low >= total) return;
+    const u64 high = min(low + tile, total);
+    for (u32 first = first_after(ends, count, low, lane); first < count; first += 32) {
+      const u32 index = first + lane;
+      Piece piece = {0, 0, 0, 0, 4, 0};
+      u64 begin = ~0ull;
+      if (index < count) begin = index ? ends[index - 1] : 0;
+      if (begin < high) {
+        const u64 end = ends[index];
+        u64 source = sources[index], destination = destinations[index];
+        u64& theirs = remote_is_source ? source : destination;
+        theirs += remote[num_remote + last_at_most(remote, u32(num_remote), theirs)];
+        const u64 start = cut(begin, end, destination, low), stop = cut(begin, end, destination, high);
+        piece.source = source + start;
+        piece.destination = destination + start;
+        piece.nbytes = u32(stop - start);
+        split(piece);
+      }
+      copy_pieces(piece, lane);
+      if (__shfl_sync(FULL, begin, 31) >= high) break;
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------- pieces by shape
+
+// A span class, in a table that stays on the GPU. `dims` are (count, source stride, destination stride), outermost first;
+// pairs of bases begin at word `bases_at` of the table, a peer's already as addresses here.
+struct Span {
+  u64 nbytes, source_row, destination_row, source_token, destination_token, dense, num_dims, bases_at;
+  __device__ const u64* dims() const { return &bases_at + 1; }
+};
+
+// A part of a request: some bases of a span class over token runs. Its stream is that of one base after the other; of one
+// base, runs, positions and steps of dims in this order; tiles end with a base. `runs_at` counts 16 bytes from the order's
+// begin: source row and offset, destination row and offset of each run. `prefix_at` and `bases_at` count 4 bytes:
+// positions before each run, and after the last; numbers of bases, or ALL.
+struct Part {
+  u64 stream_begin, base_nbytes;
+  u32 span_at, num_runs, first_tile, base_tiles, base_pieces, steps, runs_at, prefix_at, bases_at, unused;
+};
+constexpr u32 ALL = 0xffffffffu;
+
+// An order: tiles taken, blocks that are done, number of parts, one spare; then parts, then their arrays.
+constexpr int TILES = 0, DONE = 1, NUM_PARTS = 2, PARTS = 4;
+
+// Copies bytes [limit_low, limit_high) of an order's stream, which are in tiles [first_tile, end_tile). Where
+// `linear_source` or `linear_destination` is not 0, that side is not at its addresses but packed, from there on. Leaves the
+// order ready for another launch.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    move_spans(u64* order, const u64* table, u64 first_tile, u64 end_tile, u64 tile, u64 limit_low, u64 limit_high,
+               u64 linear_source, u64 linear_destination) {
+  const u32 lane = threadIdx.x & 31, num_parts = u32(order[NUM_PARTS]);
+  const Part* parts = reinterpret_cast<const Part*>(order + PARTS);
+  const u32* words = reinterpret_cast<const u32*>(order);
+  for (;;) {
+    const u64 number = first_tile + take_tile(order + TILES, lane);
+    if (number >= end_tile) break;
+    u32 index = 0;
+    for (u32 first = 0, passed = 32; passed == 32; first += 32) {
+      passed = __popc(__ballot_sync(FULL, first + lane < num_parts && parts[first + lane].first_tile <= number));
+      index += passed;
+    }
+    const Part& part = parts[index - 1];
+    const Span& span = *reinterpret_cast<const Span*>(table + part.span_at);
+    const u32 ordinal = u32(number - part.first_tile) / part.base_tiles, steps = part.steps, num_runs = part.num_runs;
+    const u64 stream = part.stream_begin + ordinal * part.base_nbytes, unit = span.nbytes;
+    u64 low = (u32(number - part.first_tile) - ordinal * part.base_tiles) * tile, high = min(low + tile, part.base_nbytes);
+    // Cut exactly at the limits, whatever the alignment there.
+    const u64 least = limit_low > stream ? limit_low - stream : 0;
+    low = max(low, least);
+    const bool last = stream + high >= limit_high;
+    if (last) high = limit_high - stream;
+    const u64* bases = table + span.bases_at + 2 * (part.bases_at == ALL ? ordinal : words[part.bases_at + ordinal]);
+    const uint4* runs = reinterpret_cast<const uint4*>(order) + part.runs_at;
+    const u32* prefix = words + part.prefix_at;
+    const bool dense = span.dense;
+
+    u32 run = 0, first = 0;  // of the tile's first piece
+    if (low) {
+      run = first_after(prefix + 1, num_runs, low / (unit * steps), lane);
+      if (dense) {
+        const u64 piece = (prefix[run + 1] - prefix[run]) * unit;
+        first = run * steps + u32((low - prefix[run] * unit * steps) / piece);
+      } else {
+        first = u32(low / unit);
+      }
+    }
+    for (;; first += 32) {
+      const u32 mine = first + lane;
+      u32 found = mine / steps, step = mine - found * steps, position = 0;
+      if (!dense) {  // `found` is a position so far: its run is one of the next 32
+        position = min(found, prefix[num_runs] - 1);
+        const u32 begins_at = first / steps;
+        while (run + 1 < num_runs && prefix[run + 1] <= begins_at) ++run;
+        found = run + owner_of(prefix[min(run + lane, num_runs)], position);
+        run = __shfl_sync(FULL, found, 31);
+      }
+      Piece piece = {0, 0, 0, 0, 4, 0};
+      u64 begin = ~0ull;
+      if (mine < part.base_pieces) {
+        const u32 before = prefix[found];
+        const u64 nbytes = dense ? (prefix[found + 1] - before) * unit : unit;
+        begin = dense ? before * unit * steps + step * nbytes : mine * unit;
+        if (begin < high) {
+          const uint4 at = runs[found];
+          const u32 inside = dense ? 0 : position - before;
+          u64 source = bases[0] + at.x * span.source_row + (at.y + inside) * span.source_token;
+          u64 destination = bases[1] + at.z * span.destination_row + (at.w + inside) * span.destination_token;
+          for (u32 dim = u32(span.num_dims); dim-- > 0;) {
+            const u64* d = span.dims() + 3 * dim;
+            const u32 outer = step / u32(d[0]), here = step - outer * u32(d[0]);
+            source += here * d[1];
+            destination += here * d[2];
+            step = outer;
+          }
+          if (linear_source) source = linear_source + (stream + begin - limit_low);
+          if (linear_destination) destination = linear_destination + (stream + begin - limit_low);
+          const u64 end = begin + nbytes, floor = least > begin ? least - begin : 0;
+          const u64 start = max(cut(begin, end, destination, low), floor);
+          const u64 stop = max(last ? min(high, end) - begin : cut(begin, end, destination, high), start);
+          piece.source = source + start;
+          piece.destination = destination + start;
+          piece.nbytes = u32(stop - start);
+          split(piece);
+        }
+      }
+      copy_pieces(piece, lane);
+      if (__shfl_sync(FULL, begin, 31) >= high) break;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(order + DONE, 1ull) == gridDim.x - 1) order[TILES] = order[DONE] = 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------- digests
+
+// As csrc/digest.hpp has it, where the reasons are.
+__device__ __forceinline__ u64 mix(u64 x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+__device__ __forceinline__ u64 weight(u64 key, u64 coordinate) { return mix(key + (coordinate + 1) * 0x9E3779B97F4A7C15ull) | 1; }
+
+// Adds what each layer of a box contributes to `by_layer`, and each run to its place in `by_row`. `words`: layers; their
+// bases; of each inner axis count, stride, first coordinate and key, the innermost last; positions before each run and after
+// the last; of each run row, offset, place and first coordinate. `inner`: units of `unit` bytes in one position, of which a
+// warp takes `chunk` at a time.
+extern "C" __global__ void __launch_bounds__(256)
+    digest_box(const u64* words, u64 num_layers, u64 num_runs, u64 num_axes, u64 inner, u64 chunk, u64 row_stride,
+               u64 token_stride, u64 unit, u64 layer_key, u64 token_key, u64* by_layer, u64* by_row) {
+  const u32 lane = threadIdx.x & 31;
+  const u64* bases = words + num_layers;
+  const u64* axes = bases + num_layers;
+  const u64* prefix = axes + 4 * num_axes;
+  const u64* runs = prefix + num_runs + 1;
+  const u64 positions = prefix[num_runs], chunks = (inner + chunk - 1) / chunk, items = num_layers * positions * chunks;
+  const u64 warps = u64(gridDim.x) * (blockDim.x / 32);
+  for (u64 item = (u64(blockIdx.x) * blockDim.x + threadIdx.x) / 32; item < items; item += warps) {
+    const u64 part = item % chunks, position = item / chunks % positions, layer = item / chunks / positions;
+    const u32 run = last_at_most(prefix, u32(num_runs), position);
+    const u64 inside = position - prefix[run];
+    const u64 at = bases[layer] + runs[4 * run] * row_stride + (runs[4 * run + 1] + inside) * token_stride;
+    u64 found = 0;
+    for (u64 i = part * chunk + lane; i < min(inner, (part + 1) * chunk); i += 32) {
+      u32 rest = u32(i);
+      u64 address = at, product = 1;
+      for (u32 axis = u32(num_axes); axis-- > 0;) {
+        const u64* a = axes + 4 * axis;
+        const u32 outer = rest / u32(a[0]), here = rest - outer * u32(a[0]);
+        address += here * a[1];
+        product *= weight(a[3], a[2] + here);
+        rest = outer;
+      }
+      u32 value;
+      if (unit == 1) value = *reinterpret_cast<const unsigned char*>(address);
+      else if (unit == 2) value = *reinterpret_cast<const unsigned short*>(address);
+      else value = *reinterpret_cast<const u32*>(address);
+      found += value * product;
+    }
+#pragma unroll
+    for (int step = 16; step; step >>= 1) found += __shfl_down_sync(FULL, found, step);
+    if (lane == 0) {
+      const u64 sum = found * weight(token_key, runs[4 * run + 3] + inside) * weight(layer_key, words[layer]);
+      atomicAdd(by_layer + layer, sum);
+      atomicAdd(by_row + runs[4 * run + 2], sum);
+    }
+  }
+}

@@ -1,0 +1,142 @@
+"""The memory that a manager's pools are in, and the work that is done in it: packing, unpacking, digests.
+
+On a GPU that is the kernels' work (`backends/_device.py`), elsewhere the compiled core's. Nothing starts on a GPU before it
+is needed there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from disagg import _core
+from disagg.backends._device import GpuMover, GpuOrder, GpuShapes
+from disagg.backends.base import StagingShape
+from disagg.copies import Addresses
+from disagg.errors import ConfigError
+from disagg.memory import Device, MemoryRegion
+from disagg.spans import SpanBatch, SpanShape
+
+GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=16 << 20, num_slots=4, num_rings=8)
+"""For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`."""
+
+
+class PoolMemory:
+    """Where `regions` are."""
+
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        self.regions = sorted(regions, key=lambda region: region.address)
+        self._starts = [region.address for region in self.regions]
+        self._movers: dict[int, GpuMover] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether any of it is on a GPU."""
+        return any(region.device.kind == "cuda" for region in self.regions)
+
+    @property
+    def device(self) -> Device | None:
+        """The one device that all of it is on, if it is."""
+        devices = {region.device for region in self.regions}
+        return next(iter(devices)) if len(devices) == 1 else None
+
+    def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
+        """How an engine that packs as `shape` says packs here; `pack_below` is what the server says instead.
+
+        Pools on several devices are never packed: raises `ConfigError` where they are told to be.
+        """
+        if self.has_gpu and shape.pack_below:
+            shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
+        if pack_below is None:
+            return shape
+        if pack_below and self.has_gpu and self.device is None:
+            raise ConfigError(f"pack_below: expected 0 for pools on several devices, found {pack_below}")
+        return dataclasses.replace(shape, pack_below=pack_below)
+
+    def beside(self, nbytes: int) -> MemoryRegion | None:
+        """Memory on the GPU that the pools are on, which is given back by `close`; `None` where they are on the host.
+
+        Raises `BackendUnavailable` where the GPU cannot be used, `BackendError` where it has no room.
+        """
+        if not self.has_gpu or self.device is None:
+            return None
+        return MemoryRegion(self.mover(self.device.index).allocate(nbytes), nbytes, self.device)
+
+    def mover(self, ordinal: int) -> GpuMover:
+        """The kernels on a GPU. Raises `BackendUnavailable` where they cannot run."""
+        with self._lock:
+            if ordinal not in self._movers:
+                self._movers[ordinal] = GpuMover(ordinal)
+            return self._movers[ordinal]
+
+    def packer(self, shapes: Sequence[SpanShape]) -> GpuPacker | None:
+        """What packs or unpacks these span classes; `None` where the compiled core does."""
+        if not self.has_gpu or self.device is None:
+            return None
+        return GpuPacker(self.mover(self.device.index), shapes)
+
+    def digest(self, layers: Any, bases: Addresses, runs: Any, axes: Any, **what: Any) -> int:
+        """As `_core.digest`, of memory here; all bases are in one region's device."""
+        if len(bases):
+            index = bisect.bisect_right(self._starts, int(bases[0])) - 1
+            device = self.regions[max(index, 0)].device
+            if device.kind == "cuda":
+                return self.mover(device.index).digest(layers, bases, runs, axes, **what)
+        return _core.digest(layers, bases, runs, axes, **what)
+
+    def close(self) -> None:
+        """Give back what was started on GPUs."""
+        with self._lock:
+            for mover in self._movers.values():
+                mover.close()
+            self._movers.clear()
+
+
+class GpuPacker:
+    """Span classes between a peer's memory and this GPU's, ready to be packed or unpacked."""
+
+    def __init__(self, mover: GpuMover, shapes: Sequence[SpanShape]) -> None:
+        self._mover = mover
+        self._shapes = mover.prepare(shapes)
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]:
+        return self._shapes.shapes
+
+    def stream(self, batch: SpanBatch) -> GpuStream:
+        """A request over `shapes`, packed by `gather`, or unpacked by `scatter`, in parts."""
+        return GpuStream(self._mover, self._shapes, batch)
+
+
+class GpuStream:
+    """A request's bytes in an order that both sides know; uploaded with its first part. Used by one thread at a time."""
+
+    def __init__(self, mover: GpuMover, shapes: GpuShapes, batch: SpanBatch) -> None:
+        self._mover, self._shapes, self._batch = mover, shapes, batch
+        self.total = batch.total_nbytes
+        self._order: GpuOrder | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._batch)
+
+    def gather(self, offset: int, nbytes: int, address: int) -> None:
+        """Pack bytes `[offset, offset + nbytes)` into memory from `address` on."""
+        self._mover.gather(self._uploaded(), offset, nbytes, address)
+
+    def scatter(self, offset: int, nbytes: int, address: int) -> None:
+        """Unpack what lies from `address` on."""
+        self._mover.scatter(self._uploaded(), offset, nbytes, address)
+
+    def _uploaded(self) -> GpuOrder:
+        if self._order is None:
+            self._order = self._mover.upload(self._shapes, self._batch)
+        return self._order
+
+    def __del__(self) -> None:
+        if self._order is not None:
+            self._mover.release(self._order)

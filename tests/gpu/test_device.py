@@ -1,0 +1,118 @@
+"""Packing, unpacking and digests on one GPU, against the host's: the same bytes, the same sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import _core
+from disagg.backends._device import GpuMover
+from disagg.spans import SpanBatch, SpanRuns, SpanShape
+
+pytestmark = pytest.mark.gpu
+
+ROWS, POSITIONS = 40, 16
+
+
+@pytest.fixture(scope="module")
+def mover() -> Iterator[GpuMover]:
+    mover = GpuMover(0)
+    yield mover
+    mover.close()
+
+
+def up(mover: GpuMover, content: np.ndarray) -> int:
+    address = mover.allocate(content.nbytes)
+    with mover.gpu.current():
+        mover.gpu.call("cuMemcpyHtoD", address, content.ctypes.data, content.nbytes)
+    return address
+
+
+def down(mover: GpuMover, address: int, nbytes: int) -> np.ndarray:
+    found = np.empty(nbytes, np.uint8)
+    with mover.gpu.current():
+        mover.gpu.call("cuMemcpyDtoH", found.ctypes.data, address, nbytes)
+    return found
+
+
+@pytest.mark.parametrize(("unit", "skew"), [(2, 0), (16, 0), (250, 1), (512, 0), (4096, 0)])
+def test_a_request_is_packed_and_unpacked_in_any_parts(mover: GpuMover, unit: int, skew: int) -> None:
+    """Slots cut pieces anywhere; what was packed here and unpacked there is every byte in its place, and no other changes."""
+    rng = np.random.default_rng(unit)
+    wide, layers = (3, 2), 2
+    sizes = [skew + layers * ROWS * POSITIONS * unit * w for w in wide]
+    images = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    at = [up(mover, image) for image in images]
+    bases = [
+        np.array([a + skew + i * ROWS * POSITIONS * unit * w for i in range(layers)], np.uint64)
+        for a, w in zip(at, wide, strict=True)
+    ]
+    tokens = (unit * wide[0], unit * wide[1])
+    rows = (POSITIONS * tokens[0], POSITIONS * tokens[1])
+    shape = SpanShape(bases[0], bases[1], rows, tokens, (), unit, False, (ROWS, ROWS), (POSITIONS, POSITIONS))
+    lengths = rng.integers(1, POSITIONS + 1, 30)
+    first = [rng.integers(0, POSITIONS + 1 - lengths) for _ in range(2)]
+    runs = np.stack([rng.permutation(ROWS)[:30], first[0], rng.permutation(ROWS)[:30], first[1], lengths], 1).astype(np.int64)
+    shapes = mover.prepare((shape,))
+    batch = SpanBatch(shapes.shapes, (SpanRuns(0, None, runs),))
+    order, total = mover.upload(shapes, batch), batch.total_nbytes
+    slot = mover.allocate(total + 64)
+    cuts = sorted({0, total, *rng.integers(1, total, 5).tolist()})
+    for low, high in itertools.pairwise(cuts):
+        mover.gather(order, low, high - low, slot + 7)
+        mover.scatter(order, low, high - low, slot + 7)
+    span = _core.Span(
+        np.arange(layers), *(b - np.uint64(a) + np.uint64(i.ctypes.data) for a, b, i in zip(at, bases, images, strict=True)),
+        row_strides=rows, token_strides=tokens, dims=(), nbytes=unit, dense=False,
+    )  # fmt: skip
+    _core.copy_batch(*_core.expand([span], [runs], None, 1, _core.Columns()))
+    np.testing.assert_array_equal(down(mover, at[1], sizes[1]), images[1])
+    np.testing.assert_array_equal(down(mover, at[0], sizes[0]), images[0])
+    with pytest.raises(IndexError, match="expected a range of it"):
+        mover.gather(order, total - 1, 2, slot)
+    mover.release(order)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_digests_are_the_hosts(mover: GpuMover, itemsize: int) -> None:
+    rng = np.random.default_rng(itemsize)
+    heads, dim, layers = 3, 70, 4
+    token = heads * dim * itemsize
+    content = rng.integers(0, 256, layers * ROWS * POSITIONS * token, dtype=np.uint8)
+    address = up(mover, content)
+    offsets = np.arange(layers, dtype=np.uint64) * np.uint64(ROWS * POSITIONS * token)
+    lengths = rng.integers(1, POSITIONS + 1, 25)
+    runs = np.stack(
+        [
+            rng.permutation(ROWS)[:25],
+            rng.integers(0, POSITIONS + 1 - lengths),
+            rng.integers(0, 9, 25),
+            np.cumsum(lengths) + 100,
+            lengths,
+        ],
+        1,
+    )
+    what: dict[str, Any] = {
+        "row_stride": POSITIONS * token,
+        "token_stride": token,
+        "itemsize": itemsize,
+        "seed": 12345 + itemsize,
+    }
+    ids = np.array([3, 1, 60, 7])
+    for axes in (((heads, dim * itemsize, 5), (dim, itemsize, 0)), ((dim, itemsize, 2), (2, dim * itemsize, 1)), ()):
+        parts: list[dict[str, Any]] = [
+            {"by_layer": np.full(layers, 7, np.uint64), "by_row": np.full(9, 5, np.uint64)} for _ in range(2)
+        ]
+        wanted = _core.digest(ids, offsets + np.uint64(content.ctypes.data), runs.astype(np.int64), axes, **what, **parts[0])
+        assert mover.digest(ids, offsets + np.uint64(address), runs.astype(np.int64), axes, **what, **parts[1]) == wanted
+        assert wanted
+        for name in ("by_layer", "by_row"):
+            np.testing.assert_array_equal(parts[1][name], parts[0][name])
+    nothing = np.zeros((0, 5), np.int64)
+    assert mover.digest(ids, offsets + np.uint64(address), nothing, (), **what) == 0
+    with pytest.raises(ValueError, match="itemsize"):
+        mover.digest(ids, offsets, nothing, (), **{**what, "itemsize": 3})

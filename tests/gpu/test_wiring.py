@@ -1,0 +1,167 @@
+"""Managers over engines and packers that compute addresses, with the kernels' twin in their place: no GPU is needed here."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import _core
+from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
+from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.local import LocalBackend
+from disagg.copies import CopyBatch
+from disagg.device import GPU_STAGING, GpuPacker, PoolMemory
+from disagg.errors import ConfigError
+from disagg.memory import Device, MemoryRegion
+from disagg.spans import SpanBatch, SpanShape
+from disagg.testing.twins_gpu import SpanLaunch, span_pieces
+from tests.support.cluster import Side, cluster
+
+TILE = 256
+HND = "page kv_head token dim"
+SIDES = [
+    (Side(tp=2), Side(tp=1, page=16)),
+    (Side(tp=1, axes=HND), Side(tp=4, page=8)),
+    (Side(tp=2, pp=2, stages=((0,), (1, 2))), Side(tp=2, axes=HND)),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """Span classes, and a request over them, as words in host memory."""
+
+    table: ShapeTable
+    words: Any = None
+    order: Order | None = None
+    peer: RemotePeer | None = None
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]:
+        return self.table.shapes
+
+    @classmethod
+    def of(cls, shapes: Sequence[SpanShape], peer: RemotePeer | None = None) -> Twin:
+        return cls(encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses), peer=peer)
+
+    def upload(self, batch: SpanBatch) -> Twin:
+        words = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
+        return Twin(self.table, words, encode_order(batch, self.table, tile=TILE, out=words), self.peer)
+
+    def pieces(self, low: int, high: int, **linear: int) -> CopyBatch:
+        assert self.order is not None
+        launch = SpanLaunch(self.words, self.table.words, *self.order.tiles(low, high), TILE, low, high, **linear)
+        rows = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
+        return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
+
+
+class TwinMover:
+    """What `GpuMover` does, in host memory."""
+
+    moved = 0
+
+    def prepare(self, shapes: Sequence[SpanShape]) -> Twin:
+        return Twin.of(shapes)
+
+    def upload(self, shapes: Twin, batch: SpanBatch) -> Twin:
+        return shapes.upload(batch)
+
+    def gather(self, order: Twin, offset: int, nbytes: int, address: int) -> None:
+        self._copy(order.pieces(offset, offset + nbytes, linear_destination=address))
+
+    def scatter(self, order: Twin, offset: int, nbytes: int, address: int) -> None:
+        self._copy(order.pieces(offset, offset + nbytes, linear_source=address))
+
+    def _copy(self, copies: CopyBatch) -> None:
+        for source, destination, nbytes in zip(
+            copies.source.tolist(), copies.destination.tolist(), copies.nbytes.tolist(), strict=True
+        ):
+            ctypes.memmove(destination, source, nbytes)
+        TwinMover.moved += copies.total_nbytes
+
+    def release(self, order: Twin) -> None:
+        """Nothing is held."""
+
+
+class Spans(LocalBackend):
+    """Takes span classes, and no addresses."""
+
+    posted = 0
+
+    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> Twin:
+        assert op is Op.WRITE
+        return Twin.of(shapes, peer)
+
+    def submit_spans(self, prepared: Twin, batch: SpanBatch) -> Transfer:
+        assert batch.shapes is prepared.shapes
+        assert prepared.peer is not None
+        Spans.posted += 1
+        copies = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else CopyBatch.concatenate([])
+        return super().submit(Op.WRITE, prepared.peer, copies)
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        raise AssertionError("addresses were computed on the host")
+
+
+class Packing(LocalBackend):
+    @property
+    def staging(self) -> StagingShape:
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=3, num_rings=8)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES)
+def test_an_engine_that_computes_addresses(prefill: Side, decode: Side) -> None:
+    before = Spans.posted
+    with cluster(prefill, decode, settings={"backend": Spans}) as made:
+        for first_token, num_tokens in ((0, 37), (5, 61)):
+            events = made.transfer(num_tokens, first_token=first_token, chunks=(num_tokens // 2,))
+            assert all(event.ok for event in events), [event.error for event in events]
+    assert Spans.posted > before
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES)
+def test_packing_by_kernels(prefill: Side, decode: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of 1,000 bytes cut pieces anywhere."""
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
+    before = TwinMover.moved
+    with cluster(prefill, decode, settings={"backend": Packing}, num_layers=3) as made:
+        events = made.transfer(61, first_token=5, chunks=(30,))
+        assert all(event.ok for event in events), [event.error for event in events]
+    assert TwinMover.moved > before
+
+
+def test_where_pools_are() -> None:
+    gpu = [MemoryRegion(4096, 64, Device("cuda", 1)), MemoryRegion(8192, 64, Device("cuda", 1))]
+    host = [MemoryRegion(1 << 20, 64)]
+    shape = StagingShape(pack_below=100)
+    assert PoolMemory(host).staging(shape) is shape
+    assert PoolMemory(host).beside(64) is None
+    assert PoolMemory(host).packer(()) is None
+    assert PoolMemory(gpu).staging(shape) == GPU_STAGING
+    assert PoolMemory(gpu).staging(StagingShape()).pack_below == 0
+    assert PoolMemory(gpu + host).staging(shape).pack_below == 0
+    assert PoolMemory(gpu + host).packer(()) is None
+    assert PoolMemory(gpu).staging(shape, pack_below=7) == dataclasses.replace(GPU_STAGING, pack_below=7)
+    with pytest.raises(ConfigError, match="pools on several devices"):
+        PoolMemory(gpu + host).staging(shape, pack_below=7)
+
+
+def test_sums_go_where_the_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.arange(64, dtype=np.uint8)
+    base = content.ctypes.data
+    memory = PoolMemory([MemoryRegion(base, 64), MemoryRegion(4096, 64, Device("cuda", 3))])
+    asked: list[int] = []
+    monkeypatch.setattr(memory, "mover", lambda ordinal: SimpleNamespace(digest=lambda *_, **__: asked.insert(0, ordinal)))
+    runs = np.array([[0, 0, 0, 0, 2]])
+    what: dict[str, Any] = {"row_stride": 8, "token_stride": 4, "itemsize": 1, "seed": 1}
+    found = memory.digest(np.array([0]), np.array([base], np.uint64), runs, ((4, 1, 0),), **what)
+    assert found == _core.digest(np.array([0]), np.array([base], np.uint64), runs, ((4, 1, 0),), **what)
+    assert not asked
+    assert memory.digest(np.array([0]), np.array([4100], np.uint64), runs, (), **what) is None
+    assert asked == [3]
