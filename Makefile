@@ -7,7 +7,7 @@ BIN := .venv/bin
 PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize clean distclean
+.PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## What there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -53,6 +53,12 @@ build: setup ## Source distribution and wheel, in dist/
 
 wheel-test: build ## The wheel in a clean environment, used from outside the tree
 	@scripts/wheel_test.sh
+
+gpu-test: ## Tests that need two NVIDIA GPUs, with the Python that sees them (PYTHON=...)
+	@STEPS=tests scripts/gpu_all.sh
+
+gpu-bench: ## Kill test and benchmarks on two NVIDIA GPUs; results in out/gpu
+	@STEPS="kill bench request engines models" scripts/gpu_all.sh
 
 sanitize: setup ## C++ tests of the headers under the address and undefined-behaviour sanitizers
 	@echo "sanitize: building"

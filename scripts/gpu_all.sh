@@ -16,13 +16,30 @@ build() { # without CMake: one compiler call
     -Icsrc -I"$include" "$nanobind/src/nb_combined.cpp" csrc/module.cpp -o "disagg/_core$suffix" -lpthread
 }
 
+names() { # backends are found by the names that an installed package gives them
+  "$python" - "$out/site/disagg-0.dist-info" <<'EOF_'
+import pathlib, sys, tomllib
+
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: disagg\nVersion: 0\n")
+groups = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["entry-points"]
+lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups.items()]
+(folder / "entry_points.txt").write_text("\n".join(lines))
+EOF_
+  export PYTHONPATH="$out/site:$PYTHONPATH"
+}
+
 "$python" -c 'import disagg' 2>/dev/null || build || exit 1
+"$python" -c 'import importlib.metadata as m; m.version("disagg")' 2>/dev/null || names || exit 1
 for step in ${STEPS:-kill tests bench request}; do
   echo "== $step"
   case $step in
     kill) timeout 180 "$python" scripts/gpu_kill.py 2>&1 | tee "$out/kill.jsonl" ;;
-    tests) timeout 280 "$python" -m pytest -q --maxfail=12 -p no:cacheprovider tests/gpu ${PYTEST_ARGS:-} 2>&1 | tee "$out/tests.log" | tail -n 60 ;;
-    bench) timeout 150 "$python" scripts/gpu_bench.py --json "$out/nvlink-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/bench.log" ;;
+    tests) timeout 280 "$python" -m pytest -q --maxfail=12 -p no:cacheprovider -p no:benchmark tests/gpu ${PYTEST_ARGS:-} 2>&1 | tee "$out/tests.log" | tail -n 60 ;;
+    bench) timeout 150 "$python" scripts/gpu_bench.py ${BENCH_ARGS:-} --json "$out/nvlink-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/bench.log" ;;
+    engines) MC_INTRANODE_NVLINK=1 timeout 180 "$python" scripts/gpu_request.py --engines ${ENGINES:-nvlink nixl mooncake} --json "$out/gpu-engines-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/engines.log" ;;
+    models) timeout 180 "$python" scripts/gpu_models.py --json "$out/gpu-models-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/models.log" ;;
     request) timeout 120 "$python" scripts/gpu_request.py --json "$out/nvlink-2xh200-requests.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/request.log" ;;
   esac
 done

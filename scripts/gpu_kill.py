@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disagg.backends._nvlink_cuda import Gpu, load_bindings
+from disagg.backends._cuda import Gpu, load_bindings
 from disagg.errors import BackendUnavailable
 
 NBYTES = 256 << 20

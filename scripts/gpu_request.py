@@ -1,9 +1,14 @@
 """Whole requests between two managers on two GPUs, from `finish` to the receiver's success, against one plain copy::
 
     python scripts/gpu_request.py --json docs/benchmarks/nvlink-2xh200-requests.json --date 2026-11-21
+    python scripts/gpu_request.py --engines nvlink nixl mooncake --json docs/benchmarks/gpu-engines-2xh200.json
 
-32 layers of K and V in pages of 16 tokens, 2 heads, 128 elements of 2 bytes: pieces of 8 KiB, at random pages on both sides.
-The receiver has reserved before the clock starts. The last request of each size is verified byte for byte.
+Without `--engines`: 32 layers of K and V by `nvlink`, pages of 16 tokens of 512 bytes, the same layout on both sides, so that
+a piece is a page of 8 KiB. With it: 8 layers, 8 heads, from tokens-first to heads-first pages, so that a piece is one head of
+one token; each engine as it packs by default, and `direct`, piece by piece, with less data. Pages are random on both sides.
+The receiver has reserved before the clock starts. `contiguous`: the engine alone, 16 blocks of 32 MiB in one call. `plain`: a
+device-to-device copy of as many bytes. `pipelined`: 48 requests of 128 MiB, 6 at a time. `floor`: a message there and back over
+ZeroMQ between the same processes. Medians; the last request of each case is verified byte for byte.
 """
 
 from __future__ import annotations
@@ -13,8 +18,12 @@ import importlib
 import itertools
 import json
 import multiprocessing
+import os
+import select
 import statistics
+import sys
 import time
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,96 +31,190 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.backends.base import Op, RemotePeer, TransferStatus
+from disagg.backends.base import Op, PreparedSpans, TransferStatus
 from disagg.backends.nvlink import NvlinkBackend, NvlinkTransfer
+from disagg.bench.rank import versions
 from disagg.copies import CopyBatch
+from disagg.spans import SpanBatch
 from disagg.state import paged
 
-NUM_LAYERS, NUM_PAGES, PAGE, HEADS, DIM = 32, 4096, 16, 2, 128
-PIECE = PAGE * HEADS * DIM * 2
-CASES = ((128, 101), (2048, 31))
-"""Pages of a request, and how often."""
+NHD, HND = "page token kv_head dim", "page kv_head token dim"
+ROLES = ("prefill-0", "decode-0")
 PATIENCE_S = 60.0
+IN_FLIGHT = 6
+"""Requests of an eighth of the pools each (128 MiB) that are under way at a time, where they follow each other."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request."""
+
+    backend: str
+    layers: int
+    heads: int
+    dim: int
+    pool_pages: int
+    num_pages: int
+    repeat: int
+    mixed: bool = False
+    direct: bool = False
+
+    @property
+    def piece(self) -> int:
+        return self.dim * 2 * (1 if self.mixed else self.heads * 16)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.layers * self.num_pages * 16 * self.heads * self.dim * 2
+
+
+def nvlink_cases() -> list[Case]:
+    return [Case("nvlink", 32, 2, 128, 4096, pages, repeat) for pages, repeat in ((128, 101), (2048, 31))]
+
+
+def engine_cases(engines: list[str]) -> list[Case]:
+    """0.5 GiB for each engine and piece; directly only what ends soon."""
+    cases = []
+    for engine, dim in itertools.product(engines, (128, 512, 2048, 8192, 32768)):
+        page = 16 * 8 * dim * 2
+        cases.append(Case(engine, 8, 8, dim, (64 << 20) // page, (32 << 20) // page, 7, mixed=True))
+        if engine != "nvlink":
+            count = max(1, min(32 << 20, 2048 * dim * 2) // page)
+            cases.append(Case(engine, 8, 8, dim, (64 << 20) // page, count, 2, mixed=True, direct=True))
+    return cases
 
 
 class Timed(NvlinkBackend):
-    """Notes when the first copy of a request was submitted, and when the last was seen to be done."""
+    """Notes when a request was submitted, when that had returned, and when it was seen to be done."""
 
-    marks: list[float]
+    marks: tuple[float, ...] = (0.0, 0.0, 0.0)
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
+    def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> NvlinkTransfer:
         started = time.monotonic()
-        transfer = super().submit(op, peer, copies)
-        self.marks = [started, time.monotonic(), 0.0]
+        transfer = super().submit_spans(prepared, batch)
+        self.marks = (started, time.monotonic(), 0.0)
         return transfer
 
     def advance(self, transfer: NvlinkTransfer) -> None:
         super().advance(transfer)
         if transfer.status is not TransferStatus.PENDING:
-            self.marks[2] = time.monotonic()
+            self.marks = (*self.marks[:2], time.monotonic())
 
 
 class Rank:
-    """One manager with pools on one GPU."""
+    """One manager with pools on one GPU; `role` 0 sends, 1 receives."""
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, case: Case, role: int) -> None:
         self.torch = importlib.import_module("torch")
-        shape = (NUM_PAGES, PAGE, HEADS, DIM)
+        self.case, self.role, self.device = case, role, f"cuda:{role}"
+        self.axes = HND if case.mixed and role else NHD
+        inner = (case.heads, 16) if self.axes == HND else (16, case.heads)
+        shape = (case.pool_pages, *inner, case.dim)
         self.pools = {
-            layer: tuple(self.torch.full(shape, -1, dtype=self.torch.int16, device=device) for _ in "kv")
-            for layer in range(NUM_LAYERS)
+            layer: tuple(self.torch.full(shape, -1, dtype=self.torch.int16, device=self.device) for _ in "kv")
+            for layer in range(case.layers)
         }
-        self.device = device
+        self.torch.cuda.synchronize(role)
         self.manager = KVManager(
-            name=name,
+            name=ROLES[role],
             topology=Topology(),
-            components=[paged.gqa(self.pools, axes="page token kv_head dim", num_kv_heads=HEADS, topology=Topology())],
+            components=[paged.gqa(self.pools, axes=self.axes, num_kv_heads=case.heads, topology=Topology())],
             model=ModelId("bench"),
-            backend=Timed,
+            backend=Timed if case.backend == "nvlink" else case.backend,
+            pack_below=0 if case.direct else None,
         )
+        self.ids = np.random.default_rng(case.num_pages + role).permutation(case.pool_pages)[: case.num_pages]
+        self.rows = {"kv": Pages(self.ids.astype(np.int32), 0)}
+        self.at = self.torch.from_numpy(self.ids).to(self.device)
 
-    def content(self, layer: int, role: int, num_pages: int) -> Any:
+    def introduce(self, address: str) -> None:
+        self.manager.add_peer(ROLES[1 - self.role], address=address)
+        self.manager.wait_ready(ROLES[1 - self.role], timeout_s=PATIENCE_S)
+
+    def content(self, layer: int, role: int) -> Any:
         """What a request holds: differs by layer, role, page of the request, and place."""
-        place = self.torch.arange(PIECE // 2, device=self.device, dtype=self.torch.int64)
-        page = self.torch.arange(num_pages, device=self.device, dtype=self.torch.int64)
+        case, kind = self.case, {"device": self.device, "dtype": self.torch.int64}
+        place = self.torch.arange(16 * case.heads * case.dim, **kind)
+        page = self.torch.arange(case.num_pages, **kind)
         mixed = (place[None, :] * 31 + page[:, None] * 7919 + (2 * layer + role) * 104729) % 32749
-        return mixed.to(self.torch.int16).reshape(num_pages, PAGE, HEADS, DIM)
+        found = mixed.to(self.torch.int16).reshape(case.num_pages, 16, case.heads, case.dim)
+        return found.transpose(1, 2) if self.axes == HND else found
 
-    def rows(self, ids: np.ndarray) -> dict[str, Pages]:
-        return {"kv": Pages(ids.astype(np.int32), 0)}
+    def fill(self) -> None:
+        for layer, role in itertools.product(self.pools, (0, 1)):
+            self.pools[layer][role][self.at] = self.content(layer, role)
+        self.torch.cuda.synchronize(self.role)
 
+    def holds(self) -> bool:
+        pairs = itertools.product(self.pools, (0, 1))
+        return all(bool((self.pools[layer][role][self.at] == self.content(layer, role)).all()) for layer, role in pairs)
 
-def prefill(pipe: Connection) -> None:
-    """Sends what it is told to; answers with when it called `finish`."""
-    rank = Rank("prefill-0", "cuda:0")
-    pipe.send(rank.manager.address)
-    rank.manager.add_peer("decode-0", address=pipe.recv())
-    rank.manager.wait_ready("decode-0", timeout_s=PATIENCE_S)
-    pipe.send("ready")
-    while (order := pipe.recv()) is not None:
-        request, num_pages = order
-        if request is None:
-            pipe.send(plain_us(rank.torch, num_pages * PIECE * 2 * NUM_LAYERS))
-            continue
-        ids = np.random.default_rng(num_pages).permutation(NUM_PAGES)[:num_pages]
-        for layer, pair in rank.pools.items():
-            for role, pool in enumerate(pair):
-                pool[rank.torch.from_numpy(ids).to(rank.device)] = rank.content(layer, role, num_pages)
-        rank.torch.cuda.synchronize()
-        sender = rank.manager.sender(request, peer="decode-0", deadline_s=PATIENCE_S)
+    def share(self, number: int) -> tuple[dict[str, Pages], int]:
+        """An eighth of the pool's pages, and how many tokens that is."""
+        count = self.case.pool_pages // 8
+        ids = np.random.default_rng(self.role).permutation(self.case.pool_pages)[number % 8 * count :][:count]
+        return {"kv": Pages(ids.astype(np.int32), 0)}, count * 16
+
+    def send_many(self, requests: tuple[bytes, ...]) -> None:
+        """Hand all over at once; each goes when it is reserved."""
+        senders = [self.manager.sender(request, peer=ROLES[1], deadline_s=PATIENCE_S) for request in requests]
+        for number, sender in enumerate(senders):
+            sender.finish(self.share(number)[0])
+        for sender in senders:
+            ended = sender.wait(timeout_s=PATIENCE_S)
+            assert ended.ok, ended.error
+
+    def receive_many(self, requests: tuple[bytes, ...]) -> float:
+        """GB/s of all requests, `IN_FLIGHT` of them at a time, by the time from the first to the last."""
+        waiting, under_way, started = list(enumerate(requests)), 0, time.monotonic()
+        while waiting or under_way:
+            while waiting and under_way < IN_FLIGHT:
+                number, request = waiting.pop(0)
+                rows, tokens = self.share(number)
+                self.manager.receiver(request, peer=ROLES[0], rows=rows, need={"kv": (0, tokens)}, deadline_s=PATIENCE_S)
+                under_way += 1
+            if not select.select([self.manager.fileno()], [], [], PATIENCE_S)[0]:
+                raise TimeoutError("no request ends")
+            for event in self.manager.events():
+                assert event.ok, event.error
+                under_way -= 1
+        nbytes = self.case.nbytes * self.case.pool_pages // self.case.num_pages // 8
+        return len(requests) * nbytes / (time.monotonic() - started) / 1e9
+
+    def send(self, request: bytes) -> tuple[float, ...]:
+        """When `finish` was called, and the engine's marks."""
+        sender = self.manager.sender(request, peer=ROLES[1], deadline_s=PATIENCE_S)
         while sender.needed("kv") is None:
             time.sleep(0.0005)
         time.sleep(0.003)
         started = time.monotonic()
-        sender.finish(rank.rows(ids))
-        assert sender.wait(timeout_s=PATIENCE_S).ok
-        assert isinstance(rank.manager.backend, Timed)
-        pipe.send((started, *rank.manager.backend.marks, rank.manager.stats.bind_s))
-    rank.manager.close()
+        sender.finish(self.rows)
+        ended = sender.wait(timeout_s=PATIENCE_S)
+        assert ended.ok, ended.error
+        marks = self.manager.backend.marks if isinstance(self.manager.backend, Timed) else ()
+        return (started, *marks)
+
+    def contiguous(self, there: list[int]) -> float:
+        """Seconds of the engine alone for as many bytes as a request has, in one block of each tensor; the median."""
+        backend, peer = self.manager.engine(ROLES[1], 0)
+        here = [tensor.data_ptr() for pair in self.pools.values() for tensor in pair]
+        nbytes = self.case.nbytes // len(here)
+        copies = CopyBatch(*(np.array(c, np.uint64) for c in (here, there, [nbytes] * len(here))))
+        found = []
+        for _ in range(6):
+            started = time.perf_counter()
+            transfer = backend.submit(Op.WRITE, peer, copies)
+            while transfer.poll() is TransferStatus.PENDING:
+                time.sleep(0)
+            found.append(time.perf_counter() - started)
+            assert transfer.poll() is TransferStatus.DONE, transfer.error
+            transfer.close()
+        return statistics.median(found[1:])
 
 
-def plain_us(torch: Any, nbytes: int) -> float:
-    """One plain copy of as many bytes from GPU 0 to GPU 1; the median."""
+def plain_s(nbytes: int) -> float:
+    """Seconds of one plain copy from GPU 0 to GPU 1; the median."""
+    torch = importlib.import_module("torch")
     source, destination = (torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{i}") for i in range(2))
     found = []
     for _ in range(12):
@@ -120,82 +223,192 @@ def plain_us(torch: Any, nbytes: int) -> float:
         destination.copy_(source, non_blocking=True)
         events[1].record()
         torch.cuda.synchronize(0)
-        found.append(events[0].elapsed_time(events[1]) * 1e3)
+        found.append(events[0].elapsed_time(events[1]) / 1e3)
     return float(statistics.median(found[2:]))
 
 
-def measure(rank: Rank, pipe: Connection, num_pages: int, repeat: int) -> dict[str, Any]:
-    """One size."""
-    nbytes = num_pages * PIECE * 2 * NUM_LAYERS
-    ids = np.random.default_rng(num_pages + 1).permutation(NUM_PAGES)[:num_pages]
+def prefill(pipe: Connection) -> None:
+    """Does what it is told to, and answers."""
+    rank: Rank | None = None
+    while True:
+        match pipe.recv():
+            case Case() as case:
+                rank = Rank(case, 0)
+                pipe.send(rank.manager.address)
+                rank.introduce(pipe.recv())
+                rank.fill()
+                pipe.send(rank.manager.backend.transport)
+            case bytes(request) if rank is not None:
+                pipe.send(rank.send(request))
+            case tuple(many) if rank is not None:
+                rank.send_many(many)
+                pipe.send("sent")
+            case list(there) if rank is not None:
+                pipe.send(rank.contiguous(there))
+            case int(nbytes):
+                pipe.send(plain_s(nbytes))
+            case "floor":
+                answer_floor(pipe)
+            case "stats" if rank is not None:
+                pipe.send(asdict(rank.manager.stats))
+            case "close" if rank is not None:
+                rank.manager.close()
+                rank = None
+                pipe.send("closed")
+            case None:
+                return
+
+
+def answer_floor(pipe: Connection) -> None:
+    zmq = importlib.import_module("zmq")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        pipe.send(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+        while len(frames := router.recv_multipart()) == 2 and frames[1]:
+            router.send_multipart(frames)
+
+
+def measure_floor(pipe: Connection) -> float:
+    """Microseconds of a message there and back; the median."""
+    zmq = importlib.import_module("zmq")
+    pipe.send("floor")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(pipe.recv())
+        found = []
+        for _ in range(300):
+            started = time.perf_counter()
+            dealer.send(b"x" * 64)
+            dealer.recv()
+            found.append(time.perf_counter() - started)
+            time.sleep(0.001)
+        dealer.send(b"")
+    return round(statistics.median(found[50:]) * 1e6, 1)
+
+
+def ask(pipe: Connection, order: object) -> Any:
+    pipe.send(order)
+    return receive(pipe)
+
+
+def receive(pipe: Connection) -> Any:
+    if not pipe.poll(PATIENCE_S):
+        raise TimeoutError("the prefill process says nothing")
+    return pipe.recv()
+
+
+def measure(case: Case, pipe: Connection) -> dict[str, Any]:
+    """One case's row."""
+    address = ask(pipe, case)
+    rank = Rank(case, 1)
+    pipe.send(rank.manager.address)
+    rank.introduce(address)
+    transport = receive(pipe)
+    plain = [ask(pipe, case.nbytes)]
     found, stages = [], []
-    pipe.send((None, num_pages))
-    plain = [pipe.recv()]
-    for _ in range(repeat + 3):
+    warm = 3 if case.repeat > 2 else 1
+    before: dict[str, float] = {}
+    for number in range(case.repeat + warm):
+        if number == warm:
+            before = ask(pipe, "stats")
         request = new_request_id()
         receiver = rank.manager.receiver(
-            request, peer="prefill-0", rows=rank.rows(ids), need={"kv": (0, num_pages * PAGE)}, deadline_s=PATIENCE_S
+            request, peer=ROLES[0], rows=rank.rows, need={"kv": (0, case.num_pages * 16)}, deadline_s=PATIENCE_S
         )
-        pipe.send((request, num_pages))
+        pipe.send(request)
         event = receiver.wait(timeout_s=PATIENCE_S)
         ended = time.monotonic()
         assert event.ok, event.error
-        *marks, bind_s = pipe.recv()
-        found.append((ended - marks[0]) * 1e6)
-        stages.append([1e6 * (b - a) for a, b in itertools.pairwise([*marks, ended])] + [bind_s * 1e6])
-    pipe.send((None, num_pages))
-    plain.append(pipe.recv())
-    there = rank.torch.from_numpy(ids).to(rank.device)
-    verified = all(
-        bool((pool[there] == rank.content(layer, role, num_pages)).all())
-        for layer, pair in rank.pools.items()
-        for role, pool in enumerate(pair)
-    )
-    p50, p99 = np.quantile(found[3:], (0.5, 0.99))
-    middle = np.median(np.array(stages[3:])[:, :4], axis=0).round(1).tolist()
-    binds = np.diff(np.array(stages)[:, 4])
-    ceiling = statistics.median(plain)
-    return {
-        "bytes": nbytes,
-        "pieces": nbytes // PIECE,
-        "piece": PIECE,
-        "finish_to_success_us_p50": round(float(p50), 1),
-        "finish_to_success_us_p99": round(float(p99), 1),
-        "plain_us": round(ceiling, 1),
-        "stages_us_p50": dict(
-            zip(("finish to submit", "submit", "submit to done seen", "done seen to success"), middle, strict=True)
-        ),
-        "bind_us_p50": round(float(np.median(binds)), 1),
-        "ratio": round(float(p50) / ceiling, 3),
-        "runs": repeat,
+        started, *marks = receive(pipe)
+        found.append(ended - started)
+        stages.append([b - a for a, b in itertools.pairwise([started, *marks, ended])])
+    after = ask(pipe, "stats")
+    rate = None
+    if case.mixed and not case.direct:
+        rank.manager.events()
+        pipe.send(many := tuple(new_request_id() for _ in range(48)))
+        time.sleep(0.3)
+        rate = rank.receive_many(many)
+        receive(pipe)
+    contiguous = ask(pipe, [t.data_ptr() for pair in rank.pools.values() for t in pair]) if case.mixed else None
+    plain.append(ask(pipe, case.nbytes))
+    if contiguous is not None:  # the blocks were written over what the last request had brought
+        pipe.send(request := new_request_id())
+        receiver = rank.manager.receiver(
+            request, peer=ROLES[0], rows=rank.rows, need={"kv": (0, case.num_pages * 16)}, deadline_s=PATIENCE_S
+        )
+        assert receiver.wait(timeout_s=PATIENCE_S).ok
+        receive(pipe)
+    verified = rank.holds()
+    ceiling, p50, p99 = statistics.median(plain), *np.quantile(found[warm:], (0.5, 0.99)).tolist()
+    row: dict[str, Any] = {
+        "backend": case.backend,
+        "way": "kernel" if case.backend == "nvlink" else "direct" if case.direct else "packed",
+        "bytes": case.nbytes,
+        "piece": case.piece,
+        "pieces": case.nbytes // case.piece,
+        "finish_to_success_us_p50": round(p50 * 1e6, 1),
+        "finish_to_success_us_p99": round(p99 * 1e6, 1),
+        "plain_us": round(ceiling * 1e6, 1),
+        "times_plain": round(p50 / ceiling, 3),
+        "gbps": round(case.nbytes / p50 / 1e9, 2),
+        "each_s": {k: round((after[k] - before[k]) / case.repeat, 6) for k in ("bind_s", "pack_s", "post_s", "wire_s")},
+        "unpack_s": round(rank.manager.stats.unpack_s / (case.repeat + warm), 6),
+        "runs": case.repeat,
+        "transport": transport,
         "verified": verified,
     }
+    if contiguous is not None:
+        row["contiguous_gbps"] = round(case.nbytes / contiguous / 1e9, 2)
+        row["ratio"] = round(contiguous / p50, 3)
+    if rate is not None:
+        row["pipelined_gbps"] = round(rate, 2)
+        row["pipelined_ratio"] = round(rate / row["contiguous_gbps"], 3)
+    if marks:
+        names = ("finish to submit", "submit", "submit to done seen", "done seen to success")
+        middle = np.median(np.array(stages[warm:]), axis=0) * 1e6
+        row["stages_us_p50"] = dict(zip(names, middle.round(1).tolist(), strict=True))
+    pipe.send("close")
+    rank.manager.close()
+    receive(pipe)
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--engines", nargs="+", choices=["nvlink", "nixl", "mooncake"])
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
+    os.environ.setdefault("MC_INTRANODE_NVLINK", "1")
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs,))
+    process = context.Process(target=prefill, args=(theirs,), daemon=True)
     process.start()
-    rank = Rank("decode-0", "cuda:1")
-    rank.manager.add_peer("prefill-0", address=pipe.recv())
-    pipe.send(rank.manager.address)
-    rank.manager.wait_ready("prefill-0", timeout_s=PATIENCE_S)
-    assert pipe.recv() == "ready"
-    rows = []
-    for num_pages, repeat in CASES:
-        rows.append(measure(rank, pipe, num_pages, repeat))
-        print(rows[-1], flush=True)
+    theirs.close()
+    rows, failed = [], []
+    cases = engine_cases(arguments.engines) if arguments.engines else nvlink_cases()
+    floor = measure_floor(pipe)
+    print(f"a message there and back: {floor} us", flush=True)
+    for case in cases:
+        try:
+            rows.append(measure(case, pipe))
+            print({k: v for k, v in rows[-1].items() if k not in ("bytes", "pieces", "runs")}, flush=True)
+        except Exception as error:  # noqa: BLE001  (said, and the others of another engine still measured)
+            failed.append(f"{case}: {type(error).__name__}: {error}")
+            print(failed[-1], flush=True)
+            break
     if arguments.json:
-        result = {"date": arguments.date, "what": __doc__.split("\n", 1)[0], "torch": rank.torch.__version__, "rows": rows}
+        result = {
+            "date": arguments.date,
+            "what": __doc__.split("\n", 1)[0],
+            "floor_us": floor,
+            "versions": {name: versions(name) for name in arguments.engines or ["nvlink"]},
+            "rows": rows,
+            "failed": failed,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     pipe.send(None)
-    process.join()
-    rank.manager.close()
+    process.join(10)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
