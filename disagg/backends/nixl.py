@@ -89,6 +89,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_S = 10.0
 """How long `connect` waits for the first byte from a peer."""
+_POSTING = {op: f"posting a {op.value}" for op in Op}
 PROGRESS_DELAY_US = 1000
 SHM_PROGRESS_DELAY_US = 20_000
 """Longer where the poster's own thread copies: UCX holds a spinlock meanwhile, and a progress thread that looks in spins on
@@ -350,6 +351,7 @@ class NixlBackend:
         with _environment(settings):
             self._nixl = load_bindings()
             self._errors = engine_errors(self._nixl)
+            self._success, self._in_progress = self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG
             self._agent, self._ucx = self._start()
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._local: RegionIndex | None = None
@@ -640,8 +642,8 @@ class NixlBackend:
         transfer = NixlTransfer(self, peer, handles, owns_handles=owns_handles)
         with self._lock:
             self._check_open()
-            self._hold(peer.agent)
-            self._ask_all(transfer, self._agent.postXferReq, f"posting a {op.value}")
+            if self._ask_all(transfer, self._agent.postXferReq, _POSTING[op]):
+                self._hold(peer.agent)
         return transfer
 
     def advance(self, transfer: NixlTransfer) -> None:
@@ -651,15 +653,15 @@ class NixlBackend:
                 transfer.give_up("the engine was closed while the transfer was pending")
                 return
             if transfer.status is TransferStatus.PENDING:  # another thread may have been here
-                self._ask_all(transfer, self._agent.getXferStatus, "transferring")
+                if not self._ask_all(transfer, self._agent.getXferStatus, "transferring"):
+                    self._drop(transfer.peer.agent)
 
-    def _ask_all(self, transfer: NixlTransfer, call: Any, what: str) -> None:
-        """Take NIXL's answers until one is bad; a transfer that is no longer pending lets go of its agent."""
+    def _ask_all(self, transfer: NixlTransfer, call: Any, what: str) -> bool:
+        """Take NIXL's answers until one is bad; whether the transfer is still pending, and so needs its agent."""
         for handle in tuple(transfer.running):
             if not self._ask(transfer, handle, call, what):
                 break
-        if transfer.status is not TransferStatus.PENDING:
-            self._drop(transfer.peer.agent)
+        return transfer.status is TransferStatus.PENDING
 
     def _ask(self, transfer: NixlTransfer, handle: int, call: Any, what: str) -> bool:
         """Take NIXL's answer about `handle`; False once the transfer has gone wrong."""
@@ -670,11 +672,11 @@ class NixlBackend:
                 transfer.peer.lost = transfer.peer.lost or str(error)
             transfer.give_up(f"{what}: {type(error).__name__}: {error}")
             return False
-        if status == self._nixl.NIXL_SUCCESS:
+        if status == self._success:
             transfer.running.discard(handle)
             if not transfer.running:
                 transfer.status = TransferStatus.DONE
-        elif status != self._nixl.NIXL_IN_PROG:
+        elif status != self._in_progress:
             transfer.give_up(f"{what}: NIXL says {status}")
             return False
         return True
