@@ -652,9 +652,10 @@ class NixlBackend:
             if self._agent is None:
                 transfer.give_up("the engine was closed while the transfer was pending")
                 return
-            if transfer.status is TransferStatus.PENDING:  # another thread may have been here
-                if not self._ask_all(transfer, self._agent.getXferStatus, "transferring"):
-                    self._drop(transfer.peer.agent)
+            if transfer.status is not TransferStatus.PENDING:  # another thread was here
+                return
+            if not self._ask_all(transfer, self._agent.getXferStatus, "transferring"):
+                self._drop(transfer.peer.agent)
 
     def _ask_all(self, transfer: NixlTransfer, call: Any, what: str) -> bool:
         """Take NIXL's answers until one is bad; whether the transfer is still pending, and so needs its agent."""
