@@ -6,6 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +17,35 @@ from disagg.bench.sides import Side
 from disagg.cli.rank import configure, prefill
 from disagg.config import settings
 
-COMMAND = [sys.executable, "-m", "disagg.cli"]
+COMMAND = [sys.executable, "-X", "faulthandler", "-m", "disagg.cli"]
+
+
+class Rank(subprocess.Popen[str]):
+    """A rank as a process, which tells where its threads are when it does not end."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
+        super().__init__([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=self.errors, text=True)
+
+    def ended(self) -> int:
+        """Its exit status."""
+        try:
+            return self.wait(60)
+        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGABRT)
+            self.wait(60)
+            self.errors.seek(0)
+            pytest.fail(f"the rank did not end:\n{self.errors.read()}")
+
+    def kill(self) -> None:
+        super().kill()
+        self.errors.close()
 
 
 @contextlib.contextmanager
-def rank(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def rank(*arguments: str) -> Iterator[Rank]:
     """A rank that is up."""
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with Rank(*arguments) as process:
         try:
             yield process
         finally:
@@ -51,11 +74,11 @@ def test_two_ranks_find_each_other_and_end_cleanly(tmp_path: Path, mooncake: str
             with rank("decode", *same, *again) as refused:  # prefill does not know it: it stays up, and is not ready
                 assert line(refused).startswith("other rank 0 of 1: address=")
                 refused.send_signal(signal.SIGTERM)
-                assert refused.wait(20) == 0
+                assert refused.ended() == 0
             decode.send_signal(signal.SIGINT)
-            assert decode.wait(20) == 0
+            assert decode.ended() == 0
             prefill.send_signal(signal.SIGTERM)
-            assert prefill.wait(20) == 0
+            assert prefill.ended() == 0
 
 
 def test_readiness_is_said(mooncake: str, model: str) -> None:
@@ -63,7 +86,7 @@ def test_readiness_is_said(mooncake: str, model: str) -> None:
     with rank("decode", *same, "--listen", "tcp://127.0.0.1:0", "--until-stdin-ends") as probe:
         free = address(line(probe))
         probe.send_signal(signal.SIGTERM)
-        probe.wait(20)
+        probe.ended()
     with rank("prefill", *same, "--peer", f"decode={free}") as prefill:
         where = address(line(prefill))
         with rank("decode", *same, "--listen", free, "--peer", f"prefill={where}") as decode:
@@ -71,7 +94,7 @@ def test_readiness_is_said(mooncake: str, model: str) -> None:
             assert line(decode) == "decode rank 0 of 1: peer prefill is ready\n"
             assert line(prefill) == "prefill rank 0 of 1: peer decode is ready\n"
             decode.send_signal(signal.SIGTERM)
-            assert decode.wait(20) == 0
+            assert decode.ended() == 0
         assert line(prefill).startswith("prefill rank 0 of 1: peer decode is gone: ")
 
 
