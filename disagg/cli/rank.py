@@ -19,7 +19,6 @@ from disagg.bench.serve import serve_together
 from disagg.cli.errors import one_sentence
 from disagg.config import Setting, is_list, is_table, settings
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
 END_S = 10.0
 """How long a rank whose standard input has ended may take to close."""
 
@@ -105,17 +104,20 @@ def configure(role: str, given: Mapping[str, Any], *, file: Path | None, environ
 def serve_until_told(configs: Sequence[RankConfig], *, until_stdin_ends: bool) -> None:
     """Keep ranks up until SIGTERM or SIGINT, and close them cleanly."""
     stop = threading.Event()
-    # Not a handler: it would run in this thread, which may hold the event's own lock just then. Blocked before any other
-    # thread begins, as each inherits that.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    threading.Thread(target=_end_with_signal, args=(stop,), name="disagg-signals", daemon=True).start()
+    # A handler runs in this thread, which may hold the event's own lock just then: it must not touch the event.
+    told, tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(told, True)
+    signal.set_wakeup_fd(tell)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_end_with_signal, args=(told, stop), name="disagg-signals", daemon=True).start()
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, args=(stop,), name="disagg-stdin", daemon=True).start()
     serve_together(configs, stop=stop)
 
 
-def _end_with_signal(stop: threading.Event) -> None:
-    signal.sigwait(ENDING)
+def _end_with_signal(told: int, stop: threading.Event) -> None:
+    os.read(told, 1)
     stop.set()
 
 
