@@ -84,8 +84,8 @@ class Handshake:
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def hello(self, generation: int) -> Hello:
-        """This rank's introduction on a connection of that generation."""
+    def hello(self, generation: int, dial: int) -> Hello:
+        """This rank's introduction on the connection of that number, of that generation."""
         me = self._identity
         return Hello(
             version=PROTOCOL_VERSION,
@@ -97,6 +97,7 @@ class Handshake:
             table=me.table,
             address=me.address,
             generation=generation,
+            dial=dial,
         )
 
     def admit(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:

@@ -339,8 +339,8 @@ class Hub:
                     self._channel.connect(address, public_key=public_key)
                 case HangUp(address):
                     self._channel.disconnect(address)
-                case SayHello(address, generation):
-                    self._channel.send(address, encode(self._handshake.hello(generation)))
+                case SayHello(address, generation, dial):
+                    self._channel.send(address, encode(self._handshake.hello(generation, dial)))
                 case Say(address, message):
                     self._channel.send(address, encode(message))
                 case Answer(connection, message):

@@ -9,6 +9,7 @@ that restarts has another epoch: its old connection generation is dead for good.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -65,10 +66,13 @@ class Identity:
 
 
 class SayHello(NamedTuple):
-    """Effect: send a hello on a dialled connection, of this generation."""
+    """Effect: send a hello on a dialled connection, of this generation, which is that many connections that this rank dialled
+    later than its first.
+    """
 
     address: str
     generation: int = 0
+    dial: int = 0
 
 
 class Say(NamedTuple):
@@ -145,6 +149,7 @@ class Link:
     heartbeat_at: float = NEVER
     problem: str = "no answer yet"
     unanswered: int = 0
+    dial: int = 0
     ring: RingGrant | None = None
 
     @property
@@ -183,6 +188,7 @@ class Accepted(NamedTuple):
 
     peer: PeerRank
     epoch: int
+    dial: int = 0
 
 
 Admission = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
@@ -214,6 +220,7 @@ class Links:
         self._examine = examine
         self._limits = limits or LinkLimits()
         self._inbound: dict[bytes, Accepted] = {}
+        self._dials = itertools.count()
         self._connections: dict[PeerRank, bytes] = {}
         if leader is not None:
             self._siblings = PeerInstance(identity.instance, leader, own_key)
@@ -292,13 +299,15 @@ class Links:
                 reason = f"{len(self.members)} of {self.identity.num_ranks} ranks of {self.identity.instance!r} have joined"
                 self.effects.append(Answer(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
                 return
+            if self._is_overtaken(connection, peer, hello):
+                return
             welcome = self._admit(hello, self._named)
         except DisaggError as error:
             self._reject(connection, error)
             return
         for earlier in {connection, self._connections.get(peer, connection)} & self._inbound.keys():
             self._forget(earlier)
-        self._inbound[connection], self._connections[peer] = Accepted(peer, hello.epoch), connection
+        self._inbound[connection], self._connections[peer] = Accepted(peer, hello.epoch, hello.dial), connection
         self.effects.append(Answer(connection, welcome))
         link = self._to(peer)
         if link is None:
@@ -308,6 +317,12 @@ class Links:
             self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
             self._greet_soon(link, now)
             link.generation = hello.generation
+
+    def _is_overtaken(self, connection: bytes, peer: PeerRank, hello: Hello) -> bool:
+        """Whether the peer has said hello on a connection that it dialled later: this one, which it has hung up, came late."""
+        newest = self._connections.get(peer, connection)
+        accepted = self._inbound.get(newest)
+        return newest != connection and accepted is not None and (accepted.epoch == hello.epoch and hello.dial < accepted.dial)
 
     def _on_sibling(self, connection: bytes, user: str, hello: Hello) -> None:
         """Another rank of this instance reports to its leader; where there are keys, it has this instance's own."""
@@ -409,7 +424,7 @@ class Links:
     def _beat(self, link: Link) -> None:
         """A sign of life; towards the leader of this instance, or of another, a hello, whose answer shows who is there."""
         is_leader = link.instance == self.identity.instance or link.address == self.instances[link.instance].address
-        hello = SayHello(link.address, link.generation)
+        hello = SayHello(link.address, link.generation, link.dial)
         self.effects.append(hello if is_leader else Say(link.address, Heartbeat(epoch=self.identity.epoch)))
 
     def next_tick(self) -> float:
@@ -447,7 +462,7 @@ class Links:
         return next((link for link in self._links() if link.address == address), None)
 
     def _open(self, instance: PeerInstance, address: str, rank: int | None, now: float) -> None:
-        instance.links[address] = Link(instance.name, address, rank, hello_at=now, heard_at=now)
+        instance.links[address] = Link(instance.name, address, rank, hello_at=now, heard_at=now, dial=next(self._dials))
         self.effects.append(Dial(address, instance.public_key))
 
     def _greet(self, link: Link, now: float) -> None:
@@ -457,9 +472,10 @@ class Links:
         if link.unanswered >= REDIAL_AFTER:
             # A connection that was refused (its key was not known there yet) does not try again by itself.
             link.unanswered = 0
+            link.dial = next(self._dials)
             self.effects.extend((HangUp(link.address), Dial(link.address, self._key_of(link))))
         link.unanswered += 1
-        self.effects.append(SayHello(link.address, link.generation))
+        self.effects.append(SayHello(link.address, link.generation, link.dial))
 
     def _key_of(self, link: Link) -> str | None:
         instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]

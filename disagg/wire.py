@@ -64,7 +64,9 @@ class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """A rank introduces itself on a connection that it opened. Siblings say their address to their leader."""
+    """A rank introduces itself on a connection that it opened, `dial` others of its process before it; one that was dialled
+    later stands. Siblings say their address to their leader.
+    """
 
     version: int
     instance: Name
@@ -75,6 +77,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     table: bytes
     address: Name | None = None
     generation: Small = 0
+    dial: Small = 0
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):

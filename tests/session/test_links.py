@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from disagg.errors import ConfigError, LayoutError, RemoteProtocolError
@@ -119,7 +120,7 @@ def test_a_configured_peer_is_dialled_and_greeted_ever_more_slowly() -> None:
     times = []
     for now in range(20):
         made.tick(float(now))
-        times += [now for effect in taken(made) if effect == SayHello(LEADER)]
+        times += [now for effect in taken(made) if isinstance(effect, SayHello)]
     assert times == [0, 1, 3, 7, 11, 15, 19]
     assert made.next_tick() == 23.0
     assert "no answer yet" in made.instances["decode-0"].problem
@@ -502,3 +503,31 @@ def test_closing_says_goodbye_to_everyone_who_answered() -> None:
 def test_limits_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="heartbeat_s: expected more than 0, found 0"):
         LinkLimits(heartbeat_s=0)
+
+
+def test_a_hello_from_a_connection_that_was_hung_up_does_not_take_the_place_of_a_later_one() -> None:
+    """Under load it is read late: the newer connection would be forgotten, and everything that is under way with it."""
+    made = links()
+    ready(made)
+    made.on_inbound(b"c2", "", msgspec.structs.replace(hello(epoch=7), dial=2), 1.0)
+    assert isinstance(answer(made), Welcome)
+    made.on_inbound(b"c1", "", msgspec.structs.replace(hello(epoch=7), dial=1), 1.1)
+    assert taken(made) == []
+    assert made.on_inbound(b"c2", "", Heartbeat(epoch=7), 1.2) is None
+    assert taken(made) == [], "the later connection is still known"
+    made.on_inbound(b"c3", "", msgspec.structs.replace(hello(epoch=7), dial=3), 1.3)
+    assert isinstance(answer(made), Welcome)
+    made.on_inbound(b"c4", "", hello(epoch=8), 1.4)
+    assert any(isinstance(effect, Answer) and isinstance(effect.message, Welcome) for effect in taken(made)), "a new process"
+
+
+def test_each_connection_is_numbered_as_it_is_dialled() -> None:
+    made = links()
+    made.add_peer("decode-0", LEADER, None, 0.0)
+    dials = []
+    for now in range(200):
+        made.tick(float(now))
+        dials += [effect.dial for effect in taken(made) if isinstance(effect, SayHello)]
+    assert dials == sorted(dials)
+    assert dials[:4] == [0] * 4
+    assert dials[-1] > 0
