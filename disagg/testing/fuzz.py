@@ -432,13 +432,13 @@ def fuzz(name: str, numbers: Iterable[int], *, seed: int) -> Result:
 @contextmanager
 def abused_rank() -> Iterator[tuple[KVManager, bytes]]:
     """A rank with an open control port that knows a peer, and that peer's hello."""
-    local, own = components("tiny", "tp=2", 0)
+    local, own = components("tiny", "tp=1,page=4,layout=hnd", 0)
     manager = KVManager(
         name="me", topology=local.topology, components=own, model=ModelId("m", "r"), backend="local", pack_below=0
     )
     with manager:
         manager.add_peer("peer", address="tcp://127.0.0.1:9")
-        theirs, _ = components("tiny", "tp=1,page=4,layout=hnd", 0)
+        theirs, _ = components("tiny", "tp=2", 0)
         hello = messages(theirs)[0]
         assert isinstance(hello, Hello)
         yield manager, encode(msgspec.structs.replace(hello, address="tcp://127.0.0.1:9", generation=0))
