@@ -19,9 +19,9 @@ def _logs_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize(("engine", "seed"), [("nixl", 1), ("mooncake", 12)])
+@pytest.mark.parametrize(("engine", "seed"), [("nixl", 2), ("mooncake", 12)])
 def test_ranks_are_killed_and_come_back_and_no_byte_is_wrong(engine: str, seed: int) -> None:
-    report = run(engine, seed=seed, rounds=3)
+    report = run(engine, seed=seed, rounds=2)
     killed = {(victim.partition("-")[0], victim.partition(", ")[2]) for victim in report.victims}
     assert {side for side, _ in killed} == {"prefill", "decode"}
     assert {how for _, how in killed} == {"same address", "other address"}
