@@ -379,12 +379,12 @@ class Links:
             return
         if link.state is LinkState.READY and link.epoch != welcome.epoch:
             self._drop(link, "restarted")
-        elif link.state is LinkState.READY and link.ring != welcome.ring:
+        elif link.state is LinkState.READY and link.ring not in (None, welcome.ring):
             self._drop(link, "the peer has begun the connection anew")
             self._greet_soon(link, now)
             return
-        link.ring = welcome.ring
         first = link.state is not LinkState.READY
+        link.ring = welcome.ring if first else link.ring
         link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, LinkState.READY, ""
         link.hello_retry_s, link.heartbeat_at = 0.0, now + self._limits.heartbeat_s
         if link.instance == self.identity.instance:

@@ -376,6 +376,17 @@ def test_a_peer_that_grants_another_ring_has_begun_the_connection_anew() -> None
     assert [type(effect) for effect in taken(made)] == [Ready]
 
 
+def test_a_ring_that_becomes_free_later_ends_no_connection_that_does_without() -> None:
+    made = links()
+    made.add_peer("decode-0", LEADER, None, 0.0)
+    made.on_reply(LEADER, welcome(), 0.0)
+    taken(made)
+    for address in (4096, 8192):
+        made.on_reply(LEADER, welcome(ring=RingGrant(address, 512, 8)), 1.0)
+    assert taken(made) == []
+    assert made.link(PeerRank("decode-0", 0)) is not None
+
+
 def test_a_goodbye_of_an_older_epoch_ends_nothing() -> None:
     made = links()
     made.add_peer("decode-0", LEADER, None, 0.0)
