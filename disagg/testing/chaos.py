@@ -479,6 +479,7 @@ def run(
         chaos.close()
         if chaos.report.good:
             shutil.rmtree(chaos.folder)
+            chaos.report.logs = ""
 
 
 def main(arguments: list[str] | None = None) -> int:
