@@ -127,7 +127,7 @@ def test_whoever_is_not_let_in_learns_nothing_and_is_logged(caplog: pytest.LogCa
         manager = prefill[0].manager
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_[0].manager._handshake.hello(0))
+        captured = encode(decode_[0].manager._handshake.hello(0, 0))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {
