@@ -445,7 +445,12 @@ class Hub:
         self._worker.submit(job)
         if start.reserve.verify != "off":
             self._summing[ticket] = _Summing()
-            self._sums.submit(ticket, lambda: sum_sent(rank.sum_plans(), start, self._digest), ready=start.chunk.ready)
+            self._sums.submit(
+                ticket,
+                lambda: sum_sent(rank.sum_plans(), start, self._digest),
+                ready=start.chunk.ready,
+                wanted=lambda: ticket in self._summing,
+            )
 
     def _start_verify(self, start: StartVerify) -> None:
         self._sums.submit(start, lambda: verify_rows(self._local.sum_plans, start, self._digest))

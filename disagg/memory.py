@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from disagg.errors import ConfigError
@@ -47,11 +47,14 @@ CPU = Device()
 
 @dataclass(frozen=True, order=True)
 class MemoryRegion:
-    """`nbytes` bytes from `address` in this process, to be registered with an engine."""
+    """`nbytes` bytes from `address` in this process, to be registered with an engine. They live as long as `owner` does, which
+    is held for that.
+    """
 
     address: int
     nbytes: int
     device: Device = CPU
+    owner: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.address <= 0 or self.nbytes <= 0 or self.address + self.nbytes > 2**64:
@@ -88,7 +91,7 @@ def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
 class RawTensor:
     """A tensor by its parts: address of element 0, shape, strides in *elements*, dtype name, device.
 
-    The caller keeps the memory alive for as long as a manager uses it.
+    `owner` holds the memory; without one the caller keeps it alive for as long as a manager uses it.
     """
 
     pointer: int
@@ -96,6 +99,7 @@ class RawTensor:
     strides: tuple[int, ...]
     dtype: str
     device: Device = CPU
+    owner: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -128,11 +132,12 @@ class RawTensor:
             tuple(self.strides[i] for i in keep),
             self.dtype,
             self.device,
+            self.owner,
         )
 
     @property
     def region(self) -> MemoryRegion:
-        return MemoryRegion(self.pointer, self.nbytes_spanned, self.device)
+        return MemoryRegion(self.pointer, self.nbytes_spanned, self.device, self.owner)
 
 
 @runtime_checkable
@@ -154,7 +159,8 @@ class _ArrayLike(Protocol):
 
 
 def raw_tensor(tensor: Any) -> RawTensor:
-    """A `RawTensor` of a torch tensor, a NumPy array, a `RawTensor`, or `(pointer, shape, strides, dtype, device)`.
+    """A `RawTensor` of a torch tensor or a NumPy array, which it holds, of a `RawTensor`, or of
+    `(pointer, shape, strides, dtype, device)`.
 
     Strides of the tuple are in elements. Raises `ConfigError` for anything else.
     """
@@ -164,7 +170,7 @@ def raw_tensor(tensor: Any) -> RawTensor:
         shape = tuple(int(size) for size in tensor.shape)  # type: ignore[attr-defined]
         dtype = str(tensor.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         device = Device.parse(str(tensor.device))  # type: ignore[attr-defined]
-        return RawTensor(tensor.data_ptr(), shape, tuple(tensor.stride()), dtype, device)
+        return RawTensor(tensor.data_ptr(), shape, tuple(tensor.stride()), dtype, device, tensor)
     if isinstance(tensor, _ArrayLike):
         interface = tensor.__array_interface__
         dtype = str(tensor.dtype)  # type: ignore[attr-defined]
@@ -174,7 +180,7 @@ def raw_tensor(tensor: Any) -> RawTensor:
         if any(stride % itemsize for stride in tensor.strides):
             raise ConfigError(f"array strides {tensor.strides} are not whole elements of {itemsize} bytes")
         strides = tuple(stride // itemsize for stride in tensor.strides)
-        return RawTensor(int(interface["data"][0]), tuple(interface["shape"]), strides, dtype)
+        return RawTensor(int(interface["data"][0]), tuple(interface["shape"]), strides, dtype, owner=tensor)
     if isinstance(tensor, tuple) and len(tensor) == 5:
         pointer, shape, strides, dtype, device = tensor
         where = device if isinstance(device, Device) else Device.parse(str(device))

@@ -7,8 +7,9 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from disagg.wire import PartialSums, Verify
 
 logger = logging.getLogger(__name__)
 
+READY_POLL_S = 0.0005
 MAX_THREADS = 4
 """Of the processor's, for one sum."""
 
@@ -88,21 +90,35 @@ Summed = Callable[[Hashable, Any, DisaggError | None], None]
 """What is told of a sum: whose it is, the sum, and the error where there is none."""
 
 
+class _Job(NamedTuple):
+    token: Hashable
+    run: Callable[[], Any]
+    ready: ReadyEvent | None
+    wanted: Callable[[], bool]
+
+
 class SumWorker:
     """One supervised thread that sums; it begins with its first job. `on_summed` and `on_death` are called in it."""
 
     def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:
         self._on_summed, self._on_death = on_summed, on_death
-        self._jobs: queue.SimpleQueue[tuple[Hashable, Callable[[], Any], ReadyEvent | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"disagg-sums-{name}", daemon=True)
         self._started = False
 
-    def submit(self, token: Hashable, run: Callable[[], Any], *, ready: ReadyEvent | None = None) -> None:
-        """Have `run` called once `ready` has passed; by one thread only."""
+    def submit(
+        self,
+        token: Hashable,
+        run: Callable[[], Any],
+        *,
+        ready: ReadyEvent | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Have `run` called once `ready` has passed, for as long as it is `wanted`; to be called by one thread only."""
         if not self._started:
             self._started = True
             self._thread.start()
-        self._jobs.put((token, run, ready))
+        self._jobs.put(_Job(token, run, ready, wanted))
 
     @property
     def depth(self) -> int:
@@ -118,16 +134,20 @@ class SumWorker:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                self._on_summed(job[0], *self._sum(*job[1:]))
+                if not job.wanted():
+                    continue
+                if job.ready is not None and not job.ready.query():
+                    self._jobs.put(job)  # others first
+                    time.sleep(READY_POLL_S)
+                else:
+                    self._on_summed(job.token, *self._sum(job.run))
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
             logger.exception("sum thread died")
             self._on_death(error)
 
     @staticmethod
-    def _sum(run: Callable[[], Any], ready: ReadyEvent | None) -> tuple[Any, DisaggError | None]:
+    def _sum(run: Callable[[], Any]) -> tuple[Any, DisaggError | None]:
         try:
-            if ready is not None:
-                ready.synchronize()
             return run(), None
         except DisaggError as error:
             return None, error

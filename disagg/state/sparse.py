@@ -112,4 +112,4 @@ def _part(page: Any, start: int, num_keys: int, nbytes: int, total: int) -> RawT
         found = f"shape {raw.shape} of {raw.itemsize} bytes each"
         raise ConfigError(f"index pages: expected [page, at least {total} bytes], found {found}")
     strides = (raw.strides[0] * raw.itemsize, nbytes, 1)
-    return RawTensor(raw.pointer + start, (raw.shape[0], num_keys, nbytes), strides, "uint8", raw.device)
+    return RawTensor(raw.pointer + start, (raw.shape[0], num_keys, nbytes), strides, "uint8", raw.device, raw.owner)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
-from disagg import ConfigError, KVManager, ModelId, VerificationFailed, new_request_id
+from disagg import ConfigError, KVManager, ModelId, Pages, VerificationFailed, new_request_id
 from disagg.backends.base import Op, RemotePeer
 from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.copies import CopyBatch
@@ -105,3 +106,36 @@ def test_rows_of_both_sides_may_be_reused_after_success() -> None:
             event = handle.wait(timeout_s=DEADLINE_S)
             assert event.ok
             assert event.lease.released
+
+
+class Never:
+    """An event that does not pass."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody may wait for it")
+
+
+def test_a_chunk_whose_event_does_not_pass_holds_up_no_others_sums() -> None:
+    with cluster(Side(tp=1), Side(tp=1), settings={"verify": "full"}) as made:
+        stuck = new_request_id()
+        pages = made.pages(made.prefill[0], 8)
+        waiting = receive(made.decode[0], stuck, made.pages(made.decode[0], 8), need=(0, 8))
+        sender = made.prefill[0].manager.sender(stuck, peer="decode-0", deadline_s=DEADLINE_S)
+        sender.send({"kv": Pages(np.array(pages.ids, dtype=np.int32))}, tokens=(0, 8), ready=Never())
+        assert all(event.ok for event in made.transfer(24))
+        sender.abort("client gone")
+        assert not waiting.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_a_manager_keeps_the_arrays_that_it_was_given() -> None:
+    pool = np.zeros((4, 4, 2, 8), dtype=np.uint16)
+    gone = weakref.ref(pool)
+    topology = Topology()
+    kv = paged.gqa({0: (pool, pool)}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
+    manager = KVManager(name="d", topology=topology, components=[kv], model=ModelId("m"), backend="local")
+    del pool, kv
+    assert gone() is not None
+    manager.close()
