@@ -17,7 +17,7 @@ from typing import Any, get_args
 from disagg import backends
 from disagg.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
 from disagg.agreement import Agreement, LocalRank, ModelId
-from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
+from disagg.backends.base import Backend, BackendOptions, QuietWhenClosed, RemotePeer, Transport
 from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
 from disagg.component import Component
 from disagg.device import PoolMemory
@@ -58,7 +58,9 @@ class PeerHealth:
 class Health:
     """What `KVManager.health()` says. `ok` is false for good once a thread of the manager has died, or it was closed.
 
-    `quarantined` counts requests whose rows are not proved quiet, by reason.
+    `quarantined` counts requests whose rows are not proved quiet, by reason. Where there are more than
+    `Limits.max_quarantined`, `renewal_due` says so: close this manager and build another over the same pools, since the end
+    of an engine is a proof for most.
     """
 
     ok: bool
@@ -67,6 +69,7 @@ class Health:
     num_receiving: int
     num_sending: int
     quarantined: dict[str, int]
+    renewal_due: str = ""
 
 
 class KVManager:
@@ -142,7 +145,8 @@ class KVManager:
             address=self.address,
             leader=leader is None,
         )
-        packing = Packing(rings, limits=limits or Limits())
+        self._limits = limits or Limits()
+        packing = Packing(rings, limits=self._limits)
         self._handshake = Handshake(
             identity, self._local, self.backend, grant=packing.grant, memory=memory, packs=slots is not None
         )
@@ -166,7 +170,7 @@ class KVManager:
             channel=channel,
             links=self._links,
             handshake=self._handshake,
-            sessions=Sessions(group=topology.dp_rank, limits=limits),
+            sessions=Sessions(group=topology.dp_rank, limits=self._limits),
             backend=self.backend,
             packing=packing,
             slots=slots,
@@ -336,7 +340,12 @@ class KVManager:
             len(sessions.receives.sessions),
             len(sessions.sends.sessions),
             quarantined,
+            self._renewal_due(sum(quarantined.values())),
         )
+
+    def _renewal_due(self, num_quarantined: int) -> str:
+        bound = self._limits.max_quarantined
+        return f"requests with quarantined rows: {num_quarantined}, of {bound} at most" if num_quarantined > bound else ""
 
     def drain(self, *, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way; whether all have ended in time."""
@@ -348,7 +357,10 @@ class KVManager:
         return not self._handles
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. A second call does nothing."""
+        """Say goodbye, end what is under way, stop the threads and the engine. A second call does nothing.
+
+        Where the engine's end proves all rows quiet, those that were quarantined are released as well.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -358,6 +370,9 @@ class KVManager:
         self._hub.notify()
         self._opened.close()
         os.close(self._event_fd)
+        if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
+            for lease in list(self._leases):
+                lease.release()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         """Put something between this manager and its control channel, as `disagg.testing.faults.mistreat` does; once."""

@@ -193,6 +193,16 @@ class Progressive(Protocol):
 
 
 @runtime_checkable
+class QuietWhenClosed(Protocol):
+    """An engine whose end can be a proof: the last resort for rows that nothing else proves quiet."""
+
+    def is_quiet_when_closed(self) -> bool:
+        """Whether, `close` having returned, nothing that a peer has posted or will post can touch memory here any more, and
+        this engine reads none. Never a guess.
+        """
+
+
+@runtime_checkable
 class PlainCopier(Protocol):
     """An engine that the driver's own copies can be measured against."""
 

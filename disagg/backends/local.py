@@ -176,6 +176,10 @@ class LocalBackend:
             self._open = False
             self._changed.wait_for(lambda: not self._under_way.total())
 
+    def is_quiet_when_closed(self) -> bool:
+        """Always: `close` waits for copies, and copies begin on open engines only."""
+        return True
+
     def _check_open(self) -> None:
         if not self._open:
             raise LocalProtocolError("backend 'local': the engine has been closed")

@@ -639,6 +639,10 @@ class MooncakeBackend:
             queue.stop()
         del queues, engine
 
+    def is_quiet_when_closed(self) -> bool:
+        """Over TCP: the engine's end closes its connections, and joins the threads that read them and write to memory."""
+        return self._protocol == "tcp"
+
     def _running(self) -> _Engine:
         if self._engine is None:
             raise LocalProtocolError("backend 'mooncake': the engine has been closed")

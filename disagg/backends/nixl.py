@@ -359,6 +359,7 @@ class NixlBackend:
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and how many peers use it
         self._handles: set[int] = set()
         self._transports: set[str] = set()
+        self._neighbours: set[ProcessIdentity] = set()  # of this machine, ever met
         self._check_shm()
         with self._mapped("registering"):
             self._register(self._nixl.DRAM_SEG, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
@@ -447,6 +448,8 @@ class NixlBackend:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'nixl': {error}") from error
         peer = NixlPeer(descriptor, regions, epoch=epoch)
+        if descriptor.process.host == host_identity():
+            self._neighbours.add(descriptor.process)
         self._load(descriptor)
         try:
             transport = self._infer(descriptor, peer)
@@ -560,6 +563,14 @@ class NixlBackend:
             peer.over = True
             return Fence.QUIET
         return Fence.UNKNOWN
+
+    def is_quiet_when_closed(self) -> bool:
+        """Over TCP: the engine's end closes its connections and joins the thread that reads them. A neighbour that may copy
+        into this process by itself (CMA) must have ended as well.
+        """
+        if not self._provable:
+            return False
+        return self._options.wanted is Transport.TCP or all(process.has_ended() for process in self._neighbours)
 
     @property
     def _provable(self) -> bool:

@@ -46,6 +46,7 @@ class Limits:
     max_parked_reserves: int = 16384
     max_parked_nbytes: int = 256 << 20
     max_tombstones: int = 65536
+    max_quarantined: int = 1024
     retry_s: float = 0.5
     max_retry_s: float = 5.0
     busy_retry_s: float = 0.05

@@ -45,6 +45,7 @@ from disagg.backends.base import (
     Op,
     Preparing,
     Progressive,
+    QuietWhenClosed,
     RemotePeer,
     Transfer,
     TransferStatus,
@@ -143,6 +144,9 @@ def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, s
             endpoint, address = order
             if address is None:
                 pipe.send(peers.update({endpoint: backend.connect(endpoint, epoch=1)}))
+            elif address == 0:
+                backend.close()
+                pipe.send(hashlib.sha256(arena.memory.data).digest())
             elif address < 0:
                 pipe.send(_fence(backend, peers[endpoint], arena, patience_s=-address))
             else:
@@ -222,6 +226,14 @@ class ProcessTarget:
         status = self._ask((endpoint, address))
         assert isinstance(status, TransferStatus)
         return status
+
+    def begin_close(self) -> None:
+        """Have this target's engine closed, also while this process is stopped: it begins when it goes on."""
+        self._pipe.send((b"", 0))
+
+    def end_close(self) -> bytes:
+        """A hash of this target's memory right after its engine was closed."""
+        return cast(bytes, self._answer())
 
     def begin_fence(self, endpoint: bytes, *, patience_s: int) -> None:
         """Have this target's engine fence that peer, also while this process is stopped: it begins when it goes on."""
@@ -733,6 +745,25 @@ class BackendContract:
         time.sleep(0.3)
         now = hashlib.sha256(target.arena.memory.data).digest()
         assert now == memory, "bytes landed after the fence had said that none will"
+
+    def test_an_engine_that_is_quiet_when_closed_takes_no_late_write(self, stack: ExitStack) -> None:
+        """A writer posts to a stopped target, which closes its engine as soon as it goes on. The writer lives on."""
+        if not isinstance(self.factory()(self.options()), QuietWhenClosed):
+            pytest.skip("this engine's end is no proof")
+        target, writer = self.new_process(stack), self.new_process(stack)
+        stack.callback(target.go_on)
+        writer.arena.view(0)[:] = 0xA5
+        writer.connect(target.endpoint)
+        target.connect(writer.endpoint)
+        target.stop()
+        writer.write(target.endpoint, target.arena.address(0))
+        time.sleep(0.1)  # what the writer's sockets take, they take
+        target.begin_close()
+        target.go_on()
+        memory = target.end_close()
+        time.sleep(0.3)
+        now = hashlib.sha256(target.arena.memory.data).digest()
+        assert now == memory, "bytes landed after the engine had been closed"
 
     def test_the_endpoint_of_a_dead_peer(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Connecting, or else what is submitted, fails with an error of this library."""

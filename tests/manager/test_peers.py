@@ -21,7 +21,10 @@ from disagg import (
     Topology,
     new_request_id,
 )
-from disagg.session import RequestKey
+from disagg.backends.base import Fence, RemotePeer
+from disagg.backends.local import LocalBackend
+from disagg.leases import LeaseState
+from disagg.session import Limits, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Side, cluster, component, introduce, receive, send, start_side
@@ -273,3 +276,35 @@ def test_a_handle_knows_its_request() -> None:
         with pytest.raises(TimeoutError, match=r"not ended within 0.01 s"):
             receiver.wait(timeout_s=0.01)
         receiver.abort("enough")
+
+
+class Unfenced(LocalBackend):
+    """The `local` engine, which never proves a peer quiet."""
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        return Fence.UNKNOWN
+
+
+class NoProof(Unfenced):
+    def is_quiet_when_closed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("backend", "proved"), [(Unfenced, True), (NoProof, False)])
+def test_the_last_resort_is_to_close_the_manager_whose_engines_end_is_a_proof(backend: Any, proved: bool) -> None:
+    """Rows of a lost writer stay quarantined, `health` says when that is too many, and `close` gives them back."""
+    settings = {"backend": backend, "limits": Limits(max_quarantined=0)}
+    with cluster(Side(), Side(), settings=settings) as made:
+        decode, prefill = made.decode[0].manager, made.prefill[0].manager
+        freed: list[int] = []
+        receiver = receive(made.decode[0], new_request_id(), made.pages(made.decode[0], 8), need=(0, 8))
+        assert decode.health().renewal_due == ""
+        prefill.close()
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        event.lease.on_release(lambda: freed.append(1))
+        assert event.lease.state is LeaseState.QUARANTINED
+        assert decode.health().renewal_due == "requests with quarantined rows: 1, of 0 at most"
+        made.prefill.clear()
+        made.decode.clear()
+        decode.close()
+        assert (bool(freed), event.lease.released) == (proved, proved)
