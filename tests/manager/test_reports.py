@@ -7,12 +7,15 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
 from disagg import Pages, RequestTimeout, new_request_id
 from disagg.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.faults import BackendFaults, MessageFaults, inject, mistreat
 from disagg.testing.reference import PageList
+from tests.backends.conftest import require_engine
+from tests.bench.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
@@ -20,13 +23,34 @@ PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
 
 
-def engine(**faults: Any) -> dict[str, Any]:
-    return {"backend": inject("local", BackendFaults(**faults)), "pack_below": 0}
+@pytest.fixture(params=["local", "nixl", "mooncake"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn, two or three of them in this process."""
+    if request.param in ENGINES:
+        require_engine(*ENGINES[request.param])
+    return str(request.param)
 
 
-def test_pages_of_an_aborted_request_are_kept_until_its_writes_have_ended() -> None:
+def settings(engine: str, **faults: Any) -> dict[str, Any]:
+    return {"backend": inject(engine, BackendFaults(**faults)) if faults else engine, "pack_below": 0}
+
+
+class Passing:
+    """What a kernel's event looks like."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        until(self.query)
+
+
+def test_pages_of_an_aborted_request_are_kept_until_its_writes_have_ended(engine: str) -> None:
     """Case 29: the writes were under way when the receiver gave up; what they hit is still the receiver's."""
-    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings=engine(delay=1.0, delay_s=(2.0, 2.1))) as made:
+    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings=settings(engine, delay=1.0, delay_s=(2.0, 2.1))) as made:
         request, pool = new_request_id(), made.decode[0].pools[0][0].view(np.uint8)
         for rank in made.prefill:
             reference.fill(made.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
@@ -48,9 +72,9 @@ def test_pages_of_an_aborted_request_are_kept_until_its_writes_have_ended() -> N
         assert (pool == reference.CANARY).all(), "and nothing after"
 
 
-def test_each_of_two_ranks_that_abort_is_acknowledged() -> None:
+def test_each_of_two_ranks_that_abort_is_acknowledged(engine: str) -> None:
     """Case 30: both get their rows back, by the word of the writer that they share."""
-    with cluster(Side(), Side(tp=2)) as made:
+    with cluster(Side(), Side(tp=2), settings=settings(engine)) as made:
         request = new_request_id()
         receivers = [receive(rank, request, PageList((0, 1, 2, 3, 4)), need=(0, 20)) for rank in made.decode]
         sender = made.prefill[0].manager.sender(request, peer="decode-0")
@@ -63,9 +87,9 @@ def test_each_of_two_ranks_that_abort_is_acknowledged() -> None:
         assert "has had enough" in str(sender.wait(timeout_s=DEADLINE_S).error)
 
 
-def test_what_the_engine_cannot_tell_is_quarantined_and_comes_back_when_it_can() -> None:
+def test_what_the_engine_cannot_tell_is_quarantined_and_comes_back_when_it_can(engine: str) -> None:
     """Case 31: the engine gives up on a transfer, and completes it later."""
-    with cluster(Side(), Side(page=8, num_pages=16), settings=engine(unsettle=1.0, delay_s=(3.0, 3.1))) as made:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine, unsettle=1.0, delay_s=(3.0, 3.1))) as made:
         request = new_request_id()
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
         sender = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
@@ -80,9 +104,9 @@ def test_what_the_engine_cannot_tell_is_quarantined_and_comes_back_when_it_can()
         assert not made.decode[0].manager.health().quarantined
 
 
-def test_a_request_whose_sender_has_given_it_up_fails_with_that_reason() -> None:
+def test_a_request_whose_sender_has_given_it_up_fails_with_that_reason(engine: str) -> None:
     """Case 33: the source's time is over when the receiver comes; nothing is read."""
-    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
         request = new_request_id()
         late = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20, deadline_s=0.05)
         assert isinstance(late.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
@@ -91,9 +115,9 @@ def test_a_request_whose_sender_has_given_it_up_fails_with_that_reason() -> None
         until(lambda: event.lease.released)
 
 
-def test_what_has_arrived_before_the_deadline_was_judged_counts() -> None:
+def test_what_has_arrived_before_the_deadline_was_judged_counts(engine: str) -> None:
     """Case 42: the last word lies in the socket while the control thread is busy past the deadline."""
-    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
         request, hub = new_request_id(), made.decode[0].manager._hub
         over = time.monotonic() + 3.0
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20), deadline_s=3.0)
@@ -115,9 +139,41 @@ def test_what_has_arrived_before_the_deadline_was_judged_counts() -> None:
         assert receiver.wait(timeout_s=DEADLINE_S).ok
 
 
-def test_a_network_that_loses_the_outcome_leaves_no_request_behind() -> None:
+def test_a_network_that_loses_the_outcome_leaves_no_request_behind(engine: str) -> None:
     """Case 38, the last message: it is said again until it is heard."""
-    with cluster(Side(), Side(page=8, num_pages=16)) as made:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
         lost = mistreat(made.decode[0].manager, MessageFaults(lose=1.0, kinds=frozenset(("outcome",)), at_most=2))
         assert all(event.ok for event in made.transfer(20))
         assert lost.counts["lose"] == 2
+
+
+def test_nothing_arrives_before_the_receivers_own_kernels_are_done(engine: str) -> None:
+    """Case 35: the pages are offered to nobody until the event has passed."""
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
+        request, done = new_request_id(), Passing()
+        pool = made.decode[0].pools[0][0].view(np.uint8)
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20), ready=done)
+        sender = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
+        time.sleep(0.2)
+        assert sender.needed("kv") is None
+        assert (pool == reference.CANARY).all()
+        done.passed = True
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        assert sender.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_nothing_is_read_before_the_senders_own_kernels_are_done(engine: str) -> None:
+    """Case 36: what the pages hold when the event passes is what arrives."""
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
+        request, done, rank = new_request_id(), Passing(), made.prefill[0]
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
+        sender = rank.manager.sender(request, peer="decode-0")
+        sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20), ready=done)
+        sender.finish()
+        time.sleep(0.2)
+        assert (made.decode[0].pools[0][0].view(np.uint8) == reference.CANARY).all()
+        reference.fill(made.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
+        done.passed = True
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        wanted = reference.expected(made.model, made.decode[0].spec, PAGES, num_tokens=20, need=(0, 20))
+        assert reference.first_difference(wanted, made.decode[0].pools) is None
