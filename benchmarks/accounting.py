@@ -10,6 +10,7 @@ interleaved with the plain one in pairs, in random order; the figure is the medi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import random
@@ -22,11 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.accounting import RequestRecord
+from disagg.backends.processes import ProcessIdentity
 from disagg.metrics import Ended, Metrics
+from disagg.rows import Rows
+from disagg.session import Chunk, Event, PeerRank, RequestKey, SendMessage, Sessions, StartTransfer
 from disagg.state import paged
 
 PAGE = 16
@@ -38,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "verify=sample": {"verify": "sample"},
     "verify=full": {"verify": "full"},
 }
+PROTOCOL_PAGES = Pages(np.arange(4, dtype=np.int32))
+here, there = Sessions(), Sessions()
 SIZES = {"small": 2, "large": 512}
 """Pages of a request: 16 KiB each on every rank."""
 
@@ -127,8 +134,51 @@ def measure(name: str, size: str, *, pairs: int, requests: int, rng: random.Rand
     }
 
 
+def protocol(number: int) -> None:
+    """A request through both sides' sessions: leases, what has landed by ranges, nonces, memory of what has ended."""
+    prefill, decode, key = PeerRank("prefill", 0), PeerRank("decode", 0), RequestKey(number.to_bytes(16, "big"), 0)
+    rows: dict[str, Rows] = {"kv": PROTOCOL_PAGES}
+    there.receives.open(
+        key,
+        peer="prefill",
+        nonce=number,
+        source_group=0,
+        rows=rows,
+        need={"kv": (0, 64)},
+        expected={0: {"kv": (tuple(range(32)), (0, 64))}},
+        now=0.0,
+        deadline=60.0,
+    )
+    session = here.sends.open(key, peer="decode", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=60.0)
+    here.sends.send(session, Chunk(0, rows, (0, 64), None), 0.0)
+    here.sends.finish(session, b"", 0.0)
+    ended = 0
+    while there.effects or here.effects:
+        for sessions, sender, other in ((there, decode, here), (here, prefill, there)):
+            while sessions.effects:
+                match sessions.effects.popleft():
+                    case SendMessage(_, message):
+                        other.on_message(sender, message, 0.0)
+                    case StartTransfer(ticket):
+                        sessions.sends.settled(ticket, now=0.0)
+                    case Event(ok=True):
+                        ended += 1
+    if ended != 2:
+        raise SystemExit("a request did not end well on both sides")
+
+
 def parts() -> None:
     """What is done once per request and rank, by itself: microseconds each, the best of seven."""
+    numbers = itertools.count(1)
+    own = ProcessIdentity.own()
+    gone = msgspec.structs.replace(own, started=own.started + 1)
+    for what, call, number in (
+        ("protocol, both ranks", lambda: protocol(next(numbers)), 2_000),
+        ("fence, alive", own.is_quiet, 200),
+        ("fence, gone", gone.is_quiet, 20),
+    ):
+        best = min(timeit.repeat(call, number=number, repeat=7)) / number
+        print(f"{what:<20}{best * 1e6:>10.2f} us")
     metrics = Metrics(lambda: None)  # type: ignore[arg-type,return-value]
     ended = Ended(direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
     times = dict.fromkeys(("total_s", "bind_s", "pack_s", "post_s", "wire_s", "unpack_s"), 0.25)
