@@ -233,7 +233,7 @@ SCENARIOS = st.builds(
 
 
 # Ten thousand where everything is tried for longer: 42 s on one core.
-@settings(deadline=None, max_examples=10_000 if os.environ.get("CI") == "true" else settings.default.max_examples)
+@settings(deadline=None, max_examples=10_000 if os.environ.get("CI") == "true" else settings().max_examples)
 @given(SCENARIOS, st.lists(DELAYS, max_size=12), st.lists(BEHAVIOURS, max_size=4))
 def test_any_schedule_keeps_the_promises(
     scenario: Scenario, messages: list[tuple[float, ...]], transfers: list[Behaviour]
