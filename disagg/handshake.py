@@ -156,17 +156,21 @@ class Handshake:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
         return known.agreement
 
-    def connect(self, peer: PeerRank, welcome: Welcome) -> None:
-        """Connect the engine to a rank that has answered, and plan towards it; raises `DisaggError` where it cannot be."""
-        instance = self._instances[peer.instance]
+    def reaching(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
+        """What connects the engine to a rank that has answered, and plans towards it. It may take as long as the engine waits
+        for a peer, so it is for another thread; raises `DisaggError` where it cannot be.
+        """
+        return functools.partial(self._reach, self._instances[peer.instance].agreement, peer, welcome)
+
+    def _reach(self, agreement: Agreement, peer: PeerRank, welcome: Welcome) -> RemoteRank:
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
-        plan, incoming = instance.agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
+        plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
         granted = welcome.ring
         ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
         remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
-        sums = functools.cache(lambda: instance.agreement.sum_plans(self._local, peer.rank, placements))
+        sums = functools.cache(lambda: agreement.sum_plans(self._local, peer.rank, placements))
         try:
             prepared = prepare(self._backend, engine, plan)
             pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)
@@ -174,8 +178,19 @@ class Handshake:
         except DisaggError:
             self._backend.disconnect(engine)
             raise
-        instance.ranks[peer.rank] = RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack)
+        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack)
+
+    def add(self, peer: PeerRank, rank: RemoteRank) -> None:
+        """Transfers may go to a rank, and come from it."""
+        self._instances[peer.instance].ranks[peer.rank] = rank
         logger.info("%s: %s is ready", self.me, peer)
+
+    def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
+        """Give up a connection that came too late."""
+        try:
+            self._backend.disconnect(rank.engine)
+        except DisaggError as error:
+            logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:
         """Forget a rank at an epoch; its engine, to be fenced, or `None` where it was not connected."""
@@ -184,8 +199,5 @@ class Handshake:
         if instance is None or rank is None or rank.epoch != epoch:
             return None
         del instance.ranks[peer.rank]
-        try:
-            self._backend.disconnect(rank.engine)
-        except DisaggError as error:
-            logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
+        self.discard(peer, rank)
         return rank.engine

@@ -20,7 +20,7 @@ from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.channel import Channel, Complaints, Inbound, Reply
 from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
-from disagg.handshake import Handshake
+from disagg.handshake import Handshake, RemoteRank
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
 from disagg.session import (
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
+MAX_CONNECTING = 8
+"""Ranks that the engine is being connected to at a time."""
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
 MAX_FENCING = 4096
@@ -158,6 +160,9 @@ class Hub:
         self._lost: dict[PeerRank, int] = {}
         self._backend = backend
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
+        self._connecting: dict[PeerRank, threading.Thread] = {}
+        self._connectors: list[threading.Thread] = []
+        self._connector = threading.BoundedSemaphore(MAX_CONNECTING)
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
         self._complaints = Complaints(logger)
@@ -221,6 +226,9 @@ class Hub:
 
         self.command(last)
         self._thread.join(JOIN_TIMEOUT_S)
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        for thread in self._connectors:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.stop(JOIN_TIMEOUT_S)
         self._sums.stop(JOIN_TIMEOUT_S)
 
@@ -354,15 +362,43 @@ class Hub:
                     self._lose(lost, now)
 
     def _connect(self, ready: Ready) -> None:
-        try:
-            self._handshake.connect(ready.peer, ready.welcome)
-        except DisaggError as error:
-            logger.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, error)
-            self._links.refuse(ready.peer, str(error), time.monotonic())
+        """Have the engine connected in a thread of its own: a peer that does not answer there holds up nobody else."""
+        reach = self._handshake.reaching(ready.peer, ready.welcome)
+        name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
+        thread = threading.Thread(target=self._reach, args=(ready, reach), name=name, daemon=True)
+        self._connecting[ready.peer] = thread
+        self._connectors = [each for each in self._connectors if each.is_alive()]
+        self._connectors.append(thread)
+        thread.start()
+
+    def _reach(self, ready: Ready, reach: Callable[[], RemoteRank]) -> None:
+        """In a thread of its own."""
+        rank, problem = None, ""
+        with self._connector:
+            try:
+                rank = reach()
+            except DisaggError as error:
+                problem = str(error)
+            except Exception as error:  # of one peer
+                logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
+                problem = f"{type(error).__name__}: {error}"
+        thread = threading.current_thread()
+        self.command(lambda now: self._reached(ready, thread, rank, problem, now))
+
+    def _reached(self, ready: Ready, thread: threading.Thread, rank: RemoteRank | None, problem: str, now: float) -> None:
+        if self._connecting.get(ready.peer) is not thread:  # lost since, or begun anew
+            if rank is not None:
+                self._handshake.discard(ready.peer, rank)
             return
+        del self._connecting[ready.peer]
+        if rank is None:
+            logger.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
+            self._links.refuse(ready.peer, problem, now)
+            return
+        self._handshake.add(ready.peer, rank)
         if self._lost.pop(ready.peer, None) == ready.epoch:
             self._fencing.pop((ready.peer, ready.epoch), None)
-            self.sessions.receives.peer_back(ready.peer, time.monotonic())
+            self.sessions.receives.peer_back(ready.peer, now)
         for start in self._early.pop(ready.peer, []):
             self._start(start)
         self.notify()
@@ -372,6 +408,7 @@ class Hub:
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.peer_losses[lost.peer.instance] += 1
         self._lost[lost.peer] = lost.epoch
+        self._connecting.pop(lost.peer, None)
         self.sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
         self._packing.lose(lost.peer)
         for start in self._early.pop(lost.peer, []):

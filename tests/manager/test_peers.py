@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import numpy as np
@@ -22,12 +23,12 @@ from disagg import (
     new_request_id,
 )
 from disagg.backends.base import Fence, RemotePeer
-from disagg.backends.local import LocalBackend
+from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.leases import LeaseState
 from disagg.session import Limits, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
-from tests.support.cluster import DEADLINE_S, FAST_LINKS, Side, cluster, component, introduce, receive, send, start_side
+from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, cluster, component, introduce, receive, send, start_side
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 
@@ -308,3 +309,34 @@ def test_the_last_resort_is_to_close_the_manager_whose_engines_end_is_a_proof(ba
         made.decode.clear()
         decode.close()
         assert (bool(freed), event.lease.released) == (proved, proved)
+
+
+class Stalling(LocalBackend):
+    """The `local` engine, which does not come to an end of connecting to some of its peers before it is told to."""
+
+    stalled: ClassVar[set[Any]] = set()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def connect(self, endpoint: bytes, *, epoch: int) -> LocalPeer:
+        peer = super().connect(endpoint, epoch=epoch)
+        if peer.target in self.stalled:
+            self.begun.set()
+            assert self.go_on.wait(DEADLINE_S)
+        return peer
+
+
+def test_a_peer_that_does_not_answer_the_engine_holds_up_nobody_else() -> None:
+    settings = {"backend": Stalling, "limits": FAST, "link_limits": FAST_LINKS}
+    with cluster(Side(), Side(page=8), settings=settings) as made:
+        (slow,) = start_side(made.model, Side(), "slow-0", num_layers=3, settings=settings)
+        Stalling.stalled.add(slow.manager.backend)
+        manager = made.prefill[0].manager
+        with slow.manager:
+            slow.manager.add_peer("prefill-0", address=manager.address)
+            manager.add_peer("slow-0", address=slow.manager.address)
+            assert Stalling.begun.wait(DEADLINE_S)
+            assert all(event.ok for event in made.transfer(20))
+            assert not manager.health().peers["slow-0"].ready
+            Stalling.go_on.set()
+            manager.wait_ready("slow-0", timeout_s=DEADLINE_S)
+            assert all(event.ok for event in made.transfer(20))
