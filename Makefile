@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
+# One more than there are cores: tests wait for processes of their own, too.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
@@ -22,7 +24,7 @@ chaos: setup ## 200 rounds of killed ranks for each engine, every byte looked at
 	@$(BIN)/python -m disagg.testing.chaos $(CHAOS_ARGS)
 
 test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
-	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses auto --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
 
 check: setup ## Format, lint, types, direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
