@@ -186,7 +186,7 @@ class Handshake:
         logger.info("%s: %s is ready", self.me, peer)
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
-        """Give up a connection that came too late."""
+        """Let go of the engine's connection to a rank."""
         try:
             self._backend.disconnect(rank.engine)
         except DisaggError as error:

@@ -40,8 +40,6 @@ MOST_AT_ONCE = 8
 """Slots packed or unpacked before anyone is told, and never more than half a ring: telling costs both sides as much as
 several slots' copies, and the other half keeps the other side busy.
 """
-
-
 SLOW_SLOT_S = 0.25
 """How long a packed write may take before a spare stands in for its slot, so that its peer does not hold up the others."""
 
