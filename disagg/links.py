@@ -317,6 +317,8 @@ class Links:
             self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
             self._greet_soon(link, now)
             link.generation = hello.generation
+        else:
+            self._heard(self._inbound[connection], now)  # to a leader, peers' signs of life are hellos
 
     def _is_overtaken(self, connection: bytes, peer: PeerRank, hello: Hello) -> bool:
         """Whether the peer has said hello on a connection that it dialled later: this one, which it has hung up, came late."""

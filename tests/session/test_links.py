@@ -316,6 +316,60 @@ def test_silence_ends_a_connection_and_any_message_is_a_sign_of_life() -> None:
     assert taken(made) == [SayHello(LEADER, 1)]
 
 
+def test_two_instances_with_nothing_to_say_stay_connected() -> None:
+    """Leaders and others, in all pairs, for longer than silence is borne."""
+    network = {rank.identity.address: rank for name in ("prefill-0", "decode-0") for rank in instance_of_two(name)}
+    for address, rank in network.items():
+        other = "decode-0" if rank.identity.instance == "prefill-0" else "prefill-0"
+        leader = next(a for a, found in network.items() if found.identity.instance == other and found.identity.leader)
+        rank.add_peer(other, leader, None, 0.0)
+        rank.join(0.0)
+        assert address != leader
+    lost: list[LinkEffect] = []
+    for now in range(100):
+        for rank in network.values():
+            rank.tick(float(now))
+        while any(rank.effects for rank in network.values()):
+            for address, rank in network.items():
+                lost += deliver(network, address, rank, float(now))
+    assert lost == []
+    assert all(rank.instances[name].ready for rank in network.values() for name in rank.instances)
+
+
+def instance_of_two(name: str) -> list[Links]:
+    ports = {"prefill-0": 7000, "decode-0": 8000}
+    addresses = [f"tcp://127.0.0.1:{ports[name] + rank}" for rank in range(2)]
+    made = []
+    for rank, address in enumerate(addresses):
+        me = Identity(name, rank, 2, 1, "m", "", b"t", address, leader=rank == 0)
+
+        def admit(said: Hello, members: Callable[[], tuple[Member, ...]], rank: int = rank) -> Welcome:
+            return welcome(name, rank, 1, members(), generation=said.generation)
+
+        leader = None if rank == 0 else addresses[0]
+        made.append(Links(me, leader=leader, own_key=None, admit=admit, examine=lambda _: 2, limits=LIMITS))
+    return made
+
+
+def deliver(network: dict[str, Links], address: str, rank: Links, now: float) -> list[LinkEffect]:
+    """Carry what a rank says to the others; what it has lost."""
+    lost: list[LinkEffect] = []
+    while rank.effects:
+        match rank.effects.popleft():
+            case SayHello(to, generation, dial):
+                me = rank.identity
+                said = hello(me.instance, me.rank, me.epoch, address=address, generation=generation, dial=dial)
+                network[to].on_inbound(f"{address} {to}".encode(), "", said, now)
+            case Say(to, message):
+                network[to].on_inbound(f"{address} {to}".encode(), "", message, now)
+            case Answer(connection, message):
+                to, _, here = connection.decode().partition(" ")
+                network[to].on_reply(here, message, now)
+            case Lost() as effect:
+                lost.append(effect)
+    return lost
+
+
 def test_heartbeats_go_to_every_rank_and_leaders_are_greeted_instead() -> None:
     made = links(peer_ranks=2)
     made.add_peer("decode-0", LEADER, None, 0.0)
