@@ -1,6 +1,7 @@
 """The control channel: one ZeroMQ ROUTER that peers dial, and one DEALER per rank that this one dials.
 
-Nothing here understands a message. One thread owns a channel; `wake` alone may be called from any thread.
+Nothing here understands a message. Between processes of one machine messages take a shorter way (`lanes`), and those for one
+address leave together. One thread owns a channel; `wake` alone may be called from any thread.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import os
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import zmq
@@ -21,6 +23,7 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from disagg.errors import ConfigError
+from disagg.lanes import MAX_OFFERS, Lane, Listener, Source
 from disagg.wire import MAX_MESSAGE_NBYTES
 
 logger = logging.getLogger(__name__)
@@ -141,6 +144,15 @@ def advertised_address(advertise: str | None, bound: str) -> str:
     return advertise if port else f"tcp://{host}:{parse_address(bound, what='listen')[1]}"
 
 
+@dataclass
+class _Dialled:
+    """A connection that this side opened, its lane where the peer is on this machine, and what leaves with the next `poll`."""
+
+    socket: zmq.Socket[bytes]
+    lane: Lane | None = None
+    unsent: list[bytes] = field(default_factory=list)
+
+
 class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
@@ -169,7 +181,10 @@ class Channel:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._poller = zmq.Poller()
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._dialled: dict[str, _Dialled] = {}
+        self._unsent: set[str] = set()
+        self._users: OrderedDict[bytes, str] = OrderedDict()
+        self._lanes = Listener()
         try:
             if keys is not None:
                 self._authenticator = _authenticator(self._context, allow)
@@ -190,6 +205,7 @@ class Channel:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._lanes.fileno(), zmq.POLLIN)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -199,7 +215,7 @@ class Channel:
 
     def connect(self, address: str, *, public_key: str | None = None) -> None:
         """Dial `address`; a second call for it does nothing. The connection heals by itself."""
-        if address in self._dealers:
+        if address in self._dialled:
             return
         host, _ = parse_address(address, what="peer address")
         socket = self._socket(zmq.DEALER)
@@ -213,24 +229,34 @@ class Channel:
             socket.curve_serverkey = public_key.encode()
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
         socket.connect(address)
-        self._dealers[address] = socket
+        self._dialled[address] = _Dialled(socket)
         self._poller.register(socket, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
         """Drop the connection and what it has not sent yet."""
-        socket = self._dealers.pop(address, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close(0)
+        dialled = self._dialled.pop(address, None)
+        if dialled is not None:
+            self._poller.unregister(dialled.socket)
+            dialled.socket.close(0)
+            self._leave(dialled)
 
     def send(self, address: str, data: bytes) -> bool:
-        """Queue `data` for a dialled address; whether there was room. What is lost is said again by the protocol."""
-        socket = self._dealers.get(address)
-        return socket is not None and _send(socket, [data])
+        """Queue `data` for a dialled address, to leave with the next `poll`; whether that is dialled. What is lost is said
+        again by the protocol.
+        """
+        dialled = self._dialled.get(address)
+        if dialled is None:
+            return False
+        dialled.unsent.append(data)
+        self._unsent.add(address)
+        return True
 
-    def reply(self, connection: bytes, data: bytes) -> bool:
-        """Queue `data` for a connection that a peer opened; whether it is still there and had room."""
-        return _send(self._router, [connection, data])
+    def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool:
+        """Queue `data` for a connection that a peer opened, with the offer of a `lane` if it was let in; whether it is still
+        there and had room.
+        """
+        offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if lane else []
+        return _send(self._router, [connection, data, *offer])
 
     def wake(self) -> None:
         """Have `poll` return; from any thread. Once is enough until it has."""
@@ -240,25 +266,91 @@ class Channel:
 
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
         """Everything that has arrived; waits at most `timeout_s` for the first, or for `wake`."""
+        self.flush()
         ready = dict(self._poller.poll(math.ceil(max(0, min(timeout_s, 3600)) * 1000)))
-        if self._wake_fd in ready:
+        if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
             self._woken = False
-        if self._monitor in ready:
+        if ready.pop(self._monitor, None):
             self._take_refusals()
-        if self._router in ready:
+        if ready.pop(self._router, None):
             yield from self._inbound()
-        for address, socket in list(self._dealers.items()):
-            if socket in ready:
-                for frames in _frames(socket):
-                    if len(frames) == 1:
-                        yield Reply(address, frames[0].bytes)
+        opened = ready.pop(self._lanes.fileno(), None)
+        for address, dialled in list(self._dialled.items()) if ready else ():
+            if ready.pop(dialled.socket, None):
+                yield from self._replies(address, dialled)
+        for descriptor in ready:  # what is left are lanes
+            assert isinstance(descriptor, int)
+            yield from self._from_lane(descriptor)
+        if opened:
+            self._take_lanes()
+
+    def flush(self) -> None:
+        """Send what was queued, as `poll` does first; what one address gets goes together."""
+        for address in self._unsent:
+            dialled = self._dialled.get(address)
+            if dialled is None:
+                continue
+            messages, dialled.unsent = dialled.unsent, []
+            if dialled.lane is not None:
+                try:
+                    del messages[: dialled.lane.send(messages)]
+                except OSError:
+                    self._leave(dialled)
+            for start in range(0, len(messages), MAX_FRAMES):
+                _send(dialled.socket, messages[start : start + MAX_FRAMES])
+        self._unsent.clear()
+
+    def _replies(self, address: str, dialled: _Dialled) -> Iterator[Reply]:
+        for frames in _frames(dialled.socket):
+            if len(frames) == 2:
+                self._join(dialled, frames[1].bytes)
+            if len(frames) in (1, 2):
+                yield Reply(address, frames[0].bytes)
 
     def _inbound(self) -> Iterator[Inbound]:
         for frames in _frames(self._router):
-            if len(frames) == 2:
-                user = frames[1].get("User-Id") if self._keys is not None else ""
-                yield Inbound(frames[0].bytes, str(user), frames[1].bytes)
+            if len(frames) < 2:
+                continue
+            connection, user = frames[0].bytes, ""
+            if self._keys is not None:
+                user = self._users[connection] = str(frames[1].get("User-Id"))
+                self._users.move_to_end(connection)
+                while len(self._users) > MAX_OFFERS:
+                    self._users.popitem(last=False)
+            for frame in frames[1:]:
+                yield Inbound(connection, user, frame.bytes)
+
+    def _join(self, dialled: _Dialled, offer: bytes) -> None:
+        """Take a lane that a peer offers, if it is a new one, and within reach."""
+        if dialled.lane is None or dialled.lane.offer != offer:
+            self._leave(dialled)
+            dialled.lane = Lane.open(offer)
+
+    @staticmethod
+    def _leave(dialled: _Dialled) -> None:
+        if dialled.lane is not None:
+            dialled.lane.close()
+            dialled.lane = None
+
+    def _take_lanes(self) -> None:
+        for descriptor in self._lanes.accept():
+            self._poller.register(descriptor, zmq.POLLIN)
+        for descriptor in self._lanes.excess():
+            self._close_lane(descriptor)
+
+    def _from_lane(self, descriptor: int) -> Iterator[Inbound]:
+        found = self._lanes.take(descriptor)
+        if found is None:
+            self._close_lane(descriptor)
+            return
+        source, messages = found
+        for message in messages:
+            yield Inbound(source.connection, source.user, message)
+
+    def _close_lane(self, descriptor: int) -> None:
+        self._poller.unregister(descriptor)
+        self._lanes.close_lane(descriptor)
 
     def _take_refusals(self) -> None:
         """Count and log connections that did not get as far as a message."""
@@ -273,9 +365,12 @@ class Channel:
         """Close every socket; what was queued has a moment to leave. A second call does nothing."""
         if self._context.closed:
             return
-        for socket in self._dealers.values():
-            socket.close()
-        self._dealers.clear()
+        self.flush()
+        for dialled in self._dialled.values():
+            dialled.socket.close()
+            self._leave(dialled)
+        self._dialled.clear()
+        self._lanes.close()
         if hasattr(self, "_monitor"):
             self._router.disable_monitor()
             self._monitor.close(0)
@@ -288,6 +383,8 @@ class Channel:
 
 
 MAX_BATCH = 1024
+MAX_FRAMES = 64
+"""Messages that leave as one."""
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:

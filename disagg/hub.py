@@ -23,6 +23,7 @@ from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake, RemoteRank
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
+from disagg.rows import Pages
 from disagg.session import (
     Event,
     PeerRank,
@@ -42,7 +43,7 @@ from disagg.staging import SlotPool
 from disagg.sums import Digest
 from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
-from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, decode, encode
+from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, Welcome, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,9 @@ class Wire(Protocol):
     def connect(self, address: str, *, public_key: str | None = None) -> None: ...
     def disconnect(self, address: str) -> None: ...
     def send(self, address: str, data: bytes) -> bool: ...
-    def reply(self, connection: bytes, data: bytes) -> bool: ...
+    def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
     def wake(self) -> None: ...
+    def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
 
@@ -172,7 +174,7 @@ class Hub:
         self._packing = packing
         self._pack_below = pack_below if slots is not None else 0
         self._worker = TransferWorker(
-            backend, name=str(handshake.me), slots=slots, on_reports=self._on_reports, on_death=self._on_worker_death
+            backend, name=str(handshake.me), slots=slots, on_reports=self._wake, on_death=self._on_worker_death
         )
         self._local = local
         self._digest = digest
@@ -219,6 +221,10 @@ class Hub:
         """Reserve a session's rows once `ready` has passed; in the control thread."""
         self._rows_waiting.append((session, ready))
 
+    def _wake(self) -> None:
+        """In the worker's thread: there is something to take."""
+        self._channel.wake()
+
     def stop(self, reason: str) -> None:
         """Say goodbye and end both threads."""
 
@@ -238,6 +244,7 @@ class Hub:
         try:
             while not self._stopping:
                 self._turn()
+            self._channel.flush()
             self.over = True
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
             logger.exception("%s: the control thread died", self._handshake.me)
@@ -279,6 +286,9 @@ class Hub:
             self.sessions.tick(now)
             self._fence_lost(now)
         self._carry_out_links(now)
+        self._carry_out_sessions()
+        for report in self._worker.attend():
+            self._take_report(report, now)
         self._carry_out_sessions()
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
@@ -330,7 +340,6 @@ class Hub:
             self._packing.on_credit(peer, message.ring, slot, sequence)
             if message.ring == rank.ring.ring.address:
                 rank.ring.credit(slot, sequence)
-        self._worker.wake()
 
     def _take_ready_rows(self, now: float) -> None:
         waiting, self._rows_waiting = self._rows_waiting, []
@@ -357,7 +366,7 @@ class Hub:
                     if isinstance(message, Reject) and not message.hello_first:
                         self.rejected_hellos += 1
                         self._complaints.say("%s: rejected a hello: %s", self._handshake.me, message.reason)
-                    self._channel.reply(connection, encode(message))
+                    self._channel.reply(connection, encode(message), lane=isinstance(message, Welcome))
                 case Ready() as ready:
                     self._connect(ready)
                 case Lost() as lost:
@@ -480,6 +489,7 @@ class Hub:
             lambda: destination.reason != "",
             start.chunk.ready,
             rank.ring,
+            num_rows=sum(len(rows.ids) if isinstance(rows, Pages) else 1 for rows in start.chunk.rows.values()),
         )
         self._worker.submit(job)
         if start.reserve.verify != "off":
@@ -516,15 +526,6 @@ class Hub:
             return
         del self._summing[ticket]
         self.sessions.sends.settled(ticket, now=now, error=summing.error, packed=summing.packed, sums=summing.sums or ())
-
-    def _on_reports(self, reports: list[Report]) -> None:
-        """In the worker's thread: hand reports to the control thread."""
-
-        def take(now: float) -> None:
-            for report in reports:
-                self._take_report(report, now)
-
-        self.command(take)
 
     def _take_report(self, report: Report, now: float) -> None:
         if isinstance(report, Unpacked):

@@ -6,13 +6,14 @@ It takes jobs and reports what became of each; it knows neither messages nor req
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from disagg.backends.base import (
     Backend,
@@ -32,6 +33,8 @@ from disagg.staging import RemoteRing, SlotPool
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
@@ -40,6 +43,9 @@ MOST_AT_ONCE = 8
 """Slots packed or unpacked before anyone is told, and never more than half a ring: telling costs both sides as much as
 several slots' copies, and the other half keeps the other side busy.
 """
+QUICK_ROWS = 256
+QUICK_NBYTES = 1 << 20
+"""What is bound, and what is posted or unpacked, in the thread that hands it over; more is left to the worker's own."""
 SLOW_SLOT_S = 0.25
 """How long a packed write may take before a spare stands in for its slot, so that its peer does not hold up the others."""
 
@@ -77,10 +83,16 @@ class Bound:
     parts: Any = ()
     prepared: PreparedSpans | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self.direct.total_nbytes + self.stream.total
+
 
 @dataclass(frozen=True)
 class Job:
-    """Copies to make: `bind` gives them once `ready` has passed, and may raise; nothing is posted after `cancelled()`."""
+    """Copies to make: `bind` gives them once `ready` has passed, and may raise; nothing is posted after `cancelled()`.
+    `num_rows`: so many page ids and slots there are to bind.
+    """
 
     ticket: Hashable
     peer: RemotePeer
@@ -88,6 +100,7 @@ class Job:
     cancelled: Callable[[], bool]
     ready: ReadyEvent | None = None
     ring: RemoteRing | None = None
+    num_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,7 @@ class _Active:
     report: Settled
     bound: Bound
     started_at: float
+    posted: bool = False
     direct: Transfer | None = None
     slots: list[_Slot] = field(default_factory=list)
     offset: int = 0
@@ -177,8 +191,11 @@ class _Active:
 
 
 class TransferWorker:
-    """One supervised thread over one backend. `on_reports` is called in it with what there is to report; `on_death` if it
-    fails.
+    """One supervised thread over one backend. `on_reports` is called in it when there is something to report; `on_death` if
+    it fails.
+
+    Whoever hands over work calls `attend` next: what is quick is done there and then, in the caller's thread, unless this
+    one is at it; a request of a few pages wakes no thread that way.
     """
 
     def __init__(
@@ -187,7 +204,7 @@ class TransferWorker:
         *,
         name: str,
         slots: SlotPool | None,
-        on_reports: Callable[[list[Report]], None],
+        on_reports: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._backend = backend
@@ -195,12 +212,13 @@ class TransferWorker:
         self._preparing = backend if isinstance(backend, Preparing) else None
         self._slots = slots
         self._on_reports = on_reports
-        self._reports: list[Report] = []
+        self._reports: deque[Report] = deque()
         self._on_death = on_death
         self._new: deque[Job] = deque()
         self._unpacks: deque[Unpack] = deque()
         self._waiting: list[Job] = []
         self._active: list[_Active] = []
+        self._turning = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"disagg-transfers-{name}", daemon=True)
@@ -214,18 +232,36 @@ class TransferWorker:
         return len(self._new) + len(self._waiting) + len(self._active)
 
     def submit(self, job: Job) -> None:
-        """Take a job; from any thread."""
+        """Take a job, for the next `attend`."""
         self._new.append(job)
-        self._wake.set()
 
     def unpack(self, slots: Iterable[Unpack]) -> None:
-        """Take slots that have arrived; from any thread."""
+        """Take slots that have arrived, for the next `attend`."""
         self._unpacks.extend(slots)
-        self._wake.set()
 
-    def wake(self) -> None:
-        """A peer's slots have become free; from any thread."""
-        self._wake.set()
+    def attend(self) -> list[Report]:
+        """Do at once what is quick of what was handed over, have the thread see to the rest, and take the reports so far; in
+        one thread, always the same.
+        """
+        if self._is_quick() and self._turning.acquire(blocking=False):
+            try:
+                self._unpack_some()
+                for active in self._take_new():
+                    if active.bound.nbytes <= QUICK_NBYTES:
+                        self._advance(active)
+                self._drop_ended()
+            finally:
+                self._turning.release()
+        if self._new or self._unpacks or self._waiting or self._active:
+            self._wake.set()
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def _is_quick(self) -> bool:
+        """Whether binding the new jobs and unpacking what has arrived does not hold up the caller."""
+        if not (self._new or self._unpacks):
+            return False
+        quick = all(job.num_rows <= QUICK_ROWS for job in tuple(self._new))
+        return quick and sum(unpack.nbytes for unpack in tuple(self._unpacks)) <= QUICK_NBYTES
 
     def stop(self, timeout_s: float) -> bool:
         """Take no more and end; whether the thread has ended in time."""
@@ -247,10 +283,10 @@ class TransferWorker:
             self._wake.clear()
             if self._stopping:  # looked at after the clear, or the wake that says so could be lost
                 return
-            busy = self._unpack_some() + self._take_new() + self._advance_all()
+            with self._turning:
+                busy = self._turn()
             if self._reports:
-                reports, self._reports = self._reports, []
-                self._on_reports(reports)
+                self._on_reports()
             sleep_s = MIN_SLEEP_S if busy else min(sleep_s * 2, MAX_SLEEP_S)
             if busy:
                 continue
@@ -260,6 +296,13 @@ class TransferWorker:
             self._wake.wait(self._idle_s())
             if self._progressive is not None:
                 self._progressive.progress()
+
+    def _turn(self) -> int:
+        """Unpack, begin and advance what there is; how much has changed. One thread at a time."""
+        unpacked, begun = self._unpack_some(), len(self._take_new())
+        advanced = sum(self._advance(active) for active in self._active)
+        self._drop_ended()
+        return unpacked + begun + advanced
 
     def _idle_s(self) -> float | None:
         if self._progressive is not None:
@@ -279,39 +322,45 @@ class TransferWorker:
             self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
         return count
 
-    def _take_new(self) -> int:
-        """Begin every job whose event has passed; how many."""
+    def _take_new(self) -> list[_Active]:
+        """Bind every job whose event has passed; those for which that was possible."""
         jobs, self._waiting = self._waiting, []
         while self._new:
             jobs.append(self._new.popleft())
-        begun = 0
+        begun = []
         for job in jobs:
             if job.ready is not None and not job.cancelled() and not job.ready.query():
                 self._waiting.append(job)
-            else:
-                self._begin(job)
-                begun += 1
+            elif (active := self._bind(job)) is not None:
+                begun.append(active)
+        self._active += begun
         return begun
 
-    def _begin(self, job: Job) -> None:
+    def _bind(self, job: Job) -> _Active | None:
+        report = Settled(job.ticket)
         if job.cancelled():
-            self._reports.append(Settled(job.ticket, error="the attempt ended before anything was posted"))
-            return
+            report.error = "the attempt ended before anything was posted"
+            self._reports.append(report)
+            return None
         started = time.perf_counter()
+        bound = self._attempt(job.bind, report)
+        if bound is None:
+            return None
+        bound_at = time.perf_counter()
+        report.bind_s = bound_at - started
+        return _Active(job, report, bound, bound_at)
+
+    def _attempt(self, run: Callable[[], T], report: Settled) -> T | None:
+        """What `run` gives, or `None`: one request's error ends that request only."""
         try:
-            bound = job.bind()
-            report = Settled(job.ticket, bind_s=time.perf_counter() - started)
-            active = _Active(job, report, bound, time.perf_counter())
-            if len(bound.direct) or not active.packing:
-                active.direct = self._post(job, bound.direct, report, bound.prepared)
+            return run()
         except DisaggError as error:
-            self._reports.append(Settled(job.ticket, error=str(error)))
-            return
-        except Exception as error:  # one request's error ends that request only
+            report.error = str(error)
+        except Exception as error:
             logger.exception("a transfer could not be posted")
-            self._reports.append(Settled(job.ticket, error=f"{type(error).__name__}: {error}"))
-            return
-        self._active.append(active)
+            report.error = f"{type(error).__name__}: {error}"
+        self._reports.append(report)
+        return None
 
     def _post(
         self, job: Job, copies: CopyBatch | SpanBatch, report: Settled, prepared: PreparedSpans | None = None
@@ -328,13 +377,26 @@ class TransferWorker:
         report.pieces += len(copies)
         return transfer
 
-    def _advance_all(self) -> int:
-        """Pack what there is room for, and see what has settled; how much has changed."""
-        changed = 0
-        for active in self._active:
-            changed += self._pack(active) + self._poll(active)
-        self._active = [active for active in self._active if active.packing or active.in_flight()]
-        return changed
+    def _advance(self, active: _Active) -> int:
+        """Post what goes directly, pack what there is room for, and see what has settled; how much has changed."""
+        posted = self._post_direct(active)
+        return posted + self._pack(active) + self._poll(active)
+
+    def _post_direct(self, active: _Active) -> int:
+        if active.posted:
+            return 0
+        active.posted = True
+        bound = active.bound
+        if self._fail_if_cancelled(active):
+            return 1
+        if len(bound.direct) or not active.packing:
+            post = functools.partial(self._post, active.job, bound.direct, active.report, bound.prepared)
+            active.direct = self._attempt(post, active.report)
+            active.error = active.report.error
+        return 1
+
+    def _drop_ended(self) -> None:
+        self._active = [active for active in self._active if not active.posted or active.packing or active.in_flight()]
 
     def _pack(self, active: _Active) -> int:
         """Fill slots of the peer's ring once there are enough to be worth telling of; how many."""

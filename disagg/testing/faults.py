@@ -371,14 +371,17 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
+    def flush(self) -> None:
+        self.inner.flush()
+
     def close(self) -> None:
         self.inner.close()
 
     def send(self, address: str, data: bytes) -> bool:
         return self._pass_on(data, lambda: self.inner.send(address, data))
 
-    def reply(self, connection: bytes, data: bytes) -> bool:
-        return self._pass_on(data, lambda: self.inner.reply(connection, data))
+    def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool:
+        return self._pass_on(data, lambda: self.inner.reply(connection, data, lane=lane))
 
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
         now = time.monotonic()

@@ -78,6 +78,7 @@ def test_two_pairs_let_their_owners_talk(tmp_path: Path) -> None:
     try:
         client.connect(server.address, public_key=(tmp_path / "prefill.pub").read_text().strip())
         client.send(server.address, b"hello")
+        client.flush()
         found = next(got for _ in range(50) if (got := list(server.poll(0.1))))
         assert [message.data for message in found] == [b"hello"]
     finally:

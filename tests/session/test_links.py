@@ -22,6 +22,8 @@ from disagg.wire import (
     Reject,
     RingGrant,
     Welcome,
+    decode,
+    encode,
 )
 
 LEADER, SECOND = "tcp://10.0.0.1:80", "tcp://10.0.0.1:8000"
@@ -361,10 +363,10 @@ def deliver(network: dict[str, Links], address: str, rank: Links, now: float) ->
                 said = hello(me.instance, me.rank, me.epoch, address=address, generation=generation, dial=dial)
                 network[to].on_inbound(f"{address} {to}".encode(), "", said, now)
             case Say(to, message):
-                network[to].on_inbound(f"{address} {to}".encode(), "", message, now)
+                network[to].on_inbound(f"{address} {to}".encode(), "", decode(encode(message)), now)
             case Answer(connection, message):
                 to, _, here = connection.decode().partition(" ")
-                network[to].on_reply(here, message, now)
+                network[to].on_reply(here, decode(encode(message)), now)
             case Lost() as effect:
                 lost.append(effect)
     return lost

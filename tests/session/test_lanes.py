@@ -1,0 +1,272 @@
+"""Short cuts between processes of one machine: who gets in, what arrives, and what happens where one cannot be used."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from disagg import lanes
+from disagg.channel import Channel, Inbound, Reply
+from disagg.lanes import MAX_PACKET_NBYTES, MAX_UNPROVED, Lane, Listener, Offer, Source
+
+HERE = Source(b"connection", "key")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def opened(listener: Listener) -> Iterator[tuple[Lane, int]]:
+    lane = Lane.open(listener.offer(HERE))
+    assert lane is not None
+    (descriptor,) = listener.accept()
+    yield lane, descriptor
+    lane.close()
+
+
+def test_messages_arrive_in_order_with_their_source(listener: Listener, opened: tuple[Lane, int]) -> None:
+    lane, descriptor = opened
+    said = [b"", b"one", bytes(1000), *(str(number).encode() for number in range(500))]
+    assert lane.send(said) == len(said)
+    assert listener.take(descriptor) == (HERE, said)
+    assert listener.take(descriptor) == (HERE, [])
+
+
+def test_an_offer_stays_the_same_as_long_as_its_connection(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listener.offer(HERE) == listener.offer(HERE)
+    assert listener.offer(HERE) != listener.offer(Source(b"another", "key"))
+    monkeypatch.setattr(lanes, "MAX_OFFERS", 1)
+    first = listener.offer(HERE)
+    listener.offer(Source(b"a third", "key"))
+    assert listener.offer(HERE) != first  # it was void
+
+
+def test_several_packets_carry_what_one_does_not(listener: Listener, opened: tuple[Lane, int]) -> None:
+    lane, descriptor = opened
+    said = [bytes([number]) * 30_000 for number in range(5)]
+    assert lane.send(said) == 5
+    assert listener.take(descriptor) == (HERE, said)
+
+
+def test_what_does_not_fit_is_left_to_the_caller(listener: Listener, opened: tuple[Lane, int]) -> None:
+    lane, descriptor = opened
+    long = bytes(MAX_PACKET_NBYTES)
+    assert lane.send([b"short", long, b"after"]) == 1
+    assert lane.send([long]) == 0
+    assert listener.take(descriptor) == (HERE, [b"short"])
+    sent = 0
+    while (queued := lane.send([bytes(30_000)])) == 1:  # until nothing more is taken, since nobody reads
+        sent += queued
+    assert sent > 0
+    _, found = listener.take(descriptor) or (None, [])
+    assert len(found) == sent
+
+
+def test_the_end_of_a_lane_is_found_after_what_was_queued(listener: Listener, opened: tuple[Lane, int]) -> None:
+    lane, descriptor = opened
+    lane.send([b"last words"])
+    lane.close()
+    assert listener.take(descriptor) == (HERE, [b"last words"])
+    assert listener.take(descriptor) is None
+    listener.close_lane(descriptor)
+
+
+def test_a_lane_that_the_peer_has_closed_cannot_be_sent_to(listener: Listener, opened: tuple[Lane, int]) -> None:
+    lane, descriptor = opened
+    listener.take(descriptor)
+    listener.close_lane(descriptor)
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        lane.send([b"to nobody"])
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(["name", b"secret", 3]),
+        msgspec.msgpack.encode([7, b"secret"]),
+        msgspec.msgpack.encode(["nobody listens here", b"secret"]),
+        msgspec.msgpack.encode(["x" * 200, b"secret"]),
+        msgspec.msgpack.encode(["zero\0byte", b"secret"]),
+    ],
+)
+def test_what_is_no_offer_within_reach_opens_nothing(offer: bytes) -> None:
+    assert Lane.open(offer) is None
+
+
+def stranger(listener: Listener) -> tuple[socket.socket, int]:
+    name = msgspec.msgpack.decode(listener.offer(HERE), type=Offer).name
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    found.connect(f"\0{name}")
+    (descriptor,) = listener.accept()
+    return found, descriptor
+
+
+@pytest.mark.parametrize("shown", [b"", b"guess", bytes(16), bytes(17)])
+def test_a_stranger_without_the_secret_is_closed_out(listener: Listener, shown: bytes) -> None:
+    found, descriptor = stranger(listener)
+    with found:
+        found.send(shown)
+        assert listener.take(descriptor) is None
+        listener.close_lane(descriptor)
+        assert found.recv(1) == b""
+
+
+def test_one_who_says_nothing_or_hangs_up_is_closed_out(listener: Listener) -> None:
+    found, descriptor = stranger(listener)
+    assert listener.take(descriptor) is None  # nothing was said, so there was nothing to look for
+    found.close()
+    assert listener.take(descriptor) is None
+    silent = [stranger(listener) for _ in range(MAX_UNPROVED)]
+    assert listener.excess() == [descriptor]
+    listener.close_lane(descriptor)
+    assert listener.excess() == []
+    for found, _ in silent:
+        found.close()
+
+
+def test_another_user_is_closed_out(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    lane = Lane.open(listener.offer(HERE))
+    assert lane is not None
+    assert list(listener.accept()) == []
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        lane.send([b"hello"])
+    lane.close()
+
+
+@pytest.mark.parametrize("packet", [b"\x01", struct.pack("<I", 5) + b"four", struct.pack("<I", 1) + b"ab\x00\x00"])
+def test_a_packet_that_is_none_ends_the_lane(listener: Listener, packet: bytes) -> None:
+    offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
+    found, descriptor = stranger(listener)
+    with found:
+        found.send(offer.secret)
+        assert listener.take(descriptor) == (HERE, [])
+        found.send(packet)
+        taken = listener.take(descriptor)
+        assert taken is None or taken == (HERE, [b"a"])
+
+
+# -- in a channel ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[Channel, Channel]]:
+    server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
+    client.connect(server.address)
+    yield server, client
+    client.close()
+    server.close()
+
+
+def until(channel: Channel, count: int) -> list[Inbound | Reply]:
+    found: list[Inbound | Reply] = []
+    for _ in range(200):
+        found += channel.poll(0.1)
+        if len(found) >= count:
+            break
+    return found
+
+
+def let_in(server: Channel, client: Channel) -> bytes:
+    """A hello, and a welcome that offers a lane, taken; the connection."""
+    client.send(server.address, b"hello")
+    client.flush()
+    (hello,) = until(server, 1)
+    assert isinstance(hello, Inbound)
+    server.reply(hello.connection, b"welcome", lane=True)
+    assert until(client, 1) == [Reply(server.address, b"welcome")]
+    return hello.connection
+
+
+def test_messages_for_one_address_leave_together_and_arrive_one_by_one(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    said = [str(number).encode() for number in range(200)]
+    for message in said:
+        client.send(server.address, message)
+    client.flush()
+    assert [found.data for found in until(server, 200)] == said
+
+
+def test_after_a_welcome_messages_take_the_lane_as_from_the_same_connection(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    connection = let_in(server, client)
+    long = bytes(MAX_PACKET_NBYTES)
+    for message in (b"short", long, b"after"):
+        client.send(server.address, message)
+    list(client.poll(0.0))
+    found = until(server, 3)
+    assert {(one.connection, one.data) for one in found if isinstance(one, Inbound)} == {
+        (connection, b"short"), (connection, long), (connection, b"after")
+    }  # fmt: skip
+    assert client._dialled[server.address].lane is not None
+    assert server.reply(connection, b"again", lane=True)
+    lane = client._dialled[server.address].lane
+    assert until(client, 1) == [Reply(server.address, b"again")]
+    assert client._dialled[server.address].lane is lane
+
+
+def test_a_message_in_a_lane_wakes_whoever_polls(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    let_in(server, client)
+    client.send(server.address, b"first")
+    client.flush()
+    assert len(until(server, 1)) == 1
+    client.send(server.address, b"second")
+    client.flush()
+    assert len(list(server.poll(30.0))) == 1
+
+
+def test_where_a_lane_has_ended_messages_go_by_tcp(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    let_in(server, client)
+    client.send(server.address, b"by lane")
+    client.flush()
+    assert len(until(server, 1)) == 1
+    for descriptor in list(server._lanes._lanes):
+        server._close_lane(descriptor)
+    client.send(server.address, b"by tcp")
+    client.flush()
+    assert [found.data for found in until(server, 1)] == [b"by tcp"]
+    assert client._dialled[server.address].lane is None
+
+
+def test_hanging_up_closes_the_lane_and_its_far_end(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    let_in(server, client)
+    client.send(server.address, b"by lane")
+    client.flush()
+    assert len(until(server, 1)) == 1
+    (descriptor,) = server._lanes._lanes
+    client.disconnect(server.address)
+    assert select.select([descriptor], [], [], 20)[0]
+    list(server.poll(0.1))
+    assert not server._lanes._lanes
+    assert not client.send(server.address, b"to nobody")
+
+
+def test_a_crowd_of_silent_strangers_is_kept_small(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    connection = let_in(server, client)
+    name = msgspec.msgpack.decode(server._lanes.offer(Source(connection, "")), type=Offer).name
+    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_UNPROVED + 5)]
+    for found in crowd:
+        found.connect(f"\0{name}")
+        list(server.poll(0.1))
+    assert len(server._lanes._unproved) <= MAX_UNPROVED
+    client.send(server.address, b"still heard")
+    client.flush()
+    assert [found.data for found in until(server, 1)] == [b"still heard"]
+    for found in crowd:
+        found.close()
