@@ -1,4 +1,5 @@
-// `disagg._core`: the one file that knows of Python. Every function lets go of the GIL while it works.
+// `disagg._core`: the one file that knows of Python. Every function lets go of the GIL while it works, but for work that is
+// over sooner than it takes to get it back.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -40,6 +41,19 @@ template <typename T>
 std::span<const T> view(const Column<T>& column) {
     return {column.data(), column.shape(0)};
 }
+
+// Lets go of the GIL while a function works, if it has more than a few microseconds of work: a thread that computes in
+// Python keeps it for milliseconds once it has it.
+class Released {
+  public:
+    explicit Released(std::size_t num_items) {
+        if (num_items >= kWorth) released_.emplace();
+    }
+
+  private:
+    static constexpr std::size_t kWorth = 4096;
+    std::optional<nb::gil_scoped_release> released_;
+};
 
 // ---------------------------------------------------------------------------------------------------------- index runs
 
@@ -102,7 +116,7 @@ std::tuple<NewRunTable, std::optional<Fault>> token_runs(std::int64_t start, std
                                                          const Pages& source, const Pages& destination) {
     auto found = std::make_unique<disagg::TokenRuns>();
     {
-        const nb::gil_scoped_release released;
+        const Released released(static_cast<std::size_t>(stop - start));
         *found = disagg::token_runs(start, stop, granule, source.list, destination.list);
     }
     std::optional<Fault> fault;
@@ -159,6 +173,15 @@ struct Shapes {
     std::optional<std::span<const std::int64_t>> layers;
     std::vector<nb::object> held;
 
+    // Runs times bases: at least as many pieces.
+    std::size_t num_items() const {
+        std::size_t total = 0;
+        for (std::size_t i = 0; i < std::min(spans.size(), runs.size()); ++i) {
+            total += runs[i].size() * spans[i]->source_bases.size();
+        }
+        return total;
+    }
+
     Shapes(const nb::list& spans_, const std::vector<RunTable>& runs_, const std::optional<Column<std::int64_t>>& layers_) {
         for (const nb::handle span : spans_) {
             if (!nb::isinstance<disagg::Span>(span)) throw nb::type_error("spans: expected only Span");
@@ -176,7 +199,7 @@ struct Shapes {
 std::uint64_t num_copies(const nb::list& spans, const std::vector<RunTable>& runs,
                          const std::optional<Column<std::int64_t>>& layers) {
     const Shapes shapes(spans, runs, layers);
-    const nb::gil_scoped_release released;
+    const Released released(shapes.num_items());
     return disagg::num_copies(shapes.spans, shapes.runs, shapes.layers);
 }
 
@@ -186,7 +209,7 @@ std::tuple<ReadOnlyColumn, ReadOnlyColumn, ReadOnlyColumn> expand(const nb::list
     const Shapes shapes(spans, runs, layers);
     const Use use(out);
     {
-        const nb::gil_scoped_release released;
+        const Released released(shapes.num_items());
         disagg::expand(shapes.spans, shapes.runs, shapes.layers, num_threads, out.columns);
     }
     using Memory = std::shared_ptr<std::uint64_t[]>;
@@ -210,23 +233,32 @@ std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, 
 void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTable>& runs,
             const std::optional<Column<std::int64_t>>& layers) {
     const Shapes shapes(spans, runs, layers);
-    const nb::gil_scoped_release released;
+    const Released released(shapes.num_items());
     self.append(shapes.spans, shapes.runs, shapes.layers);
 }
 
-std::tuple<Int64Array, std::size_t> locate(const Addresses& starts, const Addresses& stops, const Addresses& addresses,
-                                           const Addresses& nbytes) {
-    const std::size_t count = addresses.shape(0);
-    Buffer memory = allocate(count);
-    std::size_t found = 0;
-    {
-        const nb::gil_scoped_release released;
-        found = disagg::locate(view(starts), view(stops), view(addresses), view(nbytes), {memory.get(), count});
-    }
-    std::int64_t* const p = memory.get();
-    const nb::capsule owner(p, [](void* pointer) noexcept { std::free(pointer); });
-    memory.release();
-    return {Int64Array(p, {count}, owner), found};
+// Regions of memory, which keep what they were made of.
+struct Regions {
+    Addresses starts;
+    Addresses stops;
+    Addresses devices;
+
+    disagg::RegionColumns columns() const { return {view(starts), view(stops), view(devices)}; }
+};
+
+using Places = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Descriptors = nb::ndarray<std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+static_assert(sizeof(disagg::Descriptor) == 3 * sizeof(std::uint64_t));
+
+std::size_t locate(const Regions& self, const Addresses& addresses, const Addresses& nbytes, const Places& out) {
+    const Released released(addresses.shape(0));
+    return disagg::locate(self.columns(), {view(addresses), view(nbytes)}, {out.data(), out.shape(0)});
+}
+
+std::size_t describe(const Regions& self, const Addresses& addresses, const Addresses& nbytes, const Descriptors& out) {
+    const Released released(addresses.shape(0));
+    auto* const rows = reinterpret_cast<disagg::Descriptor*>(out.data());
+    return disagg::describe(self.columns(), {view(addresses), view(nbytes)}, {rows, out.shape(0)});
 }
 
 using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -286,9 +318,14 @@ NB_MODULE(_core, m) {
     m.def("num_copies", &num_copies, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
           "How many copies expand would give, but for neighbours in different layers or spans. ValueError as for expand.");
 
-    m.def("locate", &locate, "starts"_a.noconvert(), "stops"_a.noconvert(), "addresses"_a.noconvert(), "nbytes"_a.noconvert(),
-          "Which region [starts[k], stops[k]) holds each range of memory whole: int64, and how many come before the first\n"
-          "that none holds, behind which nothing is defined. Starts ascend. ValueError: columns of different lengths.");
+    nb::class_<Regions>(m, "Regions", "Regions of memory [starts[k], stops[k]), on devices of these numbers; starts ascend.")
+        .def(nb::init<Addresses, Addresses, Addresses>(), "starts"_a.noconvert(), "stops"_a.noconvert(),
+             "devices"_a.noconvert())
+        .def("locate", &locate, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "out"_a.noconvert(),
+             "Which region holds each range of memory whole goes to `out`, int64; returns how many come before the first\n"
+             "that none holds, from which on nothing is written. ValueError: columns of different lengths.")
+        .def("describe", &describe, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "out"_a.noconvert(),
+             "As locate; `out` are uint64 rows (address, length, device number).");
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"

@@ -1,4 +1,5 @@
-"""Compiled core of disagg (`csrc/`): functions on integer columns, which let go of the GIL while they work.
+"""Compiled core of disagg (`csrc/`): functions on integer columns, which let go of the GIL while they work,
+but for work that is over sooner than it takes to get it back.
 
 Arrays must be contiguous, 1-D unless said otherwise, and of exactly the type given: anything else is a `TypeError`, never
 a copy. Addresses are of this process: memory must be mapped and destinations disjoint, which nothing checks here.
@@ -134,14 +135,19 @@ class Stream:
         Many bytes are written past the caches, but for short pieces. Raises as `gather` does.
         """
 
-def locate(
-    starts: _Addresses, stops: _Addresses, addresses: _Addresses, nbytes: _Addresses
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Which region `[starts[k], stops[k])` holds each of `[addresses[i], + nbytes[i])` whole; `starts` ascend.
+class Regions:
+    """Regions of memory `[starts[k], stops[k])`, on the devices of these numbers; `starts` ascend. Immutable."""
 
-    And how many of them come before the first that no region holds: behind it nothing is defined. Raises `ValueError` for
-    columns of different lengths.
-    """
+    def __init__(self, starts: _Addresses, stops: _Addresses, devices: _Addresses) -> None: ...
+    def locate(self, addresses: _Addresses, nbytes: _Addresses, out: npt.NDArray[np.int64]) -> int:
+        """Write to `out` which region holds each of `[addresses[i], + nbytes[i])` whole.
+
+        Returns how many come before the first that no region holds: from there on nothing is written. Raises `ValueError`
+        for columns of different lengths.
+        """
+
+    def describe(self, addresses: _Addresses, nbytes: _Addresses, out: _Addresses) -> int:
+        """As `locate`, but `out` is `[ranges, 3]` and gets `address, length, device number`."""
 
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from disagg import _core
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, NotRegistered, RemoteProtocolError
-from disagg.memory import CPU, Device, MemoryRegion, RemoteRegion
+from disagg.memory import Device, MemoryRegion, RemoteRegion
 from disagg.rdma import rdma_refusal
 from disagg.spans import SpanBatch, SpanShape
 
@@ -290,19 +290,33 @@ class RegionIndex:
     def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
         ordered = sorted(regions, key=lambda r: r.address)
         self.regions = tuple(ordered)
-        self.all_on_cpu = all(region.device == CPU for region in ordered)
-        self._starts = np.array([r.address for r in ordered], dtype=np.uint64)
-        self._stops = np.array([r.address + r.nbytes for r in ordered], dtype=np.uint64)
+        kinds = {region.device.kind for region in ordered}
+        self.kind = kinds.pop() if len(kinds) == 1 else None
+        """The kind of device that all of them are on, if it is one."""
+        columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
+        self._core = _core.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
 
     def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
         """The index, in `regions`, of each copy's region; raises `NotRegistered` naming the first copy outside all."""
-        where, inside = _core.locate(self._starts, self._stops, addresses, nbytes)
+        where = np.empty(len(addresses), dtype=np.int64)
+        inside = self._core.locate(addresses, nbytes, where)
         if inside < len(addresses):
-            raise NotRegistered(
-                f"{side} copy {inside} of {len(addresses)}: [{int(addresses[inside]):#x}, +{int(nbytes[inside])}) is in none "
-                f"of the {len(self.regions)} registered regions; nothing was posted"
-            )
+            raise self._outside(addresses, nbytes, inside, side)
         return where
+
+    def describe(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.uint64]:
+        """Rows `(address, length, device number)`, N x 3; raises as `check` does."""
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        inside = self._core.describe(addresses, nbytes, rows)
+        if inside < len(addresses):
+            raise self._outside(addresses, nbytes, inside, side)
+        return rows
+
+    def _outside(self, addresses: Addresses, nbytes: Addresses, first: int, side: str) -> NotRegistered:
+        return NotRegistered(
+            f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none "
+            f"of the {len(self.regions)} registered regions; nothing was posted"
+        )
 
 
 def local_and_remote(op: Op, copies: CopyBatch) -> tuple[Addresses, Addresses]:

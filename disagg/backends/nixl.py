@@ -72,7 +72,7 @@ from disagg.backends.base import (
     local_and_remote,
 )
 from disagg.backends.processes import ProcessIdentity, host_identity
-from disagg.copies import Addresses, CopyBatch
+from disagg.copies import CopyBatch
 from disagg.errors import (
     BackendError,
     BackendUnavailable,
@@ -83,7 +83,7 @@ from disagg.errors import (
     RemoteProtocolError,
     TransferUnsettled,
 )
-from disagg.memory import CPU, Device, MemoryRegion, RemoteRegion, merge_regions
+from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class NixlTransfer:
         self.owns_handles = owns_handles
         self.peer = peer
         self.handles = handles
-        self.running = set(handles)
+        self.running = handles
         self.status = TransferStatus.PENDING if handles else TransferStatus.DONE
         self.error: str | None = None
 
@@ -510,11 +510,12 @@ class NixlBackend:
         if not peer.regions:
             return
         first = peer.regions[0]
-        here, there, size = (np.array([v], dtype=np.uint64) for v in (self._scratch.ctypes.data, first.address, 1))
-        zero = np.zeros(1, np.uint64)
-        kinds = self._nixl.DRAM_SEG, self._memory_kind(first.device.kind)
-        rows = _rows(here, size, zero), _rows(there, size, zero + np.uint64(first.device.index))
-        transfer = self._post(peer, [self._prepare(Op.READ, peer, kinds, rows)], Op.READ)
+        here = np.array([[self._scratch.ctypes.data, 1, 0]], dtype=np.uint64)
+        there = np.array([[first.address, 1, first.device.index]], dtype=np.uint64)
+        with self._lock:
+            self._check_open()
+            handle = self._prepare(Op.READ, peer, (CPU.kind, first.device.kind), (here, there))
+            transfer = self._post(peer, [handle], Op.READ)
         deadline = time.monotonic() + WARM_UP_S
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -580,13 +581,15 @@ class NixlBackend:
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
+    # Every request passes here: one lock, one call of the core for each side, four of NIXL, and few objects.
+
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
         with self._lock:
             own = self._reachable(peer)
             return self._post(own, self._prepare_all(op, own, copies), op)
 
     def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlPrepared:
-        """See `Preparing`: posting again costs 4 us over shared memory, where a submit of one copy costs 50."""
+        """See `Preparing`: a post again pays for neither checks nor a new request (`docs/engines.md`)."""
         with self._lock:
             own = self._reachable(peer)
             prepared = NixlPrepared(self, own, op, self._prepare_all(op, own, copies))
@@ -602,26 +605,20 @@ class NixlBackend:
         """A request for each pair of memory kinds among `copies`, every address of which is checked."""
         index = self._own_index()
         local, remote = local_and_remote(op, copies)
-        where = (
-            index.check(local, copies.nbytes, side="local"),
-            peer.index.check(remote, copies.nbytes, side="remote"),
-        )
-        if index.all_on_cpu and peer.index.all_on_cpu:
-            if not len(copies):
-                return []
-            dram = self._nixl.DRAM_SEG
-            rows = _rows(local, copies.nbytes, 0), _rows(remote, copies.nbytes, 0)
-            return [self._prepare(op, peer, (dram, dram), rows)]
-        devices = _devices(index, where[0]), _devices(peer.index, where[1])
+        ours = index.describe(local, copies.nbytes, side="local")
+        theirs = peer.index.describe(remote, copies.nbytes, side="remote")
+        if not len(ours):
+            return []
+        if index.kind and peer.index.kind:
+            return [self._prepare(op, peer, (index.kind, peer.index.kind), (ours, theirs))]
         handles: list[int] = []
-        for kinds, chosen in _by_kind(devices):
-            ours, theirs = (
-                _rows(addresses[chosen], copies.nbytes[chosen], numbers[chosen])
-                for addresses, (_, numbers) in zip((local, remote), devices, strict=True)
-            )
-            memory_kinds = self._memory_kind(kinds[0]), self._memory_kind(kinds[1])
+        on_gpu = (
+            _are_on_gpu(index, index.check(local, copies.nbytes, side="local")),
+            _are_on_gpu(peer.index, peer.index.check(remote, copies.nbytes, side="remote")),
+        )
+        for kinds, chosen in _by_kind(*on_gpu):
             try:
-                handles.append(self._prepare(op, peer, memory_kinds, (ours, theirs)))
+                handles.append(self._prepare(op, peer, kinds, (ours[chosen], theirs[chosen])))
             except BackendError:
                 self._discard(handles)
                 raise
@@ -639,22 +636,25 @@ class NixlBackend:
         return peer
 
     def _prepare(
-        self, op: Op, peer: NixlPeer, kinds: tuple[Any, Any], rows: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+        self, op: Op, peer: NixlPeer, kinds: tuple[str, str], rows: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
     ) -> int:
-        """A request that is not posted yet; `kinds` and `rows` (N x 3: address, length, device) are (local, remote)."""
-        operation = self._nixl.NIXL_WRITE if op is Op.WRITE else self._nixl.NIXL_READ
-        with self._lock, self._mapped(f"preparing {len(rows[0])} copies for peer {peer.agent!r}"):
-            local, remote = (self._nixl.nixlXferDList(kind, row) for kind, row in zip(kinds, rows, strict=True))
+        """A request that is not posted yet, under the lock; `kinds` and `rows` (as of `RegionIndex`) are (local, remote)."""
+        nixl = self._nixl
+        try:
+            local = nixl.nixlXferDList(self._memory_kind(kinds[0]), rows[0])
+            remote = nixl.nixlXferDList(self._memory_kind(kinds[1]), rows[1])
+            operation = nixl.NIXL_WRITE if op is Op.WRITE else nixl.NIXL_READ
             handle = int(self._agent.createXferReq(operation, local, remote, peer.agent, "", [self._ucx]))
-            self._handles.add(handle)
-            return handle
+        except self._errors as error:
+            raise _as_ours(f"preparing {len(rows[0])} copies for peer {peer.agent!r}", error) from error
+        self._handles.add(handle)
+        return handle
 
     def _post(self, peer: NixlPeer, handles: list[int], op: Op, *, owns_handles: bool = True) -> NixlTransfer:
+        """Under the lock, with an open engine."""
         transfer = NixlTransfer(self, peer, handles, owns_handles=owns_handles)
-        with self._lock:
-            self._check_open()
-            if self._ask_all(transfer, self._agent.postXferReq, _POSTING[op]):
-                self._hold(peer.agent)
+        if handles and self._ask_all(transfer, self._agent.postXferReq, _POSTING[op]):
+            self._hold(peer.agent)
         return transfer
 
     def advance(self, transfer: NixlTransfer) -> None:
@@ -670,28 +670,24 @@ class NixlBackend:
 
     def _ask_all(self, transfer: NixlTransfer, call: Any, what: str) -> bool:
         """Take NIXL's answers until one is bad; whether the transfer is still pending, and so needs its agent."""
-        for handle in tuple(transfer.running):
-            if not self._ask(transfer, handle, call, what):
-                break
-        return transfer.status is TransferStatus.PENDING
-
-    def _ask(self, transfer: NixlTransfer, handle: int, call: Any, what: str) -> bool:
-        """Take NIXL's answer about `handle`; False once the transfer has gone wrong."""
-        try:
-            status = call(handle)
-        except self._errors as error:
-            if ERRORS.get(type(error).__name__) is PeerUnreachable:
-                transfer.peer.lost = transfer.peer.lost or str(error)
-            transfer.give_up(f"{what}: {type(error).__name__}: {error}")
-            return False
-        if status == self._success:
-            transfer.running.discard(handle)
-            if not transfer.running:
-                transfer.status = TransferStatus.DONE
-        elif status != self._in_progress:
-            transfer.give_up(f"{what}: NIXL says {status}")
-            return False
-        return True
+        left = []
+        for handle in transfer.running:
+            try:
+                status = call(handle)
+            except self._errors as error:
+                if ERRORS.get(type(error).__name__) is PeerUnreachable:
+                    transfer.peer.lost = transfer.peer.lost or str(error)
+                transfer.give_up(f"{what}: {type(error).__name__}: {error}")
+                return False
+            if status == self._in_progress:
+                left.append(handle)
+            elif status != self._success:
+                transfer.give_up(f"{what}: NIXL says {status}")
+                return False
+        transfer.running = left
+        if not left:
+            transfer.status = TransferStatus.DONE
+        return bool(left)
 
     def release(self, transfer: NixlTransfer) -> None:
         """Give a settled transfer's handles back, unless they are kept to be posted again."""
@@ -742,34 +738,25 @@ class NixlBackend:
         try:
             yield
         except self._errors as error:
-            kind = ERRORS.get(type(error).__name__, BackendError)
-            raise kind(f"backend 'nixl': {what}: {type(error).__name__}: {error}") from error
+            raise _as_ours(what, error) from error
 
 
-_Devices = tuple[npt.NDArray[np.bool_], Addresses]
-"""Per copy: whether it is in GPU memory, and its device's number."""
+def _as_ours(what: str, error: Exception) -> DisaggError:
+    kind = ERRORS.get(type(error).__name__, BackendError)
+    return kind(f"backend 'nixl': {what}: {type(error).__name__}: {error}")
 
 
-def _devices(index: RegionIndex, where: npt.NDArray[np.int64]) -> _Devices:
-    devices: list[Device] = [region.device for region in index.regions]
-    on_gpu = np.array([device.kind != CPU.kind for device in devices], dtype=np.bool_)
-    numbers = np.array([device.index for device in devices], dtype=np.uint64)
-    return on_gpu[where], numbers[where]
+def _are_on_gpu(index: RegionIndex, where: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each copy is in GPU memory, from its region."""
+    return np.array([region.device.kind != CPU.kind for region in index.regions], dtype=np.bool_)[where]
 
 
-def _by_kind(devices: tuple[_Devices, _Devices]) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_] | slice]]:
-    """Which copies have each pair of (local, remote) memory kinds; nothing for an empty batch."""
-    (local, _), (remote, _) = devices
+def _by_kind(
+    local: npt.NDArray[np.bool_], remote: npt.NDArray[np.bool_]
+) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_]]]:
+    """Which copies have each pair of (local, remote) memory kinds."""
     for local_gpu in (False, True):
         for remote_gpu in (False, True):
             chosen = (local == local_gpu) & (remote == remote_gpu)
             if chosen.any():
-                kinds = ("cuda" if local_gpu else "cpu", "cuda" if remote_gpu else "cpu")
-                yield kinds, slice(None) if chosen.all() else chosen
-
-
-def _rows(addresses: Addresses, nbytes: Addresses, devices: Addresses | int) -> npt.NDArray[np.uint64]:
-    """N x 3: address, length, device number."""
-    rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, devices
-    return rows
+                yield ("cuda" if local_gpu else "cpu", "cuda" if remote_gpu else "cpu"), chosen

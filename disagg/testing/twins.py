@@ -39,6 +39,21 @@ def group_concurrent_contiguous_numpy(source: npt.ArrayLike, destination: npt.Ar
     return src[begins], dst[begins], lengths.astype(np.int64, copy=False)
 
 
+# ------------------------------------------------------------------------------------------------------------ regions
+
+
+def locate_numpy(starts: Addresses, stops: Addresses, addresses: Addresses, nbytes: Addresses) -> tuple[Ints, int]:
+    """The region `[starts[k], stops[k])` that holds each range of memory whole, or -1; and the number of the first range that
+    none holds, or how many there are. Ranges are of at least one byte; regions ascend and do not overlap.
+    """
+    if not len(starts):
+        return np.full(len(addresses), -1, dtype=np.int64), 0
+    last = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
+    held = (last >= 0) & (addresses < stops[last]) & (nbytes <= stops[last] - np.minimum(addresses, stops[last]))
+    outside = np.flatnonzero(~held)
+    return np.where(held, last, -1), int(outside[0]) if len(outside) else len(addresses)
+
+
 # ------------------------------------------------------------------------------------------------------------ binding
 
 
