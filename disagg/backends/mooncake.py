@@ -4,6 +4,7 @@ A batch goes out in chunks. Of each chunk all but the last few pieces are one as
 tasks of their own, because the status of a batch of one task is all that this engine tells without blocking and without
 giving up. When these have ended, the batch before them in the engine's first-in first-out queue has ended too, or is about
 to, and the call that waits for it returns at once. One thread per peer posts and asks; nobody spins, and no caller waits.
+A few pieces are posted by the caller, and asked for by whoever polls: a thread's turn would take longer than they do.
 
 Pieces that are read are tasks of their own, all of them: after a failure it must be known of every one whether the engine
 may still write to local memory, and of a batch with a failed piece the engine tells nothing about the others.
@@ -38,7 +39,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,9 +252,10 @@ def _pieces(op: Op, copies: CopyBatch) -> _Pieces:
 
 
 class MooncakeTransfer:
-    """Posted copies; only the peer's thread changes it."""
+    """Copies for one peer's `queue`; only who has the queue's turn changes it."""
 
-    def __init__(self, op: Op, pieces: _Pieces) -> None:
+    def __init__(self, queue: _PeerQueue, op: Op, pieces: _Pieces) -> None:
+        self._queue = queue
         self.op = op
         self.pieces = pieces
         self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
@@ -264,6 +266,8 @@ class MooncakeTransfer:
         """Every piece that was posted is known to have ended in this engine, well or badly."""
 
     def poll(self) -> TransferStatus:
+        if self.status is TransferStatus.PENDING:
+            self._queue.look()
         return self.status
 
     def close(self) -> None:
@@ -300,12 +304,14 @@ class _PeerQueue:
         self._descriptor = descriptor
         self._limit = limit
         self._changed = threading.Condition()
+        self._turn = threading.Lock()  # who posts, asks and judges; taken before `_changed` where both are
         self._waiting: deque[MooncakeTransfer] = deque()
         self._flights: deque[_Flight] = deque()
         self._unsettled: list[MooncakeTransfer] = []
         self._num_outstanding = 0
         self._num_users = 1
         self._open = True
+        self._end_reason = "the engine was closed before the transfer had ended"
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
         # Not a daemon: a daemon thread that the interpreter ends inside the engine takes the process down with it.
@@ -329,11 +335,36 @@ class _PeerQueue:
             self._changed.notify()
 
     def submit(self, transfer: MooncakeTransfer) -> None:
+        """A few pieces for which nothing waits are posted here and now; the rest, by the thread."""
         with self._changed:
             if not self._open:
                 raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
             self._waiting.append(transfer)
-            self._changed.notify()
+            if len(self._waiting) > 1 or len(transfer.pieces) > _TAIL or not self._turn.acquire(blocking=False):
+                self._changed.notify()
+                return
+        self._take_turn(self._post)
+
+    def look(self) -> None:
+        """Take what has ended, without waiting: for batches the thread asks, as the engine's answer may take long."""
+        if self._flights and self._turn.acquire(blocking=False):
+            self._take_turn(self._settle_tasks)
+
+    def _take_turn(self, work: Callable[[], None]) -> None:
+        """Do `work` in the caller, which has the turn. The thread hears of what is left to it, and of what went wrong; of
+        tasks it need not hear: whoever waits for them polls.
+        """
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - as at the thread's top: fails what the queue owned
+            _log.exception("Mooncake peer %s", self._descriptor.session)
+            self._end_reason = f"the engine failed for peer {self._descriptor.session}: {error!r}"
+            self._open = False
+        finally:
+            self._turn.release()
+        if self._waiting or self._unsettled or not self._open:
+            with self._changed:
+                self._changed.notify()
 
     def stop(self) -> None:
         """Returns once the thread has ended; what is not settled by then is unsettled."""
@@ -347,16 +378,18 @@ class _PeerQueue:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._post()
-                self._settle_flights()
-                self._settle_lost()
+                with self._turn:
+                    self._post()
+                    self._settle_flights()
+                    self._settle_lost()
         except BaseException as error:  # noqa: BLE001 - the thread's top: fails what the thread owned
             _log.exception("the thread for Mooncake peer %s ended", self._descriptor.session)
             self._end(f"the thread for peer {self._descriptor.session} ended: {error!r}")
         else:
-            self._end("the engine was closed before the transfer had ended")
+            self._end(self._end_reason)
         finally:
-            # The last one who holds the engine ends it, and peers outlive their backend.
+            # The last one who holds the engine ends it, and peers outlive their backend. Nobody asks it any more: nothing is
+            # in flight, and the queue is closed.
             del self._engine
 
     def _wait(self) -> bool:
@@ -379,10 +412,11 @@ class _PeerQueue:
             return False
 
     def _end(self, reason: str) -> None:
-        with self._changed:
+        with self._turn, self._changed:
             self._open = False
             left = [*self._waiting, *(flight.transfer for flight in self._flights), *self._unsettled]
             self._waiting.clear()
+            self._flights.clear()
         for transfer in left:
             if transfer.status is TransferStatus.PENDING:
                 transfer.fail(reason)
@@ -434,10 +468,18 @@ class _PeerQueue:
     def _settle_flights(self) -> None:
         """Take what has ended out of the queue, oldest first."""
         while self._flights and self._has_ended(self._flights[0]):
-            flight = self._flights.popleft()
-            self._num_outstanding -= flight.num_pieces
-            flight.transfer.num_flights -= 1
-            self._judge(flight.transfer)
+            self._land()
+
+    def _settle_tasks(self) -> None:
+        """The same, up to the first flight with a batch."""
+        while self._flights and not self._flights[0].batch and self._has_ended(self._flights[0]):
+            self._land()
+
+    def _land(self) -> None:
+        flight = self._flights.popleft()
+        self._num_outstanding -= flight.num_pieces
+        flight.transfer.num_flights -= 1
+        self._judge(flight.transfer)
 
     def _has_ended(self, flight: _Flight) -> bool:
         """Ask for the tasks, in the order of posting; then take the batch, which has ended but for a last few pieces."""
@@ -521,7 +563,7 @@ class MooncakePrepared:
     def post(self) -> MooncakeTransfer:
         if not self._peer.connected:
             raise PeerUnreachable(f"backend 'mooncake': the peer of epoch {self._peer.epoch} was disconnected")
-        transfer = MooncakeTransfer(self._op, self._pieces)
+        transfer = MooncakeTransfer(self._peer.queue, self._op, self._pieces)
         if len(self._pieces):
             self._peer.queue.submit(transfer)
         return transfer
@@ -679,10 +721,10 @@ class MooncakeBackend:
         if not readable or self._protocol == "nvlink_intra":
             return
         here, there = (np.full(_TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, readable[0].address))
-        transfer = MooncakeTransfer(Op.READ, _Pieces(here, there, np.ones(_TAIL, np.uint64)))
+        transfer = MooncakeTransfer(peer.queue, Op.READ, _Pieces(here, there, np.ones(_TAIL, np.uint64)))
         peer.queue.submit(transfer)
         deadline = time.monotonic() + _WARM_S
-        while transfer.status is TransferStatus.PENDING and time.monotonic() < deadline:
+        while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
             time.sleep(1e-3)
         if transfer.status is not TransferStatus.DONE:
             raise PeerUnreachable(f"peer {descriptor.session} does not move bytes: {transfer.error or 'no answer'}")

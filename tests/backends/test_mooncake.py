@@ -206,17 +206,18 @@ class TestMooncakeContract(BackendContract):
         time.sleep(0.2)
         np.testing.assert_array_equal(local.memory, image)
 
-    def test_a_thread_that_ends_takes_its_transfers_along(
-        self, backend: Backend, local: Arena, target: Target, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("num_pieces", [1, 9], ids=["asked-by-the-caller", "asked-by-the-thread"])
+    def test_what_goes_wrong_with_a_queue_ends_its_transfers(
+        self, backend: Backend, local: Arena, target: Target, monkeypatch: pytest.MonkeyPatch, num_pieces: int
     ) -> None:
         peer = backend.connect(target.endpoint, epoch=1)
         assert isinstance(peer, MooncakePeer)
 
-        def broken() -> None:
+        def broken(_: object) -> None:
             raise RuntimeError("as a test")
 
-        monkeypatch.setattr(peer.queue, "_settle_flights", broken)
-        batch = batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])
+        monkeypatch.setattr(peer.queue, "_has_ended", broken)
+        batch = batch_of(Op.WRITE, local, target.arena, [(0, 10 * i, 0, 10 * i, 10) for i in range(num_pieces)])
         transfer = backend.submit(Op.WRITE, peer, batch)
         until(transfer, TransferStatus.UNSETTLED)
         assert "as a test" in str(transfer.error)
