@@ -1,6 +1,7 @@
 // Runs of indices that step by one on both sides of a copy.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -27,10 +28,9 @@ inline constexpr std::size_t kMaskBits = 64;
 
 constexpr std::uint64_t bits(std::int64_t value) { return static_cast<std::uint64_t>(value); }
 
-// About up to 64 pairs: where something begins (a run, or a pair with a negative id, which is alone), and where an id is
-// negative.
+// About up to 64 pairs: where both ids are one more than those of the pair before, and where an id is negative.
 struct PairMasks {
-    std::uint64_t begins;
+    std::uint64_t steps;
     std::uint64_t negative;
 };
 
@@ -40,17 +40,19 @@ PairMasks masks_any(const S* source, const D* destination, std::size_t index, st
     PairMasks masks{0, 0};
     for (std::size_t k = 0; k < count; ++k) {
         const std::size_t i = index + k;
-        const std::int64_t s1 = source[i], d1 = destination[i];
-        const std::int64_t s0 = i > 0 ? std::int64_t{source[i - 1]} : -1, d0 = i > 0 ? std::int64_t{destination[i - 1]} : -1;
-        const std::uint64_t steps = (bits(s1) - bits(s0) - 1) | (bits(d1) - bits(d0) - 1);
-        masks.begins |= static_cast<std::uint64_t>((steps != 0) | ((s0 | s1 | d0 | d1) < 0)) << k;
-        masks.negative |= static_cast<std::uint64_t>((s1 | d1) < 0) << k;
+        const std::int64_t s = source[i], d = destination[i];
+        masks.negative |= static_cast<std::uint64_t>((s | d) < 0) << k;
+        if (i == 0) continue;
+        const std::uint64_t others = (bits(s) - bits(source[i - 1]) - 1) | (bits(d) - bits(destination[i - 1]) - 1);
+        masks.steps |= static_cast<std::uint64_t>(others == 0) << k;
     }
     return masks;
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#define DISAGG_GROUP_AVX2 1
+#define DISAGG_GROUP_AVX 1
+// Masks of 64 pairs from `index`, which is not 0. A difference that wraps needs a negative id.
+
 [[gnu::target("avx2"), gnu::always_inline]] inline __m256i load_four(const std::int64_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
@@ -58,46 +60,146 @@ PairMasks masks_any(const S* source, const D* destination, std::size_t index, st
     return _mm256_cvtepi32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-[[gnu::target("avx2"), gnu::always_inline]] inline __m256i load_eight(const std::int32_t* from) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-}
-
-// Of 64 pairs from `index`, which is not 0.
 template <typename S, typename D>
 [[gnu::target("avx2")]] PairMasks masks_avx2(const S* source, const D* destination, std::size_t index) {
     PairMasks masks{0, 0};
     const __m256i one = _mm256_set1_epi64x(1);
     for (std::size_t k = 0; k < kMaskBits; k += 4) {
-        const __m256i s0 = load_four(source + index + k - 1), s1 = load_four(source + index + k);
-        const __m256i d0 = load_four(destination + index + k - 1), d1 = load_four(destination + index + k);
-        const __m256i steps = _mm256_and_si256(_mm256_cmpeq_epi64(_mm256_sub_epi64(s1, s0), one),
-                                               _mm256_cmpeq_epi64(_mm256_sub_epi64(d1, d0), one));
-        const __m256i signs = _mm256_or_si256(s1, d1), before = _mm256_or_si256(s0, d0);
-        const auto joins = _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_andnot_si256(_mm256_or_si256(signs, before), steps)));
-        masks.begins |= static_cast<std::uint64_t>(joins ^ 15) << k;
-        masks.negative |= static_cast<std::uint64_t>(_mm256_movemask_pd(_mm256_castsi256_pd(signs))) << k;
+        const std::size_t i = index + k;
+        const __m256i s = load_four(source + i), d = load_four(destination + i);
+        const __m256i steps = _mm256_and_si256(_mm256_cmpeq_epi64(_mm256_sub_epi64(s, load_four(source + i - 1)), one),
+                                               _mm256_cmpeq_epi64(_mm256_sub_epi64(d, load_four(destination + i - 1)), one));
+        masks.steps |= static_cast<std::uint64_t>(_mm256_movemask_pd(_mm256_castsi256_pd(steps))) << k;
+        masks.negative |= static_cast<std::uint64_t>(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_or_si256(s, d)))) << k;
     }
     return masks;
 }
 
-// Of 64 pairs of 32-bit ids; a wrap of the difference needs a negative id.
+[[gnu::target("avx2"), gnu::always_inline]] inline __m256i load(const std::int32_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+
 [[gnu::target("avx2")]] inline PairMasks masks_avx2(const std::int32_t* source, const std::int32_t* destination,
                                                     std::size_t index) {
     PairMasks masks{0, 0};
     const __m256i one = _mm256_set1_epi32(1);
     for (std::size_t k = 0; k < kMaskBits; k += 8) {
-        const __m256i s0 = load_eight(source + index + k - 1), s1 = load_eight(source + index + k);
-        const __m256i d0 = load_eight(destination + index + k - 1), d1 = load_eight(destination + index + k);
-        const __m256i steps = _mm256_and_si256(_mm256_cmpeq_epi32(_mm256_sub_epi32(s1, s0), one),
-                                               _mm256_cmpeq_epi32(_mm256_sub_epi32(d1, d0), one));
-        const __m256i signs = _mm256_or_si256(s1, d1), before = _mm256_or_si256(s0, d0);
-        const auto joins = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_andnot_si256(_mm256_or_si256(signs, before), steps)));
-        masks.begins |= static_cast<std::uint64_t>(joins ^ 255) << k;
-        masks.negative |= static_cast<std::uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(signs))) << k;
+        const std::size_t i = index + k;
+        const __m256i s = load(source + i), d = load(destination + i);
+        const __m256i steps = _mm256_and_si256(_mm256_cmpeq_epi32(_mm256_sub_epi32(s, load(source + i - 1)), one),
+                                               _mm256_cmpeq_epi32(_mm256_sub_epi32(d, load(destination + i - 1)), one));
+        masks.steps |= static_cast<std::uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(steps))) << k;
+        masks.negative |= static_cast<std::uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(s, d)))) << k;
+    }
+    return masks;
+}
+
+// What these scans use of the processor.
+#define DISAGG_AVX512 "avx512f,avx512dq,popcnt"
+
+[[gnu::target(DISAGG_AVX512), gnu::always_inline]] inline __m512i load_eight(const std::int64_t* from) {
+    return _mm512_loadu_si512(from);
+}
+[[gnu::target(DISAGG_AVX512), gnu::always_inline]] inline __m512i load_eight(const std::int32_t* from) {
+    return _mm512_maskz_cvtepi32_epi64(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// Ids before come from the vector before: loads across lines would cost twice.
+template <typename S, typename D>
+[[gnu::target(DISAGG_AVX512)]] PairMasks masks_avx512(const S* source, const D* destination, std::size_t index) {
+    PairMasks masks{0, 0};
+    const __m512i one = _mm512_set1_epi64(1);
+    __m512i s_before = _mm512_set1_epi64(source[index - 1]), d_before = _mm512_set1_epi64(destination[index - 1]);
+    for (std::size_t k = 0; k < kMaskBits; k += 8) {
+        const __m512i s = load_eight(source + index + k), d = load_eight(destination + index + k);
+        const __m512i s_step = _mm512_sub_epi64(s, _mm512_maskz_alignr_epi64(0xff, s, s_before, 7));
+        const __m512i d_step = _mm512_sub_epi64(d, _mm512_maskz_alignr_epi64(0xff, d, d_before, 7));
+        const __mmask8 steps = _mm512_mask_cmpeq_epi64_mask(_mm512_cmpeq_epi64_mask(s_step, one), d_step, one);
+        masks.steps |= static_cast<std::uint64_t>(steps) << k;
+        masks.negative |= static_cast<std::uint64_t>(_mm512_movepi64_mask(_mm512_or_si512(s, d))) << k;
+        s_before = s;
+        d_before = d;
+    }
+    return masks;
+}
+
+[[gnu::target(DISAGG_AVX512)]] inline PairMasks masks_avx512(const std::int32_t* source, const std::int32_t* destination,
+                                                             std::size_t index) {
+    PairMasks masks{0, 0};
+    const __m512i one = _mm512_set1_epi32(1);
+    __m512i s_before = _mm512_set1_epi32(source[index - 1]), d_before = _mm512_set1_epi32(destination[index - 1]);
+    for (std::size_t k = 0; k < kMaskBits; k += 16) {
+        const __m512i s = _mm512_loadu_si512(source + index + k), d = _mm512_loadu_si512(destination + index + k);
+        const __m512i s_step = _mm512_sub_epi32(s, _mm512_maskz_alignr_epi32(0xffff, s, s_before, 15));
+        const __m512i d_step = _mm512_sub_epi32(d, _mm512_maskz_alignr_epi32(0xffff, d, d_before, 15));
+        const __mmask16 steps = _mm512_mask_cmpeq_epi32_mask(_mm512_cmpeq_epi32_mask(s_step, one), d_step, one);
+        masks.steps |= static_cast<std::uint64_t>(steps) << k;
+        masks.negative |= static_cast<std::uint64_t>(_mm512_movepi32_mask(_mm512_or_si512(s, d))) << k;
+        s_before = s;
+        d_before = d;
     }
     return masks;
 }
 #endif
+
+// Two words for every 64 pairs go to `words`: where something begins (a run, or a pair with a negative id, which is alone),
+// and where an id is negative. Returns how many runs there are. `whole(index)` gives the masks of 64 pairs from `index`,
+// which is not 0. Inlined, so that it is built for the processor that `whole` is for.
+template <typename S, typename D, typename Whole>
+[[gnu::always_inline]] inline std::size_t scan(const S* source, const D* destination, std::size_t size, std::uint64_t* words,
+                                               const Whole& whole) {
+    std::size_t num_runs = 0;
+    std::uint64_t before = 0;  // whether the last pair of the words before has a negative id
+    for (std::size_t index = 0; index < size; index += kMaskBits) {
+        const std::size_t count = std::min(size - index, kMaskBits);
+        const PairMasks masks = index > 0 && count == kMaskBits ? whole(index) : masks_any(source, destination, index, count);
+        const std::uint64_t present = ~std::uint64_t{0} >> (kMaskBits - count);
+        const std::uint64_t begins = (~masks.steps | masks.negative | masks.negative << 1 | before) & present;
+        before = masks.negative >> (kMaskBits - 1);
+        *words++ = begins;
+        *words++ = masks.negative;
+        num_runs += static_cast<std::size_t>(std::popcount(begins & ~masks.negative));
+    }
+    return num_runs;
+}
+
+#if defined(DISAGG_GROUP_AVX)
+inline bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("popcnt");
+}
+
+template <typename S, typename D>
+[[gnu::target(DISAGG_AVX512)]] std::size_t scan_avx512(const S* source, const D* destination, std::size_t size,
+                                                       std::uint64_t* words) {
+    struct Whole {
+        const S* source;
+        const D* destination;
+        [[gnu::target(DISAGG_AVX512)]] PairMasks operator()(std::size_t index) const {
+            return masks_avx512(source, destination, index);
+        }
+    };
+    return scan(source, destination, size, words, Whole{source, destination});
+}
+
+template <typename S, typename D>
+[[gnu::target("avx2,popcnt")]] std::size_t scan_avx2(const S* source, const D* destination, std::size_t size,
+                                                     std::uint64_t* words) {
+    struct Whole {
+        const S* source;
+        const D* destination;
+        [[gnu::target("avx2,popcnt")]] PairMasks operator()(std::size_t index) const {
+            return masks_avx2(source, destination, index);
+        }
+    };
+    return scan(source, destination, size, words, Whole{source, destination});
+}
+#endif
+
+template <typename S, typename D>
+std::size_t scan_any(const S* source, const D* destination, std::size_t size, std::uint64_t* words) {
+    return scan(source, destination, size, words,
+                [&](std::size_t index) { return masks_any(source, destination, index, kMaskBits); });
+}
 
 }  // namespace detail
 
@@ -121,25 +223,7 @@ class RunGroups {
                                         std::to_string(destination.size()));
         }
         size_ = source.size();
-#if defined(DISAGG_GROUP_AVX2)
-        const bool wide = __builtin_cpu_supports("avx2");
-#endif
-        for (std::size_t index = 0; index < size_; index += detail::kMaskBits) {
-            const std::size_t count = size_ - index < detail::kMaskBits ? size_ - index : detail::kMaskBits;
-            detail::PairMasks masks;
-#if defined(DISAGG_GROUP_AVX2)
-            if (wide && index > 0 && count == detail::kMaskBits) {
-                masks = detail::masks_avx2(source_, destination_, index);
-            } else
-#endif
-            {
-                masks = detail::masks_any(source_, destination_, index, count);
-            }
-            const std::size_t word = index / detail::kMaskBits * 2;
-            words_[word] = masks.begins;
-            words_[word + 1] = masks.negative;
-            num_runs_ += static_cast<std::size_t>(std::popcount(masks.begins & ~masks.negative));
-        }
+        num_runs_ = scanner()(source_, destination_, size_, words_);
     }
 
     // How many runs there are.
@@ -154,6 +238,17 @@ class RunGroups {
             const std::uint64_t negative = words_[word + 1];
             std::uint64_t begins = words_[word];
             if (negative == 0 && open) {
+                if (begins == ~std::uint64_t{0}) {  // ids in no order: nothing but runs of one
+                    out.lengths[count - 1] = static_cast<std::int64_t>(index - last);
+                    for (std::size_t k = 0; k < detail::kMaskBits; ++k) {
+                        out.source_starts[count + k] = source_[index + k];
+                        out.destination_starts[count + k] = destination_[index + k];
+                        out.lengths[count + k] = 1;
+                    }
+                    count += detail::kMaskBits;
+                    last = index + detail::kMaskBits - 1;
+                    continue;
+                }
                 for (; begins != 0; begins &= begins - 1) {
                     const std::size_t at = index + static_cast<std::size_t>(std::countr_zero(begins));
                     out.source_starts[count] = source_[at];
@@ -180,6 +275,15 @@ class RunGroups {
     }
 
   private:
+    // The fastest scan that this processor has the instructions for.
+    static auto scanner() {
+#if defined(DISAGG_GROUP_AVX)
+        if (detail::has_avx512()) return detail::scan_avx512<S, D>;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) return detail::scan_avx2<S, D>;
+#endif
+        return detail::scan_any<S, D>;
+    }
+
     const S* source_;
     const D* destination_;
     std::uint64_t* words_;

@@ -72,6 +72,24 @@ std::vector<Run> runs_of(const std::vector<S>& source, const std::vector<D>& des
     return runs;
 }
 
+// Whatever this processor would choose: each scan that it can run finds the same.
+template <typename S, typename D>
+bool scans_agree(const std::vector<S>& source, const std::vector<D>& destination) {
+    namespace detail = disagg::detail;
+    const auto scanned = [&](auto scan) {
+        std::vector<std::uint64_t> words(disagg::RunGroups<S, D>::num_words(source.size()));
+        words.push_back(scan(source.data(), destination.data(), source.size(), words.data()));
+        return words;
+    };
+    const auto expected = scanned(detail::scan_any<S, D>);
+    bool agree = true;
+#if defined(DISAGG_GROUP_AVX)
+    if (__builtin_cpu_supports("avx2")) agree &= scanned(detail::scan_avx2<S, D>) == expected;
+    if (detail::has_avx512()) agree &= scanned(detail::scan_avx512<S, D>) == expected;
+#endif
+    return agree;
+}
+
 template <typename S, typename D>
 void test_random_runs(std::mt19937_64& random) {
     for (int round = 0; round < 3000; ++round) {
@@ -88,6 +106,7 @@ void test_random_runs(std::mt19937_64& random) {
             destination[i] = static_cast<D>(d);
         }
         CHECK(runs_of(source, destination) == naive_runs(source, destination));
+        CHECK(scans_agree(source, destination));
     }
 }
 

@@ -57,7 +57,10 @@ def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLik
     >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
     (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
     """
-    return _core.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
+    try:  # mostly arrays that the core takes as they are, for which looking at them would cost more than the work
+        return _core.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
+    except TypeError:
+        return _core.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
