@@ -24,6 +24,7 @@
 #include "digest.hpp"
 #include "group_runs.hpp"
 #include "pack.hpp"
+#include "process_copy.hpp"
 #include "regions.hpp"
 
 namespace nb = nanobind;
@@ -261,6 +262,17 @@ std::size_t describe(const Regions& self, const Addresses& addresses, const Addr
     return disagg::describe(self.columns(), {view(addresses), view(nbytes)}, {rows, out.shape(0)});
 }
 
+using ReadDescriptors = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+int copy_between_processes(int pid, const ReadDescriptors& local, const ReadDescriptors& remote, bool write,
+                           std::int64_t num_threads) {
+    const auto rows = [](const ReadDescriptors& table) {
+        return std::span(reinterpret_cast<const disagg::Descriptor*>(table.data()), table.shape(0));
+    };
+    const nb::gil_scoped_release released;
+    return disagg::copy_between_processes(pid, rows(local), rows(remote), write, num_threads);
+}
+
 using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases, const RunTable& runs,
@@ -331,6 +343,11 @@ NB_MODULE(_core, m) {
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
           "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
           "ValueError: columns of different lengths, or num_threads below 1.");
+    m.def("copy_between_processes", &copy_between_processes, "pid"_a, "local"_a.noconvert(), "remote"_a.noconvert(),
+          nb::kw_only(), "write"_a, "num_threads"_a = 1,
+          "Copy between rows (address, length, device) of this process and of process `pid`, to it or from it.\n\n"
+          "Returns 0, or the system's error number, any part having been copied; nothing is under way any more. Local memory\n"
+          "must be mapped: nothing checks that here. ValueError: sides that do not match, or num_threads below 1.");
     nb::class_<disagg::Stream>(m, "Stream",
                                "One side's bytes of a request in an order that both sides know: spans, layers, runs, dims.\n\n"
                                "Holds one layer's pieces of each shape. Memory must be mapped: nothing checks that here.")

@@ -156,6 +156,14 @@ def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, 
     different lengths, a sum of 2**64 and more, or `num_threads` below 1, with nothing copied.
     """
 
+def copy_between_processes(pid: int, local: _Addresses, remote: _Addresses, *, write: bool, num_threads: int = 1) -> int:
+    """Copy between `local[i]` in this process and `remote[i]` in process `pid` of this machine: to it, or from it.
+
+    Both are rows as of `Regions.describe`, of host memory and of the same lengths. Returns 0 or the system's error number (3:
+    no such process; 14: memory that is not mapped), with any part copied; in either case nothing is under way any more.
+    Raises `ValueError` for sides that do not match or `num_threads` below 1, with nothing copied.
+    """
+
 def digest(
     layers: npt.NDArray[np.int64],
     bases: _Addresses,

@@ -1,4 +1,6 @@
 // Tests of the headers alone, for the sanitizers (`make sanitize`): no Python, no test framework. Exit status 0 if all hold.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -18,6 +20,7 @@
 #include "digest.hpp"
 #include "group_runs.hpp"
 #include "pack.hpp"
+#include "process_copy.hpp"
 #include "regions.hpp"
 
 namespace {
@@ -707,6 +710,32 @@ void test_refused_ranges() {
     CHECK(!refused({two, two, two}, {one, one}));
 }
 
+// ------------------------------------------------------------------------------------------- copies between processes
+
+// The other process is this one. Pieces of 3 bytes, more than one call takes; every second byte of the destination is
+// another's.
+void test_process_copies(std::mt19937_64& random) {
+    constexpr std::size_t kCount = 5000, kSize = 3;
+    std::vector<unsigned char> from(kCount * kSize), to(2 * kCount * kSize, 7), back(kCount * kSize);
+    for (auto& byte : from) byte = static_cast<unsigned char>(random());
+    std::vector<disagg::Descriptor> local(kCount), remote(kCount), returned(kCount);
+    for (std::size_t i = 0; i < kCount; ++i) {
+        local[i] = {reinterpret_cast<std::uintptr_t>(from.data()) + i * kSize, kSize, 0};
+        remote[i] = {reinterpret_cast<std::uintptr_t>(to.data()) + 2 * ((i * 7) % kCount) * kSize, kSize, 0};
+        returned[i] = {reinterpret_cast<std::uintptr_t>(back.data()) + i * kSize, kSize, 0};
+    }
+    CHECK(disagg::copy_between_processes(getpid(), local, remote, true, 2) == 0);
+    for (std::size_t i = 0; i < kCount; ++i) {
+        const std::size_t at = 2 * ((i * 7) % kCount) * kSize;
+        CHECK(std::memcmp(&to[at], &from[i * kSize], kSize) == 0 && to[at + kSize] == 7);
+    }
+    CHECK(disagg::copy_between_processes(getpid(), returned, remote, false, 2) == 0);
+    CHECK(back == from);
+    remote[kCount - 1].address = 16;
+    CHECK(disagg::copy_between_processes(getpid(), local, remote, true, 1) == EFAULT);
+    CHECK(refuses([&] { disagg::copy_between_processes(getpid(), std::span(local).first(1), remote, true, 1); }));
+}
+
 }  // namespace
 
 int main() {
@@ -718,6 +747,7 @@ int main() {
     test_random_runs<std::int64_t, std::int32_t>(random);
     test_located_ranges(random);
     test_refused_ranges();
+    test_process_copies(random);
     test_refused_copies();
     test_refused_packs();
     test_token_runs(random);

@@ -30,6 +30,11 @@ then sleeps on the workers' event descriptors (a message wakes it at once), wher
 That is as fast as no progress thread at all (13 GB/s contiguous on two cores, against 5 to 7 with the spinning one, and
 1.4% of a core idle against 99%), and a peer needs nobody to call it: so this backend is not `Progressive`.
 
+Batches over shared memory. UCX's CMA is one `process_vm_writev` for each descriptor, made by the poster. From `MIN_VECTORS`
+copies on, where it has been tried at `connect` that this process may copy to the peer, the backend makes the same call
+itself, with up to 1,024 of them in each: 2 to 6 times as fast for pieces below 64 KiB. What it says of such a batch is
+`DONE` or `FAILED`: nothing is under way when the call returns.
+
 Sizes: a batch costs one descriptor per copy, without a Python loop. Posting over shared memory copies in the caller,
 without the GIL; other calls into this engine wait meanwhile.
 """
@@ -38,6 +43,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import importlib.util
 import ipaddress
@@ -57,6 +63,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from disagg import _core
 from disagg.backends.base import (
     BackendOptions,
     Fence,
@@ -95,6 +102,11 @@ SHM_PROGRESS_DELAY_US = 20_000
 """Longer where the poster's own thread copies: UCX holds a spinlock meanwhile, and a progress thread that looks in spins on
 it for as long as the copy takes. Messages wake it at once in either case.
 """
+MIN_VECTORS = 16
+"""Batches of so many copies and more between processes that may copy from each other go in vectors."""
+COPY_THREADS = 2
+"""For these. More would take cores that others want."""
+_BY_CMA = "shm (cma, inferred)"
 CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
 """What leaves UCX no choice; see the module for the others."""
 
@@ -278,6 +290,7 @@ class NixlPeer:
         self.connected = True
         self.lost: str | None = None  # the engine's words when the connection broke
         self.prepared: list[NixlPrepared] = []
+        self.copied_by_kernel = False  # whether this process may copy to and from it
 
     @property
     def regions(self) -> Sequence[RemoteRegion]:
@@ -386,11 +399,12 @@ class NixlBackend:
 
     @staticmethod
     def staging_for(options: BackendOptions) -> StagingShape:
-        """Break-even with single pieces: about 64 KiB over shared memory, about 256 KiB over a network. Smaller slots than
-        these copy faster, as they stay in a nearer cache, and cost as much more in what is said about them.
+        """Break-even with single pieces: about 4 KiB over shared memory, where they are copied in vectors, and about 256 KiB
+        over a network. Smaller slots than these copy faster, as they stay in a nearer cache, and cost as much more in what
+        is said about them.
         """
         if _is_shm_expected(options):
-            return StagingShape(pack_below=64 << 10, slot_nbytes=2 << 20, num_slots=8)
+            return StagingShape(pack_below=8 << 10, slot_nbytes=2 << 20, num_slots=8)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8)
 
     @property
@@ -453,6 +467,8 @@ class NixlBackend:
         self._load(descriptor)
         try:
             transport = self._infer(descriptor, peer)
+            both_on_host = self._own_index().kind == peer.index.kind == CPU.kind
+            peer.copied_by_kernel = transport == _BY_CMA and both_on_host and not self._conflicts
             self._warm_up(peer)
         except BaseException:
             self.disconnect(peer)
@@ -498,7 +514,7 @@ class NixlBackend:
         if descriptor.process.host == host_identity():
             refusal = cma_refusal(descriptor.process.pid, addresses[0]) if addresses else None
         if refusal is None:
-            return "shm (cma, inferred)"
+            return _BY_CMA
         if self._options.require is Transport.SHM:
             raise PeerUnreachable(f"backend 'nixl': require='shm': no shared memory with {peer.agent!r}: {refusal}")
         return "rdma or tcp (UCX's choice, unknown)" if self._rdma and wanted is Transport.AUTO else "tcp (inferred)"
@@ -586,7 +602,24 @@ class NixlBackend:
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
         with self._lock:
             own = self._reachable(peer)
+            if own.copied_by_kernel and len(copies) >= MIN_VECTORS:
+                return self._copy(op, own, copies)
             return self._post(own, self._prepare_all(op, own, copies), op)
+
+    def _copy(self, op: Op, peer: NixlPeer, copies: CopyBatch) -> NixlTransfer:
+        """Copy by the call that UCX makes for each descriptor, with many of them in each; all is over on return."""
+        local, remote = local_and_remote(op, copies)
+        ours = self._own_index().describe(local, copies.nbytes, side="local")
+        theirs = peer.index.describe(remote, copies.nbytes, side="remote")
+        transfer = NixlTransfer(self, peer, [])
+        found = errno.ESRCH  # of a process that has the peer's number only
+        if peer.process.lives():
+            found = _core.copy_between_processes(peer.process.pid, ours, theirs, write=op is Op.WRITE, num_threads=COPY_THREADS)
+        if found:
+            transfer.status, transfer.error = TransferStatus.FAILED, f"copying: {os.strerror(found)}"
+            if found == errno.ESRCH:
+                peer.lost = peer.lost or transfer.error
+        return transfer
 
     def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlPrepared:
         """See `Preparing`: a post again pays for neither checks nor a new request (`docs/engines.md`)."""

@@ -61,7 +61,7 @@ class Engine(NamedTuple):
 
 
 _COSTS: Mapping[tuple[str, str], Costs | None] = {
-    ("nixl", "shm"): Costs(1.8e-6, 5.9, 5.5),
+    ("nixl", "shm"): Costs(0.5e-6, 5.9, 5.5),
     ("nixl", "tcp"): Costs(3.7e-6, 6.5, 4.0),
     ("nixl", "rdma"): None,
     ("mooncake", "tcp"): Costs(14e-6, 4.4, 3.5),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Tran
 from disagg.backends.nixl import (
     ERRORS,
     FLAVOURS,
+    MIN_VECTORS,
     NixlBackend,
     cma_refusal,
     conflicts,
@@ -26,9 +28,24 @@ from disagg.backends.nixl import (
     load_bindings,
     ucx_settings,
 )
-from disagg.errors import BackendUnavailable, ConfigError, DisaggError, LocalProtocolError, RemoteProtocolError
+from disagg.errors import (
+    BackendUnavailable,
+    ConfigError,
+    DisaggError,
+    LocalProtocolError,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from disagg.rdma import rdma_refusal
-from disagg.testing.backend_contract import REGION_NBYTES, Arena, BackendContract, BackendFactory, ProcessTarget, batch_of
+from disagg.testing.backend_contract import (
+    REGION_NBYTES,
+    Arena,
+    BackendContract,
+    BackendFactory,
+    ProcessTarget,
+    batch_of,
+    expected_after,
+)
 from tests.backends.conftest import require_engine
 
 require_engine("nixl._bindings", "nixl")
@@ -102,6 +119,38 @@ def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitSta
     backend.close()
     assert transfer.poll() is TransferStatus.UNSETTLED
     assert "closed" in str(transfer.error)
+
+
+MANY = [(0, 100 * i, 0, 200 * i, 90) for i in range(MIN_VECTORS)]
+
+
+def test_batches_in_vectors_reach_no_process_but_the_peers_own(stack: ExitStack) -> None:
+    target = ProcessTarget(NixlBackend, SHM, patience_s=PATIENCE_S)
+    stack.callback(target.close)
+    backend, arena = _opened(SHM, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    assert peer.copied_by_kernel
+    after = expected_after(Op.WRITE, arena, target.arena, MANY)
+    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, MANY))
+    assert transfer.poll() is TransferStatus.DONE
+    np.testing.assert_array_equal(target.arena.memory, after)
+
+    arena.scramble(5)
+    peer.process = msgspec.structs.replace(
+        peer.process, started=peer.process.started + 1
+    )  # as if its number had been given anew
+    batch = batch_of(Op.WRITE, arena, target.arena, MANY)
+    transfer = backend.submit(Op.WRITE, peer, batch)
+    assert transfer.poll() is TransferStatus.FAILED
+    assert "No such process" in str(transfer.error)
+    np.testing.assert_array_equal(target.arena.memory, after)
+    transfer.close()
+    with pytest.raises(PeerUnreachable, match="No such process"):
+        backend.submit(Op.WRITE, peer, batch)
+
+    again = backend.connect(target.endpoint, epoch=2)
+    target.kill()
+    assert backend.submit(Op.WRITE, again, batch).poll() is TransferStatus.FAILED
 
 
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
