@@ -80,7 +80,7 @@ def test_sides_that_do_not_match_are_refused() -> None:
     memory = np.zeros(64, dtype=np.uint8)
     one, two = rows_of(memory, np.array([0]), [8]), rows_of(memory, np.array([0, 8]), [8, 8])
     longer = rows_of(memory, np.array([0]), [9])
-    endless = rows_of(memory, np.array([0, 0]), [2**63, 2**63])  # type: ignore[list-item]
+    endless = rows_of(memory, np.array([0, 0]), [2**63, 2**63])
     for local, remote, num_threads, message in (
         (one, two, 1, "as many"),
         (one, longer, 1, "same lengths"),
