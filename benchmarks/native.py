@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg import _core
+from disagg.copies import Columns
 from disagg.layout import EVERYTHING
-from disagg.plan import Columns, ComponentPlan, RowSpace, SpanClass, Stream, bind, place
+from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, bind, place
 from disagg.rows import Pages
 from disagg.state.align import group_concurrent_contiguous
 from disagg.testing.twins import bind_numpy

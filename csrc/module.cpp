@@ -197,6 +197,18 @@ struct Shapes {
     }
 };
 
+using ReadOnlyColumns = std::tuple<ReadOnlyColumn, ReadOnlyColumn, ReadOnlyColumn>;
+
+// Source, destination and length; they hold the columns' memory.
+ReadOnlyColumns views(const disagg::Columns& columns) {
+    using Memory = std::shared_ptr<std::uint64_t[]>;
+    auto memory = std::make_unique<Memory>(columns.memory());
+    const nb::capsule owner(memory.get(), [](void* p) noexcept { delete static_cast<Memory*>(p); });
+    memory.release();
+    const auto column = [&](const std::uint64_t* data) { return ReadOnlyColumn(data, {columns.size()}, owner); };
+    return {column(columns.source()), column(columns.destination()), column(columns.nbytes())};
+}
+
 std::uint64_t num_copies(const nb::list& spans, const std::vector<RunTable>& runs,
                          const std::optional<Column<std::int64_t>>& layers) {
     const Shapes shapes(spans, runs, layers);
@@ -204,21 +216,15 @@ std::uint64_t num_copies(const nb::list& spans, const std::vector<RunTable>& run
     return disagg::num_copies(shapes.spans, shapes.runs, shapes.layers);
 }
 
-std::tuple<ReadOnlyColumn, ReadOnlyColumn, ReadOnlyColumn> expand(const nb::list& spans, const std::vector<RunTable>& runs,
-                                                                  const std::optional<Column<std::int64_t>>& layers,
-                                                                  std::int64_t num_threads, Columns& out) {
+ReadOnlyColumns expand(const nb::list& spans, const std::vector<RunTable>& runs,
+                       const std::optional<Column<std::int64_t>>& layers, std::int64_t num_threads, Columns& out) {
     const Shapes shapes(spans, runs, layers);
     const Use use(out);
     {
         const Released released(shapes.num_items());
         disagg::expand(shapes.spans, shapes.runs, shapes.layers, num_threads, out.columns);
     }
-    using Memory = std::shared_ptr<std::uint64_t[]>;
-    auto memory = std::make_unique<Memory>(out.columns.memory());
-    const nb::capsule owner(memory.get(), [](void* p) noexcept { delete static_cast<Memory*>(p); });
-    memory.release();
-    const auto column = [&](const std::uint64_t* data) { return ReadOnlyColumn(data, {out.columns.size()}, owner); };
-    return {column(out.columns.source()), column(out.columns.destination()), column(out.columns.nbytes())};
+    return views(out.columns);
 }
 
 // ------------------------------------------------------------------------------------------------- copies, packs, digests
@@ -236,6 +242,16 @@ void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTa
     const Shapes shapes(spans, runs, layers);
     const Released released(shapes.num_items());
     self.append(shapes.spans, shapes.runs, shapes.layers);
+}
+
+ReadOnlyColumns stream_copies(const disagg::Stream& self, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging,
+                              Columns& out) {
+    const Use use(out);
+    {
+        const nb::gil_scoped_release released;
+        self.copies(offset, nbytes, staging, out.columns);
+    }
+    return views(out.columns);
 }
 
 // Regions of memory, which keep what they were made of.
@@ -366,7 +382,10 @@ NB_MODULE(_core, m) {
              "Copy bytes [offset, offset + nbytes) of the stream to the staging. IndexError where it does not have them.")
         .def("scatter", &disagg::Stream::scatter, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
              "staging_address"_a, "num_threads"_a = 1,
-             "Copy the staging to bytes [offset, offset + nbytes) of the stream. IndexError where it does not have them.");
+             "Copy the staging to bytes [offset, offset + nbytes) of the stream. IndexError where it does not have them.")
+        .def("copies", &stream_copies, "offset"_a, "nbytes"_a, "staging_address"_a, "out"_a,
+             "The copies that gather or scatter would make: (source, destination, nbytes), read-only views of out.\n"
+             "IndexError where the stream does not have the range; ValueError: out in use.");
     m.def("digest", &digest, "layers"_a.noconvert(), "bases"_a.noconvert(), "runs"_a.noconvert(), "axes"_a, nb::kw_only(),
           "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1, "by_layer"_a.noconvert() = nb::none(),
           "by_row"_a.noconvert() = nb::none(),

@@ -231,15 +231,46 @@ class Stream {
               });
     }
 
+    // The copies that `gather` or `scatter` would make of that range, one for each piece or part of one, to `out`, whose
+    // content is overwritten. Throws as they do, and then `out` is as it was.
+    void copies(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, Columns& out) const {
+        check(offset, nbytes);
+        std::vector<std::array<std::uint64_t, 3>> found;  // address, at, length
+        if (nbytes > 0) {
+            walk(offset, nbytes, staging,
+                 [&](const detail::StreamBlock& block, detail::Place from, std::uint64_t count, std::uint64_t at) {
+                     const detail::ScatteredPlaces places = block.places();
+                     while (count > 0) {
+                         const std::uint64_t length = std::min(block.pieces->nbytes[from.index] - from.offset, count);
+                         found.push_back({places(from), at, length});
+                         from = {from.index + 1, 0};
+                         at += length;
+                         count -= length;
+                     }
+                 });
+        }
+        out.resize(found.size());
+        const bool source = side_ == Side::kSource;
+        for (std::size_t i = 0; i < found.size(); ++i) {
+            (source ? out.source() : out.destination())[i] = found[i][0];
+            (source ? out.destination() : out.source())[i] = found[i][1];
+            out.nbytes()[i] = found[i][2];
+        }
+    }
+
   private:
-    template <typename Copy>
-    void share(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads,
-               const Copy& copy) const {
-        check_num_threads(num_threads);
+    void check(std::uint64_t offset, std::uint64_t nbytes) const {
         if (offset > total() || nbytes > total() - offset) {
             throw std::out_of_range("stream of " + std::to_string(total()) + " bytes: expected a range of it, found [" +
                                     std::to_string(offset) + ", +" + std::to_string(nbytes) + ")");
         }
+    }
+
+    template <typename Copy>
+    void share(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads,
+               const Copy& copy) const {
+        check_num_threads(num_threads);
+        check(offset, nbytes);
         if (nbytes == 0) return;
         const std::size_t shares = num_shares(nbytes, kBytesPerThread, num_threads);
         const std::uint64_t each = nbytes / shares;

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from disagg import _core
+
 Addresses = npt.NDArray[np.uint64]
+Columns = _core.Columns
 
 
 def _column(values: npt.ArrayLike) -> Addresses:

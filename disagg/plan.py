@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from disagg import _core
 from disagg.component import Placement, TensorPlacement
-from disagg.copies import CopyBatch
+from disagg.copies import Columns, CopyBatch
 from disagg.errors import LayoutError
 from disagg.layout import (
     Axis,
@@ -371,7 +371,6 @@ def _fold(axes: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[tuple[tu
     return tuple(reversed(dims)), nbytes
 
 
-Columns = _core.Columns
 """Memory for the columns of a batch that `bind` grows and uses again."""
 Stream = _core.Stream
 """One side's bytes of a request in the order of `bind`, to be gathered from or scattered to."""

@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from disagg.backends.base import (
     Backend,
+    Gathering,
     Op,
     PreparedSpans,
     Preparing,
@@ -26,7 +27,7 @@ from disagg.backends.base import (
     Transfer,
     TransferStatus,
 )
-from disagg.copies import CopyBatch
+from disagg.copies import Addresses, Columns, CopyBatch
 from disagg.errors import DisaggError, RemoteProtocolError
 from disagg.spans import SpanBatch
 from disagg.staging import RemoteRing, SlotPool
@@ -70,6 +71,14 @@ class PackedStream(Protocol):
 
     def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> None:
         """Unpack a slot into the bytes `[offset, offset + nbytes)`; done on return."""
+
+
+@runtime_checkable
+class ListedStream(PackedStream, Protocol):
+    """A stream that can say which copies packing it takes."""
+
+    def copies(self, offset: int, nbytes: int, staging_address: int, out: Columns, /) -> tuple[Addresses, Addresses, Addresses]:
+        """Sources, destinations and lengths of what `gather` would copy."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +167,10 @@ Report = Settled | SlotFilled | Unpacked
 
 @dataclass
 class _Slot:
-    """A packed write under way: from a local slot into a slot of the peer's ring."""
+    """A packed write under way: from a local slot, or from where the pieces lie, into a slot of the peer's ring."""
 
     transfer: Transfer
-    local: int
+    local: int | None
     filled: SlotFilled
     posted_at: float
     replaced: bool = False
@@ -181,6 +190,7 @@ class _Active:
     offset: int = 0
     error: str = ""
     told_unsettled: bool = False
+    as_they_lie: bool = False
 
     @property
     def packing(self) -> bool:
@@ -210,6 +220,7 @@ class TransferWorker:
         self._backend = backend
         self._progressive = backend if isinstance(backend, Progressive) else None
         self._preparing = backend if isinstance(backend, Preparing) else None
+        self._gathering = backend if isinstance(backend, Gathering) else None
         self._slots = slots
         self._on_reports = on_reports
         self._reports: deque[Report] = deque()
@@ -348,7 +359,14 @@ class TransferWorker:
             return None
         bound_at = time.perf_counter()
         report.bind_s = bound_at - started
-        return _Active(job, report, bound, bound_at)
+        return _Active(job, report, bound, bound_at, as_they_lie=self._collects(job.peer, bound.stream))
+
+    def _collects(self, peer: RemotePeer, stream: PackedStream) -> bool:
+        """Whether the engine takes a stream's pieces from where they lie."""
+        if self._gathering is None or not stream.total or not isinstance(stream, ListedStream):
+            return False
+        least = self._gathering.gathers_from(peer)
+        return least is not None and stream.total >= least * stream.num_pieces
 
     def _attempt(self, run: Callable[[], T], report: Settled) -> T | None:
         """What `run` gives, or `None`: one request's error ends that request only."""
@@ -429,23 +447,26 @@ class TransferWorker:
         ring, stream = active.job.ring, active.bound.stream
         assert ring is not None
         assert self._slots is not None
-        local = self._slots.take()
-        if local is None:
+        local = None if active.as_they_lie else self._slots.take()
+        if local is None and not active.as_they_lie:
             return False
         remote = ring.take()
         if remote is None:
-            self._slots.give_back(local)
+            self._give_back(local)
             return False
         slot, sequence = remote
         started = time.perf_counter()
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
         try:
-            stream.gather(active.offset, nbytes, local)
-            active.report.pack_s += time.perf_counter() - started
+            if local is None:
+                transfer = self._post_pieces(active, ring.ring.slot(slot), nbytes)
+            else:
+                stream.gather(active.offset, nbytes, local)
+                active.report.pack_s += time.perf_counter() - started
+                transfer = self._post_slot(active, ring, slot, local, nbytes)
             active.report.packed += nbytes
-            transfer = self._post_slot(active, ring, slot, local, nbytes)
         except DisaggError as error:
-            self._slots.give_back(local)
+            self._give_back(local)
             active.error = str(error)
             if not active.in_flight():
                 self._finish(active)
@@ -454,6 +475,17 @@ class TransferWorker:
         active.offset += nbytes
         active.slots.append(_Slot(transfer, local, filled, started))
         return True
+
+    def _give_back(self, local: int | None) -> None:
+        if local is not None:
+            assert self._slots is not None
+            self._slots.give_back(local)
+
+    def _post_pieces(self, active: _Active, address: int, nbytes: int) -> Transfer:
+        """Have the engine collect the next pieces of a stream into a slot of the ring."""
+        stream = active.bound.stream
+        assert isinstance(stream, ListedStream)
+        return self._post(active.job, CopyBatch(*stream.copies(active.offset, nbytes, address, Columns())), active.report)
 
     def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
         """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
@@ -484,11 +516,12 @@ class TransferWorker:
             assert self._slots is not None
             assert active.job.ring is not None
             if not self._take_status(active, slot.transfer):
-                if not slot.replaced and time.perf_counter() - slot.posted_at > SLOW_SLOT_S:
+                if slot.local is not None and not slot.replaced and time.perf_counter() - slot.posted_at > SLOW_SLOT_S:
                     slot.replaced = self._slots.replace()
                 left.append(slot)
                 continue
-            self._slots.give_back(slot.local, replaced=slot.replaced)
+            if slot.local is not None:
+                self._slots.give_back(slot.local, replaced=slot.replaced)
             if slot.transfer.poll() is TransferStatus.DONE:
                 self._reports.append(slot.filled)
             else:

@@ -461,6 +461,16 @@ void test_stream(std::mt19937_64& random, std::vector<disagg::Span> spans,
         const auto staged = reinterpret_cast<std::uintptr_t>(staging.data()) + offset;
         source.gather(offset, nbytes, staged, 2);
         destination.scatter(offset, nbytes, staged, 2);
+        disagg::Columns columns;
+        source.copies(offset, nbytes, staged, columns);
+        std::uint64_t copied = 0;
+        for (std::size_t i = 0; i < columns.size(); ++i) {
+            CHECK(columns.destination()[i] == staged + copied);
+            CHECK(std::memcmp(reinterpret_cast<const void*>(columns.source()[i]), content.data() + offset + copied,
+                              columns.nbytes()[i]) == 0);
+            copied += columns.nbytes()[i];
+        }
+        CHECK(copied == nbytes);
         offset += nbytes;
     }
     CHECK(staging == content);

@@ -210,6 +210,16 @@ class PlainCopier(Protocol):
         """As `Backend.submit` of a write, but one plain device-to-device copy for each piece."""
 
 
+@runtime_checkable
+class Gathering(Protocol):
+    """An engine that collects pieces from all over this side's memory on their way to one place at the peer's."""
+
+    def gathers_from(self, peer: RemotePeer) -> int | None:
+        """From which length on, on average, pieces are to be submitted as they are even if they end up side by side: packing
+        them first costs more. `None`: towards this peer never.
+        """
+
+
 class PreparedSpans(Protocol):
     """Span classes that an engine has taken for one peer at one epoch. Opaque to the manager."""
 

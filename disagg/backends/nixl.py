@@ -104,6 +104,8 @@ it for as long as the copy takes. Messages wake it at once in either case.
 """
 MIN_VECTORS = 16
 """Batches of so many copies and more between processes that may copy from each other go in vectors."""
+GATHER_FROM = 1 << 10
+"""Bytes of a piece from which on the kernel collects pieces faster than this process does, to write them in one then."""
 COPY_THREADS = 2
 """For these. More would take cores that others want."""
 _BY_CMA = "shm (cma, inferred)"
@@ -620,6 +622,10 @@ class NixlBackend:
             if found == errno.ESRCH:
                 peer.lost = peer.lost or transfer.error
         return transfer
+
+    def gathers_from(self, peer: RemotePeer) -> int | None:
+        """See `Gathering`: where batches go in vectors, the kernel reads the pieces as they lie."""
+        return GATHER_FROM if isinstance(peer, NixlPeer) and peer.copied_by_kernel else None
 
     def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlPrepared:
         """See `Preparing`: a post again pays for neither checks nor a new request (`docs/engines.md`)."""

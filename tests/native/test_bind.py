@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import _core
-from disagg.copies import CopyBatch
+from disagg.copies import Columns, CopyBatch
 from disagg.errors import LayoutError
 from disagg.layout import EVERYTHING, Owned
-from disagg.plan import Columns, ComponentPlan, RowSpace, SpanClass, bind
+from disagg.plan import ComponentPlan, RowSpace, SpanClass, bind
 from disagg.rows import Pages, Rows, Slot
 from disagg.testing.strategies import ownerships
 from disagg.testing.twins import bind_numpy

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import _core
+from disagg.copies import Columns
 from disagg.layout import EVERYTHING
 from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, place
 from disagg.rows import Pages
@@ -142,6 +143,11 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
     for start, stop in itertools.pairwise(sorted({0, *cuts, len(content)})):
         source.gather(start, stop - start, staging.ctypes.data + start)
         destination.scatter(start, stop - start, staging.ctypes.data + start)
+        for stream in (source, destination):
+            again = stream.copies(start, stop - start, staging.ctypes.data + start, Columns())
+            staging_side = again[1] if stream is source else again[0]
+            assert staging_side.tolist() == [staging.ctypes.data + start + at for at in (np.cumsum(again[2]) - again[2])]
+            assert _core.copy_batch(*again, 1) == stop - start
     assert (staging == content).all()
     assert (memory[1] == wanted).all()
 
@@ -166,6 +172,9 @@ def test_bad_arguments_are_refused() -> None:
                 function(offset, nbytes, 0)
         with pytest.raises(ValueError, match="num_threads"):
             function(0, 0, 0, 0)
+        for offset, nbytes in ((11, 0), (0, 11)):
+            with pytest.raises(IndexError, match="expected a range of it"):
+                stream.copies(offset, nbytes, 0, Columns())
         wrong: list[tuple[Any, ...]] = [(-1, 1, 0), (0, -1, 0), (0, 1, -1), (0, 2**64, 0), (0.5, 1, 0), (None, 1, 0)]
         for arguments in wrong:
             with pytest.raises(TypeError):
