@@ -222,6 +222,7 @@ class Links:
         self._inbound: dict[bytes, Accepted] = {}
         self._dials = itertools.count()
         self._connections: dict[PeerRank, bytes] = {}
+        self._found: dict[PeerRank, Link] = {}
         if leader is not None:
             self._siblings = PeerInstance(identity.instance, leader, own_key)
 
@@ -264,7 +265,15 @@ class Links:
     def _to(self, peer: PeerRank) -> Link | None:
         """The connection to a rank, ready or not."""
         instance = self.instances.get(peer.instance)
-        return next((link for link in instance.links.values() if link.rank == peer.rank), None) if instance else None
+        if instance is None:
+            return None
+        known = self._found.get(peer)
+        if known is not None and known.rank == peer.rank and instance.links.get(known.address) is known:
+            return known
+        found = next((link for link in instance.links.values() if link.rank == peer.rank), None)
+        if found is not None:
+            self._found[peer] = found
+        return found
 
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
         """Take a message from a connection that a peer opened. The rank it comes from, where it is for the sessions."""
