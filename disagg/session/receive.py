@@ -71,32 +71,52 @@ class Coverage:
 
     def __init__(self, layers: tuple[int, ...], need: TokenRange) -> None:
         self.need = need
-        self._missing: dict[int, list[TokenRange]] = {layer: [need] for layer in layers} if need[0] < need[1] else {}
+        self._layers = layers
+        self._missing: list[TokenRange] = [need] if layers and need[0] < need[1] else []
+        """Of every layer; until layers are accounted for one by one."""
+        self._by_layer: dict[int, list[TokenRange]] | None = None
 
     def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
         """Account for `[start, stop)` in `layers`; what is not awaited, or no range, is ignored."""
         if start >= stop:
             return
-        for layer in tuple(self._missing) if layers is None else layers:
-            left = self._missing.get(layer)
-            if left is None:
-                continue
-            first = bisect_right(left, start, key=itemgetter(1))
-            last = bisect_left(left, stop, key=itemgetter(0))
-            if first < last:
-                ends = (left[first][0], start), (stop, left[last - 1][1])
-                left[first:last] = [part for part in ends if part[0] < part[1]]
-            if not left:
-                del self._missing[layer]
+        if self._by_layer is None:
+            if layers is None or layers == self._layers:
+                _take_away(self._missing, start, stop)
+                return
+            self._by_layer = {layer: self._missing.copy() for layer in self._layers} if self._missing else {}
+        for layer in tuple(self._by_layer) if layers is None else layers:
+            left = self._by_layer.get(layer)
+            if left is not None:
+                _take_away(left, start, stop)
+                if not left:
+                    del self._by_layer[layer]
 
     @property
     def complete(self) -> bool:
-        return not self._missing
+        return not (self._missing if self._by_layer is None else self._by_layer)
+
+    @property
+    def missing(self) -> dict[int, list[TokenRange]]:
+        """What has not been accounted for, by layer."""
+        if self._by_layer is not None:
+            return self._by_layer
+        return dict.fromkeys(self._layers, self._missing) if self._missing else {}
 
     def __str__(self) -> str:
-        layer, left = next(iter(self._missing.items()))
-        missing = ", ".join(f"[{a}, {b})" for a, b in left)
-        return f"tokens {missing} of layer {layer} ({len(self._missing)} layers incomplete)"
+        missing = self.missing
+        layer, left = next(iter(missing.items()))
+        tokens = ", ".join(f"[{a}, {b})" for a, b in left)
+        return f"tokens {tokens} of layer {layer} ({len(missing)} layers incomplete)"
+
+
+def _take_away(left: list[TokenRange], start: int, stop: int) -> None:
+    """Remove `[start, stop)` from ranges that ascend."""
+    first = bisect_right(left, start, key=itemgetter(1))
+    last = bisect_left(left, stop, key=itemgetter(0))
+    if first < last:
+        ends = (left[first][0], start), (stop, left[last - 1][1])
+        left[first:last] = [part for part in ends if part[0] < part[1]]
 
 
 class WriterState(enum.Enum):

@@ -501,7 +501,9 @@ class Sends:
         """Release the source rows when nothing reads them any more; report when every destination has ended."""
         destinations = session.destinations.values()
         all_known = session.error is not None or len(session.destinations) >= len(session.expected)
-        ended = all_known and all(d.ended for d in destinations)
+        ended = all_known
+        for destination in destinations:
+            ended = ended and destination.ended
         if ended and not session.reported:
             worst = next((d for d in destinations if not d.ok), None)
             if worst is not None:
@@ -509,8 +511,7 @@ class Sends:
             if session.finished or session.error is not None:
                 self._report(session)
         no_more = session.finished or session.error is not None
-        reading = any(d.state is SendState.ACTIVE or not d.quiet for d in destinations)
-        if no_more and all_known and not reading:
+        if no_more and all_known and not any(d.state is SendState.ACTIVE or not d.quiet for d in destinations):
             session.lease.release()
         if session.reported and ended and session.lease.released:
             self._bury(session)

@@ -307,8 +307,8 @@ def success_by_count(patch: pytest.MonkeyPatch) -> None:
     """As many tokens as needed have been sent, whichever they were."""
 
     def add(self: Coverage, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
-        left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self._missing))
-        self.__dict__["left"] = left - (stop - start) * len(self._missing if layers is None else layers)
+        left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self.missing))
+        self.__dict__["left"] = left - (stop - start) * len(self.missing if layers is None else layers)
         if self.__dict__["left"] <= 0:
             self._missing.clear()
 
