@@ -75,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     pack_below: Annotated[
         Annotated[int, msgspec.Meta(ge=0)] | None,
-        says("Pack smaller pieces before they travel; 0: none; else as the engine does best.", metavar="BYTES"),
+        says("Pack smaller pieces before they travel; 0: none; else as measured at connecting.", metavar="BYTES"),
     ] = None
     verify: Annotated[
         Verify,

@@ -45,7 +45,8 @@ class PoolMemory:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
-        """How an engine that packs as `shape` says packs here; `pack_below` is what the server says instead.
+        """How an engine that packs as `shape` says packs here; `pack_below` is what the server says instead, and then nothing
+        is measured. Nor is it for memory of GPUs.
 
         Pools on several devices are never packed: raises `ConfigError` where they are told to be.
         """
@@ -55,7 +56,7 @@ class PoolMemory:
             return shape
         if pack_below and self.has_gpu and self.device is None:
             raise ConfigError(f"pack_below: expected 0 for pools on several devices, found {pack_below}")
-        return dataclasses.replace(shape, pack_below=pack_below)
+        return dataclasses.replace(shape, pack_below=pack_below, measure=False)
 
     def beside(self, nbytes: int) -> MemoryRegion | None:
         """Memory on the GPU that the pools are on, which is given back by `close`; `None` where they are on the host.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.backends.base import Backend, RemotePeer, decode_endpoint
+from disagg.breakeven import BreakEven, Threshold
 from disagg.device import PoolMemory
 from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.links import Identity
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class RemoteRank:
     """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, what is
-    summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, and how streams of
-    the plans are packed and unpacked.
+    summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, how streams of
+    the plans are packed and unpacked, and which pieces are.
     """
 
     epoch: int
@@ -38,6 +39,7 @@ class RemoteRank:
     prepared: PreparedPlan | None
     pack: StreamOf
     unpack: StreamOf
+    threshold: Threshold
 
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
@@ -54,7 +56,15 @@ class Handshake:
     """Judges hellos and welcomes, compares plans, connects the engine. One thread changes it; any may look."""
 
     def __init__(
-        self, identity: Identity, local: LocalRank, backend: Backend, *, grant: Grant, memory: PoolMemory, packs: bool
+        self,
+        identity: Identity,
+        local: LocalRank,
+        backend: Backend,
+        *,
+        grant: Grant,
+        memory: PoolMemory,
+        packs: bool,
+        break_even: BreakEven,
     ) -> None:
         self._identity = identity
         self._local = local
@@ -62,6 +72,7 @@ class Handshake:
         self._grant = grant
         self._memory = memory
         self._packs = packs
+        self._break_even = break_even
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -83,6 +94,11 @@ class Handshake:
         """How many ranks of a peer instance are connected."""
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
+
+    def thresholds(self, instance: str) -> dict[int, Threshold]:
+        """Below which size pieces travel packed, to each connected rank of a peer instance."""
+        found = self._instances.get(instance)
+        return {number: rank.threshold for number, rank in sorted(found.ranks.copy().items())} if found is not None else {}
 
     def hello(self, generation: int, dial: int) -> Hello:
         """This rank's introduction on the connection of that number, of that generation."""
@@ -156,13 +172,13 @@ class Handshake:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
         return known.agreement
 
-    def reaching(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
-        """What connects the engine to a rank that has answered, and plans towards it. It may take as long as the engine waits
-        for a peer, so it is for another thread; raises `DisaggError` where it cannot be.
+    def reaching(self, peer: PeerRank, welcome: Welcome, *, host: str) -> Callable[[], RemoteRank]:
+        """What connects the engine to a rank that has answered from `host`, and plans towards it. It may take as long as the
+        engine waits for a peer, so it is for another thread; raises `DisaggError` where it cannot be.
         """
-        return functools.partial(self._reach, self._instances[peer.instance].agreement, peer, welcome)
+        return functools.partial(self._reach, self._instances[peer.instance].agreement, peer, welcome, host)
 
-    def _reach(self, agreement: Agreement, peer: PeerRank, welcome: Welcome) -> RemoteRank:
+    def _reach(self, agreement: Agreement, peer: PeerRank, welcome: Welcome, host: str) -> RemoteRank:
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
         plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
@@ -178,7 +194,11 @@ class Handshake:
         except DisaggError:
             self._backend.disconnect(engine)
             raise
-        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack)
+        threshold = self._break_even.unmeasured
+        if prepared is None:
+            link = self._backend.transport, host
+            threshold = self._break_even.towards(engine, remote_ring, who=f"{self.me} to {peer}", link=link)
+        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, threshold)
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Transfers may go to a rank, and come from it."""

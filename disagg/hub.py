@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
-from disagg.channel import Channel, Complaints, Inbound, Reply
+from disagg.channel import Channel, Complaints, Inbound, Reply, parse_address
 from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake, RemoteRank
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
@@ -140,7 +140,6 @@ class Hub:
         backend: Backend,
         packing: Packing,
         slots: SlotPool | None,
-        pack_below: int,
         local: LocalRank,
         digest: Digest,
         on_event: Callable[[Event, Work], None],
@@ -172,7 +171,6 @@ class Hub:
         self._complaints = Complaints(logger)
         self._due = 0.0
         self._packing = packing
-        self._pack_below = pack_below if slots is not None else 0
         self._worker = TransferWorker(
             backend, name=str(handshake.me), slots=slots, on_reports=self._wake, on_death=self._on_worker_death
         )
@@ -374,13 +372,17 @@ class Hub:
 
     def _connect(self, ready: Ready) -> None:
         """Have the engine connected in a thread of its own: a peer that does not answer there holds up nobody else."""
-        reach = self._handshake.reaching(ready.peer, ready.welcome)
+        reach = self._handshake.reaching(ready.peer, ready.welcome, host=self._host_of(ready.peer))
         name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
         thread = threading.Thread(target=self._reach, args=(ready, reach), name=name, daemon=True)
         self._connecting[ready.peer] = thread
         self._connectors = [each for each in self._connectors if each.is_alive()]
         self._connectors.append(thread)
         thread.start()
+
+    def _host_of(self, peer: PeerRank) -> str:
+        link = self._links.link(peer)
+        return parse_address(link.address, what=str(peer))[0] if link is not None else ""
 
     def _reach(self, ready: Ready, reach: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
@@ -480,7 +482,7 @@ class Hub:
             self._early.setdefault(ticket.peer, []).append(start)
             return
         destination = session.destinations[ticket.peer]
-        plan, prepared, pack_below = rank.plan, rank.prepared, self._pack_below if rank.ring is not None else 0
+        plan, prepared, pack_below = rank.plan, rank.prepared, rank.threshold.nbytes if rank.ring is not None else 0
         bind = functools.partial(bind_outgoing, plan, start, pack_below=pack_below, stream_of=rank.pack)
         job = Job(
             ticket,

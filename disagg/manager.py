@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from disagg import backends
 from disagg.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
 from disagg.agreement import Agreement, LocalRank, ModelId
 from disagg.backends.base import Backend, BackendOptions, QuietWhenClosed, RemotePeer, Transport
+from disagg.breakeven import BreakEven, Threshold
 from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
 from disagg.component import Component
 from disagg.device import PoolMemory
@@ -48,10 +49,13 @@ def new_request_id() -> bytes:
 
 @dataclass(frozen=True)
 class PeerHealth:
-    """One configured peer: whether all its ranks are ready, and if not, why."""
+    """One configured peer: whether all its ranks are ready, and if not, why; and towards each rank that is connected, below
+    which size pieces travel packed.
+    """
 
     ready: bool
     problem: str
+    pack_below: Mapping[int, Threshold] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,9 @@ class KVManager:
     for the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`; where that is
     every interface, `advertise` says which address peers use. Its host is also where the engine is reached. Off loopback
     it takes `keys`, or `insecure=True`; an engine with an open TCP data plane takes `trusted_network=True` as well. Pieces
-    below `pack_below` bytes travel packed (0: never; `None`: as is known to be fast for the engine). What this rank receives
-    is compared with what its writers sent as `verify` says: `"off"`, some pages of each request (`"sample"`), or `"full"`. With
+    below `pack_below` bytes travel packed (0: never; `None`: as measured towards each peer, or as is known of the engine).
+    What this rank receives is compared with what its writers sent as `verify` says: `"off"`, some pages of each request
+    (`"sample"`), or `"full"`. With
     `metrics_port` (0: any) Prometheus metrics are served at `metrics_url`, to whoever reaches `metrics_host`.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` where the engine cannot be used.
@@ -148,7 +153,13 @@ class KVManager:
         self._limits = limits or Limits()
         packing = Packing(rings, limits=self._limits)
         self._handshake = Handshake(
-            identity, self._local, self.backend, grant=packing.grant, memory=memory, packs=slots is not None
+            identity,
+            self._local,
+            self.backend,
+            grant=packing.grant,
+            memory=memory,
+            packs=slots is not None,
+            break_even=BreakEven(self.backend, shape, None if slots is None else slots.region, given=pack_below is not None),
         )
         self._links = Links(
             identity,
@@ -174,7 +185,6 @@ class KVManager:
             backend=self.backend,
             packing=packing,
             slots=slots,
-            pack_below=shape.pack_below,
             local=self._local,
             digest=memory.digest,
             on_event=self._end_request,
@@ -336,7 +346,10 @@ class KVManager:
         return Health(
             not self._problem,
             self._problem,
-            {name: PeerHealth(self._is_ready(name), self._peer_problem(name)) for name in names},
+            {
+                name: PeerHealth(self._is_ready(name), self._peer_problem(name), self._handshake.thresholds(name))
+                for name in names
+            },
             len(sessions.receives.sessions),
             len(sessions.sends.sessions),
             quarantined,
@@ -566,6 +579,7 @@ class KVManager:
             healthy=not self._problem,
             peers_ready={name: self._is_ready(name) for name in names},
             peer_ranks={name: self._handshake.num_connected(name) for name in names},
+            pack_below={name: _largest(self._handshake.thresholds(name)) for name in names},
             peer_losses={name: hub.peer_losses[name] for name in names},
             requests=states(list(sessions.receives.sessions.values()), list(sessions.sends.sessions.values())),
             quarantined_rows=rows,
@@ -582,6 +596,10 @@ class KVManager:
             transfer_failures=stats.failures,
             pieces=stats.pieces,
         )
+
+
+def _largest(thresholds: Mapping[int, Threshold]) -> int:
+    return max((threshold.nbytes for threshold in thresholds.values()), default=0)
 
 
 def _place(handle: Receiver | Sender) -> tuple[str, str, RequestKey]:

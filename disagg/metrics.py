@@ -27,6 +27,7 @@ class Snapshot:
     healthy: bool
     peers_ready: Mapping[str, bool]
     peer_ranks: Mapping[str, int]
+    pack_below: Mapping[str, int]
     peer_losses: Mapping[str, int]
     requests: Mapping[tuple[str, str], int]
     quarantined_rows: Mapping[str, int]
@@ -71,6 +72,7 @@ class _Reader(Collector):
             ("healthy", "1 while the manager works; 0 for good once a thread of it has died.", None, {"": now.healthy}),
             ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", now.peers_ready),
             ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", now.peer_ranks),
+            ("pack_below_bytes", "Below which size pieces travel packed; the largest of a peer's.", "peer", now.pack_below),
             ("quarantined_rows", "Rows that nothing has proved quiet.", "reason", now.quarantined_rows),
             ("quarantined_requests", "Requests with such rows.", "reason", now.quarantined_requests),
             ("queue_depth", "What waits inside the manager, in items.", "queue", now.queue_depths),

@@ -156,6 +156,16 @@ class RemoteRing:
         """Slots that nobody waits for."""
         return len(self._free)
 
+    def lend(self) -> int | None:
+        """A slot to be written to without anybody being told, before the ring is used; never the only one."""
+        with self._lock:
+            return self._free.pop() if len(self._free) > 1 else None
+
+    def restore(self, slot: int) -> None:
+        """A slot that was lent, and to which nothing is written any more."""
+        with self._lock:
+            self._free.append(slot)
+
     def take(self) -> tuple[int, int] | None:
         """A free slot and the sequence number of this use of it."""
         with self._lock:

@@ -90,13 +90,15 @@ class BackendOptions:
 @dataclass(frozen=True, kw_only=True)
 class StagingShape:
     """When and how pieces travel packed over an engine: pieces below `pack_below` bytes (0: never), in slots of
-    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks.
+    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks. With `measure` the
+    threshold is measured towards each peer once it is connected, and `pack_below` holds where that cannot be.
     """
 
     pack_below: int = 0
     slot_nbytes: int = 256 << 10
     num_slots: int = 16
     num_rings: int = 16
+    measure: bool = False
 
     def __post_init__(self) -> None:
         if self.pack_below < 0 or min(self.slot_nbytes, self.num_slots, self.num_rings) < 1:

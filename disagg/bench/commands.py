@@ -198,7 +198,8 @@ class Failed(Reply, frozen=True):
 
 class Description(Reply, frozen=True):
     """A rank. `rows` are those of its pools by component, `table` its instance's layout table, `placements` say where its
-    rows lie; the arena is the memory of all its pools.
+    rows lie; the arena is the memory of all its pools. `thresholds` say below which size pieces travel packed to each rank
+    that is connected, by whence that is known.
     """
 
     name: str
@@ -219,6 +220,7 @@ class Description(Reply, frozen=True):
     boot_id: str
     now: float
     versions: dict[str, str]
+    thresholds: dict[str, list[int]] = {}
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -105,7 +105,8 @@ class Row(msgspec.Struct, frozen=True):
     went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` (the engine alone, a block per pair of ranks),
     `ratio`, `raw_gbps` (the mechanism `raw` alone, the same blocks) and `memcpy_gbps` (one thread) are `None` where not
     measured. `core_s_per_gb` is what all ranks' processes computed for a GB delivered, `ceiling_core_s_per_gb` for one of
-    the ceiling's: where cores are the limit, their quotient bounds `ratio`.
+    the ceiling's: where cores are the limit, their quotient bounds `ratio`. `thresholds` are in use where `pack_below` is
+    `None`: the size below which pieces went packed, for each pair of ranks, by whence it is known.
     """
 
     backend: str
@@ -140,6 +141,7 @@ class Row(msgspec.Struct, frozen=True):
     memcpy_gbps: float | None = None
     core_s_per_gb: float | None = None
     ceiling_core_s_per_gb: float | None = None
+    thresholds: dict[str, list[int]] = {}
     problem: str = ""
 
 
@@ -195,8 +197,17 @@ def summarise(
         memcpy_gbps=alone.memcpy_gbps if alone else None,
         core_s_per_gb=statistics.median(sample.cpu_s for sample in good) / nbytes * 1e9 if nbytes else None,
         ceiling_core_s_per_gb=alone.cpu_s / nbytes * 1e9 if alone and nbytes else None,
+        thresholds=_merged(about.thresholds for about in sources),
         problem=problem,
     )
+
+
+def _merged(found: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
+    merged: dict[str, list[int]] = defaultdict(list)
+    for each in found:
+        for origin, sizes in each.items():
+            merged[origin] += sizes
+    return dict(merged)
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -174,7 +174,7 @@ class Question:
         """Raises `ConfigError` for an engine or a transport that there is not."""
         engine = engine_of(self.case.backend, self.case.transport)
         given = self.case.pack_below
-        staging = engine.staging if given is None else replace(engine.staging, pack_below=given)
+        staging = engine.staging if given is None else replace(engine.staging, pack_below=given, measure=False)
         return Setting(engine.name, engine.transport, staging, self.costs or engine.costs)
 
 
@@ -189,8 +189,9 @@ class Setting:
 
     @property
     def threshold(self) -> str:
-        """In words: below what it packs."""
-        return f"{size(self.staging.pack_below)}, where packing begins to pay with {self.backend} over {self.transport}"
+        """In words: below what it packs. Ranks that are connected measure that; without an engine it is as declared."""
+        where = f"where packing begins to pay with {self.backend} over {self.transport}"
+        return f"{size(self.staging.pack_below)}, {where}{', as declared' if self.staging.measure else ''}"
 
     def seconds(self, ways: Mapping[str, WayShare]) -> float | None:
         """What those bytes take one rank; `None` where nobody knows the costs."""

@@ -32,7 +32,7 @@ PLAN = TransferPlan({})
 
 
 @pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
-def test_staging_of_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
+def test_staging_of_impossible_shape_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="staging"):
         StagingShape(**wrong)
 

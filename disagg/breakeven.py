@@ -1,0 +1,175 @@
+"""Where packing begins to pay towards a rank: measured once its engine is connected and before anything is sent to it.
+
+A piece costs the engine something, however small it is; packed, every byte is copied once more before it is sent, and once
+more where it arrives, which is done while others are on their way. Pieces are better packed below the size at which they cost
+as much as the first copy. Both are measured here: the same bytes in pieces and in one go, written into one slot of the peer's
+ring, and a gather. Only writers choose, so the two sides of a pair need not find the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg import _core
+from disagg.backends.base import Backend, Op, Progressive, RemotePeer, StagingShape, TransferStatus
+from disagg.copies import CopyBatch
+from disagg.errors import BackendError, DisaggError
+from disagg.memory import MemoryRegion
+from disagg.staging import RemoteRing
+
+logger = logging.getLogger(__name__)
+
+SIZES = (16 << 10, 64 << 10, 256 << 10)
+"""Pieces that are measured, in bytes."""
+BATCH_NBYTES = 1 << 20
+"""Bytes of each measurement, whatever the pieces; a ring with smaller slots is not measured."""
+GATHERED_NBYTES = 4 << 10
+"""Pieces of a gather that is measured: larger ones are fetched ahead by the processor, as in a cache they would be."""
+LEAST, MOST = 4 << 10, 1 << 20
+"""Bounds of what is believed, in bytes."""
+ROUNDS, MIN_ROUNDS = 10, 3
+BUDGET_S = 0.01
+"""No further round is begun after this. The fastest of each measurement counts: other load disturbs it least."""
+TIMEOUT_S = 0.5
+"""How long one transfer may take before the peer is not measured."""
+
+
+class Origin(enum.Enum):
+    """Whence a threshold comes."""
+
+    SET = "set"
+    DECLARED = "declared"
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Pieces below `nbytes` bytes travel packed; 0: none."""
+
+    nbytes: int
+    origin: Origin
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes ({self.origin.value})"
+
+
+class BreakEven:
+    """The thresholds of one manager, towards every rank it is connected to; thread-safe.
+
+    `source` is memory that the engine may read from: at least the `shape.num_slots` slots of this side. What was measured
+    over one link holds for every rank that is reached over it.
+    """
+
+    def __init__(self, backend: Backend, shape: StagingShape, source: MemoryRegion | None, *, given: bool) -> None:
+        self.unmeasured = Threshold(shape.pack_below if source is not None else 0, Origin.SET if given else Origin.DECLARED)
+        self._backend = backend
+        self._shape = shape
+        self._source = source
+        self._known: dict[Hashable, Threshold] = {}
+        self._lock = threading.Lock()
+
+    def towards(self, peer: RemotePeer, ring: RemoteRing | None, *, who: str, link: Hashable) -> Threshold:
+        """The threshold for a rank that was connected just now, and to whose `ring` nothing was written. Never raises for what
+        the engine does: without a measurement it is `unmeasured`.
+        """
+        if ring is None or self._source is None or not self._shape.measure:
+            return self.unmeasured
+        if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < BATCH_NBYTES:
+            return self.unmeasured
+        with self._lock:
+            if link in self._known:
+                return self._known[link]
+        slot = ring.lend()
+        if slot is None:
+            return self.unmeasured
+        try:
+            nbytes, seconds = self._measure(peer, ring.ring.slot(slot), self._source)
+        except DisaggError as error:
+            # The slot stays lent for good: something may still be written to it.
+            logger.warning("%s: pieces below %s travel packed, as it could not be measured: %s", who, self.unmeasured, error)
+            return self.unmeasured
+        ring.restore(slot)
+        found = Threshold(nbytes, Origin.MEASURED)
+        logger.info("%s: pieces below %s travel packed; found in %.1f ms", who, found, 1e3 * seconds)
+        with self._lock:
+            return self._known.setdefault(link, found)
+
+    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion) -> tuple[int, float]:
+        """Bytes, and how long it took. Raises `DisaggError` where a transfer fails or does not end."""
+        began = time.perf_counter()
+        fastest = dict.fromkeys((BATCH_NBYTES, *SIZES), math.inf)
+        slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
+        own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
+        copy_s, scratch = math.inf, np.zeros(BATCH_NBYTES, np.uint8)
+        rng = np.random.default_rng(0)
+        for turn in range(ROUNDS):
+            if turn >= MIN_ROUNDS and time.perf_counter() - began > BUDGET_S:
+                break
+            for size, so_far in fastest.items():
+                copies = CopyBatch(*_scattered(next(own), slot, size, rng))
+                fastest[size] = min(so_far, self._timed(peer, copies))
+            places, within, nbytes = _scattered(next(own), int(scratch.__array_interface__["data"][0]), GATHERED_NBYTES, rng)
+            started = time.perf_counter()
+            _core.copy_batch(places, np.sort(within), nbytes)
+            copy_s = min(copy_s, time.perf_counter() - started)
+        logger.debug("seconds by size of pieces: %s; copying: %.2e", {s: f"{t:.2e}" for s, t in fastest.items()}, copy_s)
+        alone = min(fastest.values())
+        excess = {size: fastest[size] - alone for size in SIZES}
+        return break_even(excess, copy_s), time.perf_counter() - began
+
+    def _timed(self, peer: RemotePeer, copies: CopyBatch) -> float:
+        """Seconds from a post to its end."""
+        started = time.perf_counter()
+        transfer = self._backend.submit(Op.WRITE, peer, copies)
+        while not transfer.poll().settled:
+            if transfer.poll() is TransferStatus.UNSETTLED or time.perf_counter() - started > TIMEOUT_S:
+                raise BackendError(transfer.error or f"a write of {copies.total_nbytes} bytes did not end in {TIMEOUT_S} s")
+            if isinstance(self._backend, Progressive):
+                self._backend.progress()
+            time.sleep(0)
+        seconds = time.perf_counter() - started
+        failed = transfer.error or "a write failed" if transfer.poll() is TransferStatus.FAILED else ""
+        transfer.close()
+        if failed:
+            raise BackendError(failed)
+        return seconds
+
+
+_Column = npt.NDArray[np.uint64]
+
+
+def _scattered(source: int, destination: int, size: int, rng: np.random.Generator) -> tuple[_Column, _Column, _Column]:
+    """A batch in pieces of `size` that touch each other on neither side but by chance."""
+    orders = [rng.permutation(BATCH_NBYTES // size).astype(np.uint64) * np.uint64(size) for _ in range(2)]
+    nbytes = np.full(BATCH_NBYTES // size, size, np.uint64)
+    return orders[0] + np.uint64(source), orders[1] + np.uint64(destination), nbytes
+
+
+def break_even(excess_s: Mapping[int, float], copy_s: float) -> int:
+    """The size of pieces, in bytes, at which they cost as much as a copy, between `LEAST` and `MOST`.
+
+    `excess_s`: by size, what the same bytes took longer in pieces than in few; `copy_s`: what copying them takes.
+    Between two sizes the cost is taken to fall by a power of the size, outside of them by its inverse.
+    """
+    sizes = sorted(excess_s)
+    cost = [max(excess_s[size], 1e-9) for size in sizes]
+    cost = list(itertools.accumulate(cost, min))  # larger pieces do not cost more: where they do, it is noise
+    above = [size for size, each in zip(sizes, cost, strict=True) if each > copy_s]
+    if not above or len(above) == len(sizes):
+        at = 0 if not above else len(sizes) - 1
+        found = sizes[at] * cost[at] / copy_s
+    else:
+        last = len(above) - 1
+        steepness = math.log(sizes[last + 1] / sizes[last]) / math.log(cost[last] / cost[last + 1])
+        found = sizes[last] * (cost[last] / copy_s) ** steepness
+    return round(min(max(found, LEAST), MOST))
