@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -244,14 +245,13 @@ void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTa
     self.append(shapes.spans, shapes.runs, shapes.layers);
 }
 
-ReadOnlyColumns stream_copies(const disagg::Stream& self, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging,
-                              Columns& out) {
-    const Use use(out);
+ReadOnlyColumns stream_copies(const disagg::Stream& self, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging) {
+    disagg::Columns columns;
     {
         const nb::gil_scoped_release released;
-        self.copies(offset, nbytes, staging, out.columns);
+        self.copies(offset, nbytes, staging, columns);
     }
-    return views(out.columns);
+    return views(columns);
 }
 
 // Regions of memory, which keep what they were made of.
@@ -383,9 +383,8 @@ NB_MODULE(_core, m) {
         .def("scatter", &disagg::Stream::scatter, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
              "staging_address"_a, "num_threads"_a = 1,
              "Copy the staging to bytes [offset, offset + nbytes) of the stream. IndexError where it does not have them.")
-        .def("copies", &stream_copies, "offset"_a, "nbytes"_a, "staging_address"_a, "out"_a,
-             "The copies that gather or scatter would make: (source, destination, nbytes), read-only views of out.\n"
-             "IndexError where the stream does not have the range; ValueError: out in use.");
+        .def("copies", &stream_copies, "offset"_a, "nbytes"_a, "staging_address"_a,
+             "The copies that gather or scatter would make: (source, destination, nbytes). IndexError as there.");
     m.def("digest", &digest, "layers"_a.noconvert(), "bases"_a.noconvert(), "runs"_a.noconvert(), "axes"_a, nb::kw_only(),
           "row_stride"_a, "token_stride"_a, "itemsize"_a, "seed"_a, "num_threads"_a = 1, "by_layer"_a.noconvert() = nb::none(),
           "by_row"_a.noconvert() = nb::none(),

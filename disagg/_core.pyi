@@ -135,11 +135,9 @@ class Stream:
         Many bytes are written past the caches, but for short pieces. Raises as `gather` does.
         """
 
-    def copies(self, offset: int, nbytes: int, staging_address: int, out: Columns) -> tuple[_Addresses, _Addresses, _Addresses]:
-        """The copies that `gather` or `scatter` would make: `(source, destination, nbytes)`, one for each piece or part of one.
-
-        The columns are read-only views of `out`, as of `expand`. Raises as `gather` does, and `ValueError` where `out` is in
-        use.
+    def copies(self, offset: int, nbytes: int, staging_address: int) -> tuple[_Addresses, _Addresses, _Addresses]:
+        """The copies that `gather` or `scatter` would make, in order: `(source, destination, nbytes)`; one for each piece, or for
+        the part of it that is in the range. Raises as `gather` does.
         """
 
 class Regions:

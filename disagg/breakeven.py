@@ -12,6 +12,7 @@ import enum
 import itertools
 import logging
 import math
+import statistics
 import threading
 import time
 from collections.abc import Hashable, Mapping
@@ -35,11 +36,15 @@ BATCH_NBYTES = 1 << 20
 """Bytes of each measurement, whatever the pieces; a ring with smaller slots is not measured."""
 GATHERED_NBYTES = 4 << 10
 """Pieces of a gather that is measured: larger ones are fetched ahead by the processor, as in a cache they would be."""
-LEAST, MOST = 4 << 10, 1 << 20
-"""Bounds of what is believed, in bytes."""
-ROUNDS, MIN_ROUNDS = 10, 3
-BUDGET_S = 0.01
-"""No further round is begun after this. The fastest of each measurement counts: other load disturbs it least."""
+BELIEVED = 4
+"""How many times more or less than the engine declares is believed: machines differ by less than one measurement beside other
+load may err.
+"""
+ROUNDS, MIN_ROUNDS = 20, 5
+BUDGET_S = 0.02
+"""No further round is begun after this. The median of each measurement counts: beside other load the fastest of a few is at
+times the only one that nothing disturbed, and then differs from the others by more than pieces cost.
+"""
 TIMEOUT_S = 0.5
 """How long one transfer may take before the peer is not measured."""
 
@@ -107,25 +112,25 @@ class BreakEven:
     def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion) -> tuple[int, float]:
         """Bytes, and how long it took. Raises `DisaggError` where a transfer fails or does not end."""
         began = time.perf_counter()
-        fastest = dict.fromkeys((BATCH_NBYTES, *SIZES), math.inf)
+        seconds: dict[int, list[float]] = {size: [] for size in (BATCH_NBYTES, *SIZES)}
         slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
         own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
-        copy_s, scratch = math.inf, np.zeros(BATCH_NBYTES, np.uint8)
+        gathered, scratch = list[float](), np.zeros(BATCH_NBYTES, np.uint8)
         rng = np.random.default_rng(0)
         for turn in range(ROUNDS):
             if turn >= MIN_ROUNDS and time.perf_counter() - began > BUDGET_S:
                 break
-            for size, so_far in fastest.items():
-                copies = CopyBatch(*_scattered(next(own), slot, size, rng))
-                fastest[size] = min(so_far, self._timed(peer, copies))
+            for size, found in seconds.items():
+                found.append(self._timed(peer, CopyBatch(*_scattered(next(own), slot, size, rng))))
             places, within, nbytes = _scattered(next(own), int(scratch.__array_interface__["data"][0]), GATHERED_NBYTES, rng)
             started = time.perf_counter()
             _core.copy_batch(places, np.sort(within), nbytes)
-            copy_s = min(copy_s, time.perf_counter() - started)
-        logger.debug("seconds by size of pieces: %s; copying: %.2e", {s: f"{t:.2e}" for s, t in fastest.items()}, copy_s)
-        alone = min(fastest.values())
-        excess = {size: fastest[size] - alone for size in SIZES}
-        return break_even(excess, copy_s), time.perf_counter() - began
+            gathered.append(time.perf_counter() - started)
+        typical = {size: statistics.median(found) for size, found in seconds.items()}
+        logger.debug("seconds by size of pieces: %s, to gather: %s", seconds, gathered)
+        excess = {size: typical[size] - min(typical.values()) for size in SIZES}
+        even, declared = break_even(excess, statistics.median(gathered)), self._shape.pack_below
+        return round(min(max(even, declared / BELIEVED), declared * BELIEVED)), time.perf_counter() - began
 
     def _timed(self, peer: RemotePeer, copies: CopyBatch) -> float:
         """Seconds from a post to its end."""
@@ -155,8 +160,8 @@ def _scattered(source: int, destination: int, size: int, rng: np.random.Generato
     return orders[0] + np.uint64(source), orders[1] + np.uint64(destination), nbytes
 
 
-def break_even(excess_s: Mapping[int, float], copy_s: float) -> int:
-    """The size of pieces, in bytes, at which they cost as much as a copy, between `LEAST` and `MOST`.
+def break_even(excess_s: Mapping[int, float], copy_s: float) -> float:
+    """The size of pieces, in bytes, at which they cost as much as a copy.
 
     `excess_s`: by size, what the same bytes took longer in pieces than in few; `copy_s`: what copying them takes.
     Between two sizes the cost is taken to fall by a power of the size, outside of them by its inverse.
@@ -167,9 +172,7 @@ def break_even(excess_s: Mapping[int, float], copy_s: float) -> int:
     above = [size for size, each in zip(sizes, cost, strict=True) if each > copy_s]
     if not above or len(above) == len(sizes):
         at = 0 if not above else len(sizes) - 1
-        found = sizes[at] * cost[at] / copy_s
-    else:
-        last = len(above) - 1
-        steepness = math.log(sizes[last + 1] / sizes[last]) / math.log(cost[last] / cost[last + 1])
-        found = sizes[last] * (cost[last] / copy_s) ** steepness
-    return round(min(max(found, LEAST), MOST))
+        return sizes[at] * cost[at] / copy_s
+    last = len(above) - 1
+    steepness = math.log(sizes[last + 1] / sizes[last]) / math.log(cost[last] / cost[last + 1])
+    return float(sizes[last] * (cost[last] / copy_s) ** steepness)

@@ -70,6 +70,7 @@ class Stats:
     transfers: int = 0
     failures: int = 0
     nbytes_packed: int = 0
+    nbytes_source_packed: int = 0
     bind_s: float = 0.0
     pack_s: float = 0.0
     post_s: float = 0.0
@@ -78,12 +79,19 @@ class Stats:
     verified: int = 0
     mismatches: int = 0
 
+    @property
+    def nbytes_by_way(self) -> dict[str, int]:
+        """What was written: directly, packed at the source alone, and packed through the peer's ring."""
+        direct = self.nbytes - self.nbytes_packed - self.nbytes_source_packed
+        return {"direct": direct, "source": self.nbytes_source_packed, "packed": self.nbytes_packed}
+
     def add(self, settled: Settled) -> None:
         self.transfers += 1
         self.failures += bool(settled.error)
         self.nbytes += 0 if settled.error else settled.nbytes
         self.pieces += settled.pieces
         self.nbytes_packed += 0 if settled.error else settled.packed
+        self.nbytes_source_packed += 0 if settled.error else settled.source_packed
         self.bind_s += settled.bind_s
         self.pack_s += settled.pack_s
         self.post_s += settled.post_s
@@ -482,8 +490,15 @@ class Hub:
             self._early.setdefault(ticket.peer, []).append(start)
             return
         destination = session.destinations[ticket.peer]
-        plan, prepared, pack_below = rank.plan, rank.prepared, rank.threshold.nbytes if rank.ring is not None else 0
-        bind = functools.partial(bind_outgoing, plan, start, pack_below=pack_below, stream_of=rank.pack)
+        plan, prepared = rank.plan, rank.prepared
+        bind = functools.partial(
+            bind_outgoing,
+            plan,
+            start,
+            pack_below=rank.threshold.nbytes,
+            has_ring=rank.ring is not None,
+            stream_of=rank.pack,
+        )
         job = Job(
             ticket,
             rank.engine,

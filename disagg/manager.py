@@ -590,7 +590,7 @@ class KVManager:
                 "hello": hub.rejected_hellos,
                 "message": hub.refused_messages,
             },
-            transfer_nbytes={"direct": stats.nbytes - stats.nbytes_packed, "packed": stats.nbytes_packed},
+            transfer_nbytes=stats.nbytes_by_way,
             phase_seconds={phase: getattr(stats, f"{phase}_s") for phase in ("bind", "pack", "post", "wire", "unpack")},
             transfers=stats.transfers,
             transfer_failures=stats.failures,

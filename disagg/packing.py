@@ -7,6 +7,7 @@ they belong from its own rows.
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import secrets
@@ -22,7 +23,7 @@ from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, TransferPlan
 from disagg.rows import Pages, Rows, Slot
 from disagg.session import PeerRank, ReceiveSession, StartTransfer, Ticket
 from disagg.session.types import Limits, back_off
-from disagg.spanwise import StreamOf, destination_stream, source_stream
+from disagg.spanwise import AtSource, StreamOf, destination_stream, source_stream
 from disagg.staging import Ring, RingPool
 from disagg.transfers import Bound, PackedStream, SlotFilled, Unpack, Unpacked
 from disagg.wire import Complete, Credit, Filled, Part, RingGrant, Written, unpack_rows
@@ -42,11 +43,37 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
     return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
 
 
-def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int, stream_of: StreamOf = source_stream) -> Bound:
-    """Every copy of a transfer: what goes directly, and what goes packed. Raises `LayoutError` where rows do not fit."""
+class Way(enum.Enum):
+    """How bytes go: piece by piece; packed at the source and written where they belong; or packed into the peer's ring."""
+
+    DIRECT = "direct"
+    SOURCE = "source"
+    RING = "packed"
+
+
+def way_of(small: Placed, pack_below: int) -> Way:
+    """How small pieces of a request go: directly where neighbours joined are long on the average, packed at the source where
+    they lie together at their destination alone.
+    """
+    destination = destination_stream([("", small)])
+    if destination.total >= small.num_copies() * pack_below:
+        return Way.DIRECT
+    return Way.SOURCE if destination.total >= destination.num_pieces * pack_below else Way.RING
+
+
+def bind_outgoing(
+    plan: TransferPlan,
+    start: StartTransfer,
+    *,
+    pack_below: int,
+    has_ring: bool = True,
+    stream_of: StreamOf = source_stream,
+) -> Bound:
+    """Every copy of a transfer, by the way it goes. Raises `LayoutError` where rows do not fit."""
     direct: list[CopyBatch] = []
     parts: list[Part] = []
     packed: list[tuple[str, Placed]] = []
+    gathered: list[tuple[str, Placed]] = []
     for written in start.written:
         component = plan.components.get(written.component)
         source = start.chunk.rows.get(written.component)
@@ -64,11 +91,26 @@ def bind_outgoing(plan: TransferPlan, start: StartTransfer, *, pack_below: int, 
             direct.append(whole.copies())
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
+        chosen = placed(small) if large else whole
+        way = way_of(chosen, pack_below)
+        # Only streams of host memory say where their bytes lie.
+        at_source = way is Way.SOURCE and stream_of is source_stream
+        if way is Way.DIRECT or not (at_source or has_ring):
+            direct.append(whole.copies())
+            continue
         if large:
             direct.append(placed(large).copies())
-        packed.append((written.component, placed(small) if large else whole))
-        parts.append(Part(written.component, small, written.layers, written.start, written.stop))
-    return Bound(CopyBatch.concatenate(direct), stream_of(packed), tuple(parts))
+        if at_source:
+            gathered.append((written.component, chosen))
+        else:
+            packed.append((written.component, chosen))
+            parts.append(Part(written.component, small, written.layers, written.start, written.stop))
+    return Bound(
+        CopyBatch.concatenate(direct),
+        stream_of(packed),
+        tuple(parts),
+        source=AtSource.of(gathered) if gathered else None,
+    )
 
 
 def bind_incoming(

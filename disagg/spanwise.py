@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Op, PreparedSpans, RemotePeer, SpanWriter
+from disagg.copies import CopyBatch
 from disagg.device import PoolMemory
 from disagg.errors import LocalProtocolError
 from disagg.plan import Placed, Stream, TransferPlan, place, span_shapes
@@ -73,21 +74,49 @@ StreamOf = Callable[[Sequence[tuple[str, Placed]]], PackedStream]
 """Makes the stream of some components' copies, by name and in order, of one side of one plan."""
 
 
-def source_stream(placed: Sequence[tuple[str, Placed]]) -> PackedStream:
+def source_stream(placed: Sequence[tuple[str, Placed]]) -> Stream:
     """A stream to be packed from host memory."""
     return _host_stream(placed, source=True)
 
 
-def destination_stream(placed: Sequence[tuple[str, Placed]]) -> PackedStream:
+def destination_stream(placed: Sequence[tuple[str, Placed]]) -> Stream:
     """A stream to be unpacked into host memory."""
     return _host_stream(placed, source=False)
 
 
-def _host_stream(placed: Sequence[tuple[str, Placed]], *, source: bool) -> PackedStream:
+def _host_stream(placed: Sequence[tuple[str, Placed]], *, source: bool) -> Stream:
     stream = Stream(source=source)
     for _, copies in placed:
         copies.append_to(stream)
     return stream
+
+
+@dataclass(frozen=True)
+class AtSource:
+    """Copies that are gathered from host memory in the order in which they lie in the peer's, and written there as they are.
+
+    Both streams are of the same copies, so that a byte has the same place in both.
+    """
+
+    source: Stream
+    destination: Stream
+
+    @classmethod
+    def of(cls, placed: Sequence[tuple[str, Placed]]) -> AtSource:
+        """The copies of some components, in order."""
+        return cls(source_stream(placed), destination_stream(placed))
+
+    @property
+    def total(self) -> int:
+        return self.source.total
+
+    def gather(self, offset: int, nbytes: int, staging_address: int) -> None:
+        """Pack the bytes `[offset, offset + nbytes)` into a slot."""
+        self.source.gather(offset, nbytes, staging_address)
+
+    def copies(self, offset: int, nbytes: int, staging_address: int) -> CopyBatch:
+        """From the slot to where these bytes belong; one for each run of them that lies together there."""
+        return CopyBatch(*self.destination.copies(offset, nbytes, staging_address))
 
 
 def stream_maker(memory: PoolMemory | None, plan: TransferPlan, *, source: bool) -> StreamOf:

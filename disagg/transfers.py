@@ -7,6 +7,7 @@ It takes jobs and reports what became of each; it knows neither messages nor req
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from disagg.backends.base import (
     Transfer,
     TransferStatus,
 )
-from disagg.copies import Addresses, Columns, CopyBatch
+from disagg.copies import Addresses, CopyBatch
 from disagg.errors import DisaggError, RemoteProtocolError
 from disagg.spans import SpanBatch
 from disagg.staging import RemoteRing, SlotPool
@@ -77,24 +78,38 @@ class PackedStream(Protocol):
 class ListedStream(PackedStream, Protocol):
     """A stream that can say which copies packing it takes."""
 
-    def copies(self, offset: int, nbytes: int, staging_address: int, out: Columns, /) -> tuple[Addresses, Addresses, Addresses]:
+    def copies(self, offset: int, nbytes: int, staging_address: int, /) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, destinations and lengths of what `gather` would copy."""
+
+
+class SourcePacked(Protocol):
+    """Bytes of a request that are packed in the order in which they lie at their destination, and written right there."""
+
+    @property
+    def total(self) -> int: ...
+
+    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> None:
+        """Pack the bytes `[offset, offset + nbytes)` into a slot; done on return."""
+
+    def copies(self, offset: int, nbytes: int, staging_address: int, /) -> CopyBatch:
+        """From the slot to where these bytes belong."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given, and a stream that
-    goes packed; `parts` say what is in it.
+    """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given; a stream that is
+    packed at the source alone; and one that goes packed through the peer's ring, `parts` of which say what is in it.
     """
 
     direct: CopyBatch | SpanBatch
     stream: PackedStream
     parts: Any = ()
     prepared: PreparedSpans | None = None
+    source: SourcePacked | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.direct.total_nbytes + self.stream.total
+        return self.direct.total_nbytes + self.stream.total + (self.source.total if self.source is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -148,13 +163,16 @@ class Unpacked:
 
 @dataclass
 class Settled:
-    """Report: what became of a job. `unsettled`: the engine cannot tell yet; another report follows when it can."""
+    """Report: what became of a job. `unsettled`: the engine cannot tell yet; another report follows when it can. Of `nbytes`,
+    `packed` went through the peer's ring, `source_packed` were packed here alone.
+    """
 
     ticket: Hashable
     error: str = ""
     unsettled: bool = False
     nbytes: int = 0
     packed: int = 0
+    source_packed: int = 0
     pieces: int = 0
     bind_s: float = 0.0
     pack_s: float = 0.0
@@ -167,18 +185,20 @@ Report = Settled | SlotFilled | Unpacked
 
 @dataclass
 class _Slot:
-    """A packed write under way: from a local slot, or from where the pieces lie, into a slot of the peer's ring."""
+    """A packed write under way: from a local slot, or from where the pieces lie, into a slot of the peer's ring; or from a
+    local slot to where its bytes belong.
+    """
 
     transfer: Transfer
     local: int | None
-    filled: SlotFilled
+    filled: SlotFilled | None
     posted_at: float
     replaced: bool = False
 
 
 @dataclass
 class _Active:
-    """A job that was bound: what it has in flight, and how much of its stream has been packed."""
+    """A job that was bound: what it has in flight, and how much of its streams has been packed."""
 
     job: Job
     report: Settled
@@ -187,6 +207,7 @@ class _Active:
     posted: bool = False
     direct: Transfer | None = None
     slots: list[_Slot] = field(default_factory=list)
+    source_offset: int = 0
     offset: int = 0
     error: str = ""
     told_unsettled: bool = False
@@ -194,7 +215,11 @@ class _Active:
 
     @property
     def packing(self) -> bool:
-        return self.offset < self.bound.stream.total and not self.error
+        return (self.packing_at_source or self.offset < self.bound.stream.total) and not self.error
+
+    @property
+    def packing_at_source(self) -> bool:
+        return self.bound.source is not None and self.source_offset < self.bound.source.total and not self.error
 
     def in_flight(self) -> bool:
         return self.direct is not None or bool(self.slots)
@@ -417,11 +442,13 @@ class TransferWorker:
         self._active = [active for active in self._active if not active.posted or active.packing or active.in_flight()]
 
     def _pack(self, active: _Active) -> int:
-        """Fill slots of the peer's ring once there are enough to be worth telling of; how many."""
+        """Pack at the source; then fill slots of the peer's ring once there are enough to be worth telling of. How many."""
         if not active.packing:
             return 0
         if self._fail_if_cancelled(active):
             return 0
+        if active.packing_at_source:
+            return sum(itertools.takewhile(bool, (self._pack_one_at_source(active) for _ in range(MOST_AT_ONCE))))
         ring = active.job.ring
         assert ring is not None
         wanted = min(MOST_AT_ONCE, max(1, ring.ring.num_slots // 2))
@@ -439,6 +466,37 @@ class TransferWorker:
             if not active.in_flight():
                 self._finish(active)
         return bool(active.error)
+
+    def _pack_one_at_source(self, active: _Active) -> bool:
+        """Gather the next bytes into a slot and post them to where they belong; `False` as for `_pack_one`."""
+        if not active.packing_at_source or self._fail_if_cancelled(active):
+            return False
+        stream = active.bound.source
+        assert stream is not None
+        assert self._slots is not None
+        local = self._slots.take()
+        if local is None:
+            return False
+        started, offset = time.perf_counter(), active.source_offset
+        nbytes = min(self._slots.slot_nbytes, stream.total - offset)
+        try:
+            stream.gather(offset, nbytes, local)
+            active.report.pack_s += time.perf_counter() - started
+            transfer = self._post(active.job, stream.copies(offset, nbytes, local), active.report)
+        except DisaggError as error:
+            self._fail_slot(active, local, error)
+            return False
+        active.report.source_packed += nbytes
+        active.source_offset += nbytes
+        active.slots.append(_Slot(transfer, local, None, started))
+        return True
+
+    def _fail_slot(self, active: _Active, local: int | None, error: DisaggError) -> None:
+        """What was packed could not be posted."""
+        self._give_back(local)
+        active.error = str(error)
+        if not active.in_flight():
+            self._finish(active)
 
     def _pack_one(self, active: _Active) -> bool:
         """Gather the next bytes of a stream into a slot and post it; `False` where none are left, or no slot is free."""
@@ -466,26 +524,23 @@ class TransferWorker:
                 transfer = self._post_slot(active, ring, slot, local, nbytes)
             active.report.packed += nbytes
         except DisaggError as error:
-            self._give_back(local)
-            active.error = str(error)
-            if not active.in_flight():
-                self._finish(active)
+            self._fail_slot(active, local, error)
             return False
         filled = SlotFilled(active.job.ticket, ring.ring.address, slot, sequence, active.bound.parts, active.offset, nbytes)
         active.offset += nbytes
         active.slots.append(_Slot(transfer, local, filled, started))
         return True
 
-    def _give_back(self, local: int | None) -> None:
+    def _give_back(self, local: int | None, *, replaced: bool = False) -> None:
         if local is not None:
             assert self._slots is not None
-            self._slots.give_back(local)
+            self._slots.give_back(local, replaced=replaced)
 
     def _post_pieces(self, active: _Active, address: int, nbytes: int) -> Transfer:
         """Have the engine collect the next pieces of a stream into a slot of the ring."""
         stream = active.bound.stream
         assert isinstance(stream, ListedStream)
-        return self._post(active.job, CopyBatch(*stream.copies(active.offset, nbytes, address, Columns())), active.report)
+        return self._post(active.job, CopyBatch(*stream.copies(active.offset, nbytes, address)), active.report)
 
     def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
         """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
@@ -514,19 +569,20 @@ class TransferWorker:
         left = []
         for slot in active.slots:
             assert self._slots is not None
-            assert active.job.ring is not None
             if not self._take_status(active, slot.transfer):
                 if slot.local is not None and not slot.replaced and time.perf_counter() - slot.posted_at > SLOW_SLOT_S:
                     slot.replaced = self._slots.replace()
                 left.append(slot)
                 continue
-            if slot.local is not None:
-                self._slots.give_back(slot.local, replaced=slot.replaced)
+            self._give_back(slot.local, replaced=slot.replaced)
+            settled += 1
+            if slot.filled is None:
+                continue
+            assert active.job.ring is not None
             if slot.transfer.poll() is TransferStatus.DONE:
                 self._reports.append(slot.filled)
             else:
                 active.job.ring.credit(slot.filled.slot, slot.filled.sequence)
-            settled += 1
         active.slots = left
         if not active.in_flight() and not active.packing:
             self._finish(active)

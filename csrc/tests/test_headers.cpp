@@ -438,7 +438,7 @@ Copies naive_expand(const std::vector<disagg::Span>& spans, const std::vector<st
 void test_stream(std::mt19937_64& random, std::vector<disagg::Span> spans,
                  std::span<const std::span<const disagg::TokenRun>> runs,
                  const std::optional<std::span<const std::int64_t>>& layers, const Copies& expected) {
-    std::vector<unsigned char> from(2048), to(2048), wanted(2048), content;
+    std::vector<unsigned char> from(2048), to(2048), copied(2048), wanted(2048), content;
     for (auto& byte : from) byte = static_cast<unsigned char>(random());
     for (const auto& [s, d, n] : expected) {
         content.insert(content.end(), from.begin() + static_cast<std::ptrdiff_t>(s),
@@ -463,18 +463,25 @@ void test_stream(std::mt19937_64& random, std::vector<disagg::Span> spans,
         destination.scatter(offset, nbytes, staged, 2);
         disagg::Columns columns;
         source.copies(offset, nbytes, staged, columns);
-        std::uint64_t copied = 0;
+        std::uint64_t seen = 0;
         for (std::size_t i = 0; i < columns.size(); ++i) {
-            CHECK(columns.destination()[i] == staged + copied);
-            CHECK(std::memcmp(reinterpret_cast<const void*>(columns.source()[i]), content.data() + offset + copied,
+            CHECK(columns.destination()[i] == staged + seen);
+            CHECK(std::memcmp(reinterpret_cast<const void*>(columns.source()[i]), content.data() + offset + seen,
                               columns.nbytes()[i]) == 0);
-            copied += columns.nbytes()[i];
+            seen += columns.nbytes()[i];
         }
-        CHECK(copied == nbytes);
+        CHECK(seen == nbytes);
+        destination.copies(offset, nbytes, staged, columns);
+        for (std::size_t i = 0; i < columns.size(); ++i) {
+            const auto place = columns.destination()[i] - reinterpret_cast<std::uintptr_t>(to.data());
+            std::copy_n(reinterpret_cast<const unsigned char*>(columns.source()[i]), columns.nbytes()[i],
+                        copied.begin() + static_cast<std::ptrdiff_t>(place));
+        }
         offset += nbytes;
     }
     CHECK(staging == content);
     CHECK(to == wanted);
+    CHECK(copied == wanted);
 }
 
 void test_expand(std::mt19937_64& random) {

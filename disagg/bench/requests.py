@@ -18,6 +18,7 @@ from disagg.bench.commands import Direction, Fault, Item, Result, RunReport, Sta
 from disagg.bench.content import Content
 from disagg.bench.places import rows_of, streams
 from disagg.errors import DisaggError
+from disagg.hub import Stats
 from disagg.manager import KVManager
 from disagg.rows import Pages, Rows
 
@@ -59,13 +60,12 @@ class Requests:
             raise self._error
         after = dataclasses.asdict(self._manager.stats)
         delta = {name: after[name] - self._before[name] for name in after if isinstance(after[name], int | float)}
-        packed = int(delta["nbytes_packed"])
         return RunReport(
             results=tuple(self._results),
             nbytes=int(delta["nbytes"]),
             posts=int(delta["pieces"]),
             seconds={name.removesuffix("_s"): float(value) for name, value in delta.items() if name.endswith("_s")},
-            ways={way: count for way, count in (("direct", int(delta["nbytes"]) - packed), ("packed", packed)) if count},
+            ways={way: int(count) for way, count in Stats(**delta).nbytes_by_way.items() if count},
         )
 
     def _run(self) -> None:

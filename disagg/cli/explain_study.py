@@ -6,6 +6,7 @@ Requests get their rows as `disagg-bench` deals them, so that its bytes, pieces 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from disagg.explain import PieceCounter, SpanCount, count, placed, size, why_so_
 from disagg.layout import ComponentLayout, LayoutTable, Share, layout_table
 from disagg.memory import ITEMSIZE
 from disagg.models import ModelSpec, load_model
-from disagg.packing import MIN_PIECES, is_small
-from disagg.plan import ComponentPlan, TransferPlan, elect, make_plan
+from disagg.packing import MIN_PIECES, Way, is_small, way_of
+from disagg.plan import ComponentPlan, Placed, Stream, TransferPlan, elect, make_plan, place
 from disagg.rows import Rows
+from disagg.spanwise import destination_stream
 
 BUSY = 1.5
 """A rank that moves so many times the mean of its side is a hot spot."""
@@ -45,8 +47,8 @@ class Costs(msgspec.Struct, frozen=True):
     packed_gbps: float
 
     def seconds(self, way: str, nbytes: int, descriptors: int) -> float:
-        """Of so many bytes that travel one way."""
-        if way == "packed":
+        """Of so many bytes that travel one way; packed at the source is taken to cost as much as through a ring."""
+        if way != "direct":
             return nbytes / self.packed_gbps / 1e9
         return nbytes / self.gbps / 1e9 + descriptors * self.piece_s
 
@@ -100,7 +102,9 @@ def declared_staging(backend: str, transport: str) -> StagingShape:
 
 
 class WayShare(msgspec.Struct, frozen=True):
-    """What of a component goes one way: `descriptors` are what the engine is given, for packed ones in slots."""
+    """What of a component goes one way: `descriptors` are what the engine is given, for packed ones in slots, and for those
+    packed at the source in runs that lie together at the destination, cut where a slot ends.
+    """
 
     bytes: int
     runs: int
@@ -279,11 +283,14 @@ def _in_order(item: Item) -> Item:
 
 
 class _Sharing(NamedTuple):
-    """How a component is shared out over ways: bytes and runs of each, and the reason."""
+    """How a component is shared out over ways: bytes and runs of each, and the reason. `at_source`: what is packed goes right
+    where it belongs, in this order.
+    """
 
     direct: tuple[int, int]
     packed: tuple[int, int]
     reason: str
+    at_source: Stream | None = None
 
 
 def _pair(
@@ -292,34 +299,47 @@ def _pair(
     """A pair's components. Those that stream go as one chunk, the others with the request's end: slots begin anew."""
     theirs = destination.items[key[1]]
     parts: list[Part] = []
-    packed = {True: 0, False: 0}
+    packed: Counter[tuple[bool, bool]] = Counter()
     for name, component in plan.components.items():
         state, needed = destination.spec.state(name), theirs.needs[name]
         if needed[0] >= needed[1]:
             continue
-        counts = counter.component(
-            component, source=source.rows(key[0], name), destination=destination.rows(key[1], name), need=needed
-        )
-        sharing = _share(component, counts, setting)
-        before = packed[streams(state)]
-        packed[streams(state)] += sharing.packed[0]
-        slots = _slots(packed[streams(state)], setting) - _slots(before, setting)
+        rows = source.rows(key[0], name), destination.rows(key[1], name)
+        counts = counter.component(component, source=rows[0], destination=rows[1], need=needed)
+        small = _small(component, setting)
+        chosen = None
+        if small:
+            chosen = place(component, source=rows[0], destination=rows[1], tokens=needed, num_tokens=needed[1], spans=small)
+        sharing = _share(component, counts, setting, chosen)
+        chunk = streams(state), sharing.at_source is not None
+        posts = _posts(sharing, packed[chunk], setting)
+        packed[chunk] += sharing.packed[0]
         if sharing.direct[0] or sharing.packed[0]:
-            parts.append(_part(name, sharing, slots, setting))
+            parts.append(_part(name, sharing, posts, setting))
     seconds = [part.seconds for part in parts if part.seconds is not None]
     return Pair(*key, tuple(parts), sum(part.bytes for part in parts), sum(seconds) if setting.costs else None)
 
 
-def _slots(nbytes: int, setting: Setting) -> int:
-    return -(-nbytes // setting.staging.slot_nbytes)
+def _small(component: ComponentPlan, setting: Setting) -> tuple[int, ...]:
+    """The span classes whose pieces are below the threshold."""
+    return tuple(i for i, span in enumerate(component.spans) if is_small(component, span, setting.staging.pack_below))
 
 
-def _part(name: str, sharing: _Sharing, slots: int, setting: Setting) -> Part:
+def _posts(sharing: _Sharing, before: int, setting: Setting) -> int:
+    """What the engine is given for what goes packed, `before` bytes of the same chunk having gone before it."""
+    room, stop = setting.staging.slot_nbytes, before + sharing.packed[0]
+    if sharing.at_source is None:
+        return -(-stop // room) - -(-before // room)
+    edges = [before, *range((before // room + 1) * room, stop, room), stop]
+    return sum(len(sharing.at_source.copies(start - before, end - start, 0)[2]) for start, end in itertools.pairwise(edges))
+
+
+def _part(name: str, sharing: _Sharing, posts: int, setting: Setting) -> Part:
     ways = {}
     if sharing.direct[0]:
         ways["direct"] = WayShare(*sharing.direct, sharing.direct[1])
     if sharing.packed[0]:
-        ways["packed"] = WayShare(*sharing.packed, slots)
+        ways["packed" if sharing.at_source is None else "source"] = WayShare(*sharing.packed, posts)
     nbytes, runs = sharing.direct[0] + sharing.packed[0], sharing.direct[1] + sharing.packed[1]
     return Part(
         name=name,
@@ -334,7 +354,9 @@ def _part(name: str, sharing: _Sharing, slots: int, setting: Setting) -> Part:
     )
 
 
-def _share(component: ComponentPlan, counts: Sequence[SpanCount | None], setting: Setting) -> _Sharing:
+def _share(
+    component: ComponentPlan, counts: Sequence[SpanCount | None], setting: Setting, small_ones: Placed | None
+) -> _Sharing:
     """What the manager would do: small pieces packed, unless there are few (`disagg.packing`)."""
     below = setting.staging.pack_below
     nbytes, runs = count(counts)
@@ -345,14 +367,22 @@ def _share(component: ComponentPlan, counts: Sequence[SpanCount | None], setting
     small = [is_small(component, span, below) for span in component.spans]
     if not below:
         return _Sharing((nbytes, runs), (0, 0), f"{why}; nothing is packed with {setting.backend} unless it is asked for")
-    if not any(small):
+    way = Way.DIRECT if small_ones is None else way_of(small_ones, below)
+    if not any(small) or (all(small) and way is Way.DIRECT and runs >= MIN_PIECES):
         return _Sharing((nbytes, runs), (0, 0), f"{why}; not below {setting.threshold}")
     if runs < MIN_PIECES:
         return _Sharing((nbytes, runs), (0, 0), f"{why}; fewer than {MIN_PIECES} runs are not worth a slot's two messages")
+    if way is Way.DIRECT:
+        return _Sharing((nbytes, runs), (0, 0), f"{why}; most of them are not below {setting.threshold}")
+    at_source = None
+    if way is Way.SOURCE and small_ones is not None:
+        at_source = destination_stream([(component.name, small_ones)])
+        together = size(at_source.total / at_source.num_pieces)
+        why = f"{why}; at the destination {together} lie together, so that nothing is unpacked there"
     if all(small):
-        return _Sharing((0, 0), (nbytes, runs), f"{why}; below {setting.threshold}")
+        return _Sharing((0, 0), (nbytes, runs), f"{why}; below {setting.threshold}", at_source)
     parts = [count(found for found, is_so in zip(counts, small, strict=True) if is_so is wanted) for wanted in (False, True)]
-    return _Sharing(parts[0], parts[1], f"{why}; only some tensors' pieces are below {setting.threshold}")
+    return _Sharing(parts[0], parts[1], f"{why}; only some tensors' pieces are below {setting.threshold}", at_source)
 
 
 # -- all pairs ---------------------------------------------------------------------------------------------------------

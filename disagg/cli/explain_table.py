@@ -13,6 +13,8 @@ from rich.table import Table
 from disagg.cli.explain_study import Costs, Explanation, Pair, Part, Study
 from disagg.explain import size
 
+WAYS = {"direct": "direct", "source": "packed at source", "packed": "packed (slots)"}
+"""Columns of descriptors; that of what is packed at the source alone is there where anything is."""
 WIDTH = 140
 """At least so wide: a table that is cut says nothing; terminals wrap it."""
 
@@ -33,20 +35,21 @@ def pairs_table(found: Explanation) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
         table.add_column(name, no_wrap=True)
-    for name in ("bytes", "runs", "mean run", "direct", "packed (slots)", "ms"):
+    shown = [way for way in WAYS if way != "source" or any("source" in p.ways for pair in found.pairs for p in pair.components)]
+    for name in ("bytes", "runs", "mean run", *(WAYS[way] for way in shown), "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("way", no_wrap=True)
     numbers = numbered(found.pairs)
     for pair in found.pairs:
         ranks = (str(pair.source), str(pair.destination))
         for part in pair.components:
-            table.add_row(*ranks, *_cells(part), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
+            table.add_row(*ranks, *_cells(part, shown), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
             ranks = ("", "")
     return table
 
 
-def _cells(part: Part) -> tuple[str, ...]:
-    by_way = [str(part.ways[way].descriptors) if way in part.ways else "-" for way in ("direct", "packed")]
+def _cells(part: Part, shown: Sequence[str]) -> tuple[str, ...]:
+    by_way = [str(part.ways[way].descriptors) if way in part.ways else "-" for way in shown]
     return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_way, milliseconds(part.seconds)
 
 

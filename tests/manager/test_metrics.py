@@ -34,7 +34,7 @@ LABELS = {
     "reason": {reason.value for reason in Quarantine},
     "state": {state.value for state in (*ReceiveState, *SendState)},
     "phase": {"bind", "pack", "post", "wire", "unpack"},
-    "way": {"direct", "packed"},
+    "way": {"direct", "source", "packed"},
     "what": {"connection", "hello", "message"},
     "queue": {"commands", "transfers", "rows_not_ready", "parked_reserves", "early_transfers", "events", "sums", "fences"},
 }

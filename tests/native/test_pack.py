@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import _core
-from disagg.copies import Columns
 from disagg.layout import EVERYTHING
 from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, place
 from disagg.rows import Pages
@@ -140,16 +139,28 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
     assert placed.num_copies() >= len(copies)
     staging = np.zeros(len(content), dtype=np.uint8)
     cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=4))
+    places, sizes = copies.destination[:0], copies.nbytes[:0]
     for start, stop in itertools.pairwise(sorted({0, *cuts, len(content)})):
         source.gather(start, stop - start, staging.ctypes.data + start)
         destination.scatter(start, stop - start, staging.ctypes.data + start)
-        for stream in (source, destination):
-            again = stream.copies(start, stop - start, staging.ctypes.data + start, Columns())
-            staging_side = again[1] if stream is source else again[0]
-            assert staging_side.tolist() == [staging.ctypes.data + start + at for at in (np.cumsum(again[2]) - again[2])]
-            assert _core.copy_batch(*again, 1) == stop - start
+        collected = source.copies(start, stop - start, staging.ctypes.data + start)
+        assert collected[1].tolist() == [
+            staging.ctypes.data + start + before for before in np.cumsum(collected[2]) - collected[2]
+        ]
+        staging[start:stop] = 0
+        assert _core.copy_batch(*collected, 1) == stop - start
+        staged, belong, nbytes = destination.copies(start, stop - start, staging.ctypes.data + start)
+        assert int(nbytes.sum()) == stop - start
+        assert len(nbytes) <= destination.num_pieces
+        assert staged.tolist() == [staging.ctypes.data + start + before for before in np.cumsum(nbytes) - nbytes]
+        places, sizes = np.append(places, belong - np.uint64(memory[1].ctypes.data)), np.append(sizes, nbytes)
     assert (staging == content).all()
     assert (memory[1] == wanted).all()
+    again = np.zeros_like(wanted)
+    scatter_numpy(again, places, sizes, content)
+    only = np.zeros_like(wanted)
+    scatter_numpy(only, copies.destination, copies.nbytes, content)
+    assert (again == only).all()
 
     one = Stream(source=True)
     chosen = place(plan, **rows, spans=range(len(spans))[1:2])
@@ -165,6 +176,10 @@ WRAPS = np.array([2**64 - 1, 2], dtype=np.uint64)
 def test_bad_arguments_are_refused() -> None:
     stream = stream_of(MORE, MORE + np.uint64(5), source=True)
     empty = Stream(source=False)
+    for listing in (stream.copies, empty.copies):
+        assert all(len(column) == 0 for column in listing(0, 0, 0))
+        with pytest.raises(IndexError, match="expected a range of it"):
+            listing(9, 2, 0)
     for function in (stream.gather, stream.scatter, empty.gather, empty.scatter):
         function(0, 0, 0)
         for offset, nbytes in ((11, 0), (0, 11), (9, 2), (2**64 - 1, 2)):
@@ -172,9 +187,6 @@ def test_bad_arguments_are_refused() -> None:
                 function(offset, nbytes, 0)
         with pytest.raises(ValueError, match="num_threads"):
             function(0, 0, 0, 0)
-        for offset, nbytes in ((11, 0), (0, 11)):
-            with pytest.raises(IndexError, match="expected a range of it"):
-                stream.copies(offset, nbytes, 0, Columns())
         wrong: list[tuple[Any, ...]] = [(-1, 1, 0), (0, -1, 0), (0, 1, -1), (0, 2**64, 0), (0.5, 1, 0), (None, 1, 0)]
         for arguments in wrong:
             with pytest.raises(TypeError):
