@@ -30,16 +30,14 @@ from disagg.staging import RemoteRing
 
 logger = logging.getLogger(__name__)
 
-SIZES = (16 << 10, 64 << 10, 256 << 10)
-"""Pieces that are measured, in bytes."""
+BELIEVED = 4
+"""How many times more or less than the engine declares is believed: machines differ by less than one measurement beside other
+load may err. Pieces of the declared size, and of sizes so much smaller and larger, are measured.
+"""
 BATCH_NBYTES = 1 << 20
 """Bytes of each measurement, whatever the pieces; a ring with smaller slots is not measured."""
 GATHERED_NBYTES = 4 << 10
 """Pieces of a gather that is measured: larger ones are fetched ahead by the processor, as in a cache they would be."""
-BELIEVED = 4
-"""How many times more or less than the engine declares is believed: machines differ by less than one measurement beside other
-load may err.
-"""
 ROUNDS, MIN_ROUNDS = 20, 5
 BUDGET_S = 0.02
 """No further round is begun after this. The median of each measurement counts: beside other load the fastest of a few is at
@@ -112,7 +110,8 @@ class BreakEven:
     def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion) -> tuple[int, float]:
         """Bytes, and how long it took. Raises `DisaggError` where a transfer fails or does not end."""
         began = time.perf_counter()
-        seconds: dict[int, list[float]] = {size: [] for size in (BATCH_NBYTES, *SIZES)}
+        sizes = measured_sizes(self._shape.pack_below)
+        seconds: dict[int, list[float]] = {size: [] for size in (BATCH_NBYTES, *sizes)}
         slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
         own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
         gathered, scratch = list[float](), np.zeros(BATCH_NBYTES, np.uint8)
@@ -128,7 +127,7 @@ class BreakEven:
             gathered.append(time.perf_counter() - started)
         typical = {size: statistics.median(found) for size, found in seconds.items()}
         logger.debug("seconds by size of pieces: %s, to gather: %s", seconds, gathered)
-        excess = {size: typical[size] - min(typical.values()) for size in SIZES}
+        excess = {size: typical[size] - min(typical.values()) for size in sizes}
         even, declared = break_even(excess, statistics.median(gathered)), self._shape.pack_below
         return round(min(max(even, declared / BELIEVED), declared * BELIEVED)), time.perf_counter() - began
 
@@ -148,6 +147,13 @@ class BreakEven:
         if failed:
             raise BackendError(failed)
         return seconds
+
+
+def measured_sizes(declared: int) -> tuple[int, ...]:
+    """Sizes of pieces, in bytes, around a declared threshold: powers of two, so that they divide a batch; never all of it."""
+    around = (declared // BELIEVED, declared, declared * BELIEVED)
+    powers = (1 << max(size - 1, 1).bit_length() for size in around)
+    return tuple(dict.fromkeys(min(power, BATCH_NBYTES // 2) for power in powers))
 
 
 _Column = npt.NDArray[np.uint64]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from disagg import breakeven
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
-from disagg.breakeven import BATCH_NBYTES, BELIEVED, SIZES, BreakEven, Origin, Threshold, break_even
+from disagg.breakeven import BATCH_NBYTES, BELIEVED, BreakEven, Origin, Threshold, break_even, measured_sizes
 from disagg.copies import CopyBatch
 from disagg.memory import MemoryRegion
 from disagg.staging import RemoteRing, Ring
@@ -23,6 +23,16 @@ from tests.support.cluster import Side, cluster
 SHAPE = StagingShape(pack_below=4321, slot_nbytes=BATCH_NBYTES, num_slots=2, num_rings=2, measure=True)
 DECLARED = Threshold(4321, Origin.DECLARED)
 COPY_S = 1e-4
+SIZES = measured_sizes(64 << 10)
+
+
+@given(st.integers(1, 1 << 30))
+def test_sizes_that_are_measured_are_around_what_is_declared_and_divide_a_batch(declared: int) -> None:
+    sizes = measured_sizes(declared)
+    assert list(sizes) == sorted(set(sizes))
+    assert all(BATCH_NBYTES % size == 0 and size < BATCH_NBYTES for size in sizes)
+    if 8 <= declared <= BATCH_NBYTES // 8:
+        assert declared // BELIEVED <= sizes[0] <= declared <= sizes[1] < 2 * declared <= sizes[2]
 
 
 @given(st.floats(1e-8, 1e-3))
