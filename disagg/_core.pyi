@@ -136,8 +136,8 @@ class Stream:
         """
 
     def copies(self, offset: int, nbytes: int, staging_address: int) -> tuple[_Addresses, _Addresses, _Addresses]:
-        """The copies that `gather` or `scatter` would make, in order: `(source, destination, nbytes)`; one for each piece, or for
-        the part of it that is in the range. Raises as `gather` does.
+        """The copies that `gather` or `scatter` would make, in order: `(source, destination, nbytes)`; one for each piece, or
+        for the part of it that is in the range. Raises as `gather` does.
         """
 
 class Regions:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.agreement import Agreement, LocalRank, decode_placements, encode_placements
-from disagg.backends.base import Backend, RemotePeer, decode_endpoint
+from disagg.backends.base import Backend, Gathering, RemotePeer, decode_endpoint
 from disagg.breakeven import BreakEven, Threshold
 from disagg.device import PoolMemory
 from disagg.errors import DisaggError, LayoutError, RemoteProtocolError
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class RemoteRank:
     """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, what is
     summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, how streams of
-    the plans are packed and unpacked, and which pieces are.
+    the plans are packed and unpacked, which pieces are, and from which length on the engine collects them itself.
     """
 
     epoch: int
@@ -40,6 +40,7 @@ class RemoteRank:
     pack: StreamOf
     unpack: StreamOf
     threshold: Threshold
+    gathers_from: int | None
 
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
@@ -198,7 +199,10 @@ class Handshake:
         if prepared is None:
             link = self._backend.transport, host
             threshold = self._break_even.towards(engine, remote_ring, who=f"{self.me} to {peer}", link=link)
-        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, threshold)
+        gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
+        return RemoteRank(
+            welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, threshold, gathers_from
+        )
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Transfers may go to a rank, and come from it."""

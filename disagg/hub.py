@@ -497,6 +497,7 @@ class Hub:
             start,
             pack_below=rank.threshold.nbytes,
             has_ring=rank.ring is not None,
+            gathers_from=rank.gathers_from,
             stream_of=rank.pack,
         )
         job = Job(

@@ -19,7 +19,7 @@ import numpy as np
 
 from disagg.copies import CopyBatch
 from disagg.errors import LocalProtocolError
-from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, TransferPlan, first_page, place
+from disagg.plan import ComponentPlan, Placed, RowSpace, SpanClass, Stream, TransferPlan, first_page, place
 from disagg.rows import Pages, Rows, Slot
 from disagg.session import PeerRank, ReceiveSession, StartTransfer, Ticket
 from disagg.session.types import Limits, back_off
@@ -67,9 +67,12 @@ def bind_outgoing(
     *,
     pack_below: int,
     has_ring: bool = True,
+    gathers_from: int | None = None,
     stream_of: StreamOf = source_stream,
 ) -> Bound:
-    """Every copy of a transfer, by the way it goes. Raises `LayoutError` where rows do not fit."""
+    """Every copy of a transfer, by the way it goes; `gathers_from` as of `Gathering`. Raises `LayoutError` where rows do not
+    fit.
+    """
     direct: list[CopyBatch] = []
     parts: list[Part] = []
     packed: list[tuple[str, Placed]] = []
@@ -95,6 +98,8 @@ def bind_outgoing(
         way = way_of(chosen, pack_below)
         # Only streams of host memory say where their bytes lie.
         at_source = way is Way.SOURCE and stream_of is source_stream
+        if at_source and _collects(source_stream([("", chosen)]), gathers_from):
+            way = Way.DIRECT
         if way is Way.DIRECT or not (at_source or has_ring):
             direct.append(whole.copies())
             continue
@@ -105,12 +110,19 @@ def bind_outgoing(
         else:
             packed.append((written.component, chosen))
             parts.append(Part(written.component, small, written.layers, written.start, written.stop))
+    stream = stream_of(packed)
     return Bound(
         CopyBatch.concatenate(direct),
-        stream_of(packed),
+        stream,
         tuple(parts),
         source=AtSource.of(gathered) if gathered else None,
+        listed=stream if isinstance(stream, Stream) and _collects(stream, gathers_from) else None,
     )
+
+
+def _collects(stream: Stream, gathers_from: int | None) -> bool:
+    """Whether the engine is to take a stream's pieces from where they lie."""
+    return gathers_from is not None and 0 < gathers_from * stream.num_pieces <= stream.total
 
 
 def bind_incoming(

@@ -14,11 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from disagg.backends.base import (
     Backend,
-    Gathering,
     Op,
     PreparedSpans,
     Preparing,
@@ -74,7 +73,6 @@ class PackedStream(Protocol):
         """Unpack a slot into the bytes `[offset, offset + nbytes)`; done on return."""
 
 
-@runtime_checkable
 class ListedStream(PackedStream, Protocol):
     """A stream that can say which copies packing it takes."""
 
@@ -99,6 +97,7 @@ class SourcePacked(Protocol):
 class Bound:
     """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given; a stream that is
     packed at the source alone; and one that goes packed through the peer's ring, `parts` of which say what is in it.
+    `listed` is that one, where the engine is to collect its pieces from where they lie.
     """
 
     direct: CopyBatch | SpanBatch
@@ -106,6 +105,7 @@ class Bound:
     parts: Any = ()
     prepared: PreparedSpans | None = None
     source: SourcePacked | None = None
+    listed: ListedStream | None = None
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +211,6 @@ class _Active:
     offset: int = 0
     error: str = ""
     told_unsettled: bool = False
-    as_they_lie: bool = False
 
     @property
     def packing(self) -> bool:
@@ -245,7 +244,6 @@ class TransferWorker:
         self._backend = backend
         self._progressive = backend if isinstance(backend, Progressive) else None
         self._preparing = backend if isinstance(backend, Preparing) else None
-        self._gathering = backend if isinstance(backend, Gathering) else None
         self._slots = slots
         self._on_reports = on_reports
         self._reports: deque[Report] = deque()
@@ -384,14 +382,7 @@ class TransferWorker:
             return None
         bound_at = time.perf_counter()
         report.bind_s = bound_at - started
-        return _Active(job, report, bound, bound_at, as_they_lie=self._collects(job.peer, bound.stream))
-
-    def _collects(self, peer: RemotePeer, stream: PackedStream) -> bool:
-        """Whether the engine takes a stream's pieces from where they lie."""
-        if self._gathering is None or not stream.total or not isinstance(stream, ListedStream):
-            return False
-        least = self._gathering.gathers_from(peer)
-        return least is not None and stream.total >= least * stream.num_pieces
+        return _Active(job, report, bound, bound_at)
 
     def _attempt(self, run: Callable[[], T], report: Settled) -> T | None:
         """What `run` gives, or `None`: one request's error ends that request only."""
@@ -505,8 +496,9 @@ class TransferWorker:
         ring, stream = active.job.ring, active.bound.stream
         assert ring is not None
         assert self._slots is not None
-        local = None if active.as_they_lie else self._slots.take()
-        if local is None and not active.as_they_lie:
+        listed = active.bound.listed
+        local = self._slots.take() if listed is None else None
+        if local is None and listed is None:
             return False
         remote = ring.take()
         if remote is None:
@@ -517,7 +509,9 @@ class TransferWorker:
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
         try:
             if local is None:
-                transfer = self._post_pieces(active, ring.ring.slot(slot), nbytes)
+                assert listed is not None
+                copies = CopyBatch(*listed.copies(active.offset, nbytes, ring.ring.slot(slot)))
+                transfer = self._post(active.job, copies, active.report)
             else:
                 stream.gather(active.offset, nbytes, local)
                 active.report.pack_s += time.perf_counter() - started
@@ -535,12 +529,6 @@ class TransferWorker:
         if local is not None:
             assert self._slots is not None
             self._slots.give_back(local, replaced=replaced)
-
-    def _post_pieces(self, active: _Active, address: int, nbytes: int) -> Transfer:
-        """Have the engine collect the next pieces of a stream into a slot of the ring."""
-        stream = active.bound.stream
-        assert isinstance(stream, ListedStream)
-        return self._post(active.job, CopyBatch(*stream.copies(active.offset, nbytes, address)), active.report)
 
     def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
         """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
