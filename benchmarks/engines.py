@@ -1,0 +1,318 @@
+"""What transfer engines cost underneath, between two processes of one machine: `python benchmarks/engines.py --json FILE`.
+
+Prints the tables of `docs/engines.md`; with names, only those: `submit again lists vectors delay pages mooncake`. Takes about
+two minutes. Times are medians of what is measured in turns; GB are 1e9 bytes.
+"""
+# ruff: noqa: INP001, T201 - a script, which talks to a person
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pair import Addresses, Pair, medians_s, pair, save
+
+from disagg import _core
+from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
+from disagg.copies import CopyBatch
+
+SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
+MIB = 1 << 20
+RNG = np.random.default_rng(0)
+Row = dict[str, object]
+NO_VECTORS = {"MIN_VECTORS": 1 << 62}
+"""Leaves batches over shared memory to UCX."""
+
+
+def _rows(addresses: Addresses, nbytes: Addresses) -> Addresses:
+    return np.stack((addresses, nbytes, np.zeros_like(nbytes)), axis=1)
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 2)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= MIB else f"{nbytes >> 10} KiB" if nbytes >= 1024 else f"{nbytes} B"
+
+
+class Raw:
+    """NIXL's own calls for a batch, without this library."""
+
+    def __init__(self, both: Pair, copies: CopyBatch) -> None:
+        self.nixl, self.agent, self.peer = both.backend._nixl, both.backend._agent, both.peer
+        self.ucx = [both.backend._ucx]
+        self.rows = _rows(copies.source, copies.nbytes), _rows(copies.destination, copies.nbytes)
+        self.handle = self.create()
+
+    def create(self) -> int:
+        local, remote = (self.nixl.nixlXferDList(self.nixl.DRAM_SEG, rows) for rows in self.rows)
+        return int(self.agent.createXferReq(self.nixl.NIXL_WRITE, local, remote, self.peer.agent, "", self.ucx))
+
+    def create_and_release(self) -> None:
+        self.agent.releaseXferReq(self.create())
+
+    def post(self) -> None:
+        status = self.agent.postXferReq(self.handle)
+        while status == self.nixl.NIXL_IN_PROG:
+            status = self.agent.getXferStatus(self.handle)
+        assert status == self.nixl.NIXL_SUCCESS
+
+
+def submit_table() -> Iterator[Row]:
+    """Small requests: NIXL's own calls, the backend's submit to its end, and a prepared request posted again. Microseconds."""
+    for name, options in (("shm", SHM), ("tcp", TCP)):
+        with pair("nixl", options, nbytes=64 * MIB) as both:
+            for count in (1, 2, 8, 64):
+                copies = both.pieces(4096, count, RNG)
+                raw, prepared = Raw(both, copies), both.backend.prepare(Op.WRITE, both.peer, copies)
+
+                def again(prepared: Any = prepared) -> None:
+                    transfer = prepared.post()
+                    while transfer.poll() is TransferStatus.PENDING:
+                        pass
+                    transfer.close()
+
+                found = medians_s(
+                    [raw.create_and_release, raw.post, partial(both.write, copies), again],
+                    rounds=15,
+                    repeat=200 if count < 64 else 20,
+                )
+                names = ("raw_create_and_release", "raw_post", "submit", "prepared_post")
+                yield {"engine": f"nixl {name}", "copies": count, "nbytes": 4096} | dict(
+                    zip(names, map(_us, found), strict=True)
+                )
+    with pair("mooncake", BackendOptions(), nbytes=64 * MIB) as both:
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session
+        opcode = both.backend._opcodes[Op.WRITE]
+        for count in (1, 2, 4, 8, 64):
+            copies = both.pieces(4096, count, RNG)
+            columns = [column.tolist() for column in (copies.source, copies.destination, copies.nbytes)]
+
+            def single(columns: list[list[int]] = columns, count: int = count) -> None:
+                tasks = [
+                    engine.batch_transfer_async(session, *(column[i : i + 1] for column in columns), opcode)
+                    for i in range(count)
+                ]
+                for task in tasks:
+                    while engine.transfer_check_status(task) == 0:
+                        time.sleep(2e-5)
+
+            found = medians_s([single, partial(both.write, copies, pause_s=2e-5)], rounds=15, repeat=20)
+            yield {"engine": "mooncake tcp", "copies": count, "nbytes": 4096} | dict(
+                zip(("raw_tasks", "submit"), map(_us, found), strict=True)
+            )
+
+
+def again_table() -> Iterator[Row]:
+    """One copy over shared memory: submitted, and a prepared request posted again. Microseconds."""
+    with pair("nixl", SHM, nbytes=64 * MIB) as both:
+        for nbytes in (4 << 10, 64 << 10, 256 << 10, 512 << 10, MIB, 2 * MIB):
+            copies = both.pieces(nbytes, 1, RNG)
+            prepared = both.backend.prepare(Op.WRITE, both.peer, copies)
+
+            def again(prepared: Any = prepared) -> None:
+                transfer = prepared.post()
+                while transfer.poll() is TransferStatus.PENDING:
+                    pass
+                transfer.close()
+
+            found = medians_s([partial(both.write, copies), again], rounds=15, repeat=50)
+            yield {"nbytes": _size(nbytes), "submit": _us(found[0]), "prepared_post": _us(found[1])}
+
+
+def lists_table() -> Iterator[Row]:
+    """A request for some of 131,072 blocks of 4 KiB: made from rows of descriptors, or by indices into lists that were prepared
+    for the peer; and posting it. Nanoseconds a piece.
+    """
+    blocks = 131_072
+    for name, options in (("shm", SHM), ("tcp", TCP)):
+        with pair("nixl", options, nbytes=blocks * 4096, **NO_VECTORS) as both:
+            nixl, agent, ucx = both.backend._nixl, both.backend._agent, [both.backend._ucx]
+            every = np.arange(blocks, dtype=np.uint64) * np.uint64(4096)
+            lists = [
+                nixl.nixlXferDList(nixl.DRAM_SEG, _rows(np.uint64(base) + every, np.full(blocks, 4096, np.uint64)))
+                for base in (both.here, both.there)
+            ]
+            began = time.perf_counter()
+            prepared = agent.prepXferDlist("", lists[0], ucx), agent.prepXferDlist(both.peer.agent, lists[1], ucx)
+            preparing = time.perf_counter() - began
+            for count in (1, 64, 1024, 16_384, 100_000):
+                ids = [RNG.permutation(blocks)[:count].astype(np.int32) for _ in range(2)]
+                addresses = [
+                    np.uint64(base) + each.astype(np.uint64) * np.uint64(4096)
+                    for base, each in zip((both.here, both.there), ids, strict=True)
+                ]
+                copies = CopyBatch(addresses[0], addresses[1], np.full(count, 4096, np.uint64))
+                raw = Raw(both, copies)
+
+                def rows(raw: Raw = raw, copies: CopyBatch = copies) -> None:
+                    raw.rows = (
+                        both.backend._local.describe(copies.source, copies.nbytes, side="local"),
+                        both.peer.index.describe(copies.destination, copies.nbytes, side="remote"),  # type: ignore[attr-defined]
+                    )
+                    raw.create_and_release()
+
+                def indices(ids: Any = ids) -> None:
+                    handle = agent.makeXferReq(nixl.NIXL_WRITE, prepared[0], ids[0], prepared[1], ids[1], "", ucx)  # noqa: B023
+                    agent.releaseXferReq(handle)  # noqa: B023
+
+                found = medians_s([rows, indices], rounds=7, repeat=max(1, 2000 // count))
+                (post,) = medians_s([raw.post], rounds=3)
+                per = [round(s / count * 1e9, 1) for s in (*found, post)]
+                yield {
+                    "transport": name,
+                    "pieces": count,
+                    "rows": per[0],
+                    "indices": per[1],
+                    "post": per[2],
+                    "prepare_lists_ms": round(preparing * 1e3, 1),
+                }
+                agent.releaseXferReq(raw.handle)
+
+
+def vectors_table() -> Iterator[Row]:
+    """64 MiB in random order over shared memory: by UCX, and in vectors by one thread and by two; and one block by UCX. GB/s."""
+    total = 64 * MIB
+    with pair("nixl", SHM, nbytes=256 * MIB, **NO_VECTORS) as both:
+        whole = CopyBatch([both.here], [both.there], [total])  # type: ignore[arg-type]
+        for nbytes in (256, 512, 1024, 4096, 8192, 16_384, 32_768, 65_536):
+            copies = both.pieces(nbytes, total // nbytes, RNG)
+
+            def vectors(num_threads: int, copies: CopyBatch = copies) -> None:
+                ours = both.backend._local.describe(copies.source, copies.nbytes, side="local")
+                theirs = both.peer.index.describe(copies.destination, copies.nbytes, side="remote")  # type: ignore[attr-defined]
+                error = _core.copy_between_processes(both.pid, ours, theirs, write=True, num_threads=num_threads)
+                assert error == 0, os.strerror(error)
+
+            functions: list[Callable[[], object]] = [
+                partial(both.write, copies), partial(vectors, 1), partial(vectors, 2), partial(both.write, whole),
+            ]  # fmt: skip
+            found = medians_s(functions, rounds=7)
+            rates = [round(total / s / 1e9, 2) for s in found]
+            yield {
+                "pieces": _size(nbytes),
+                "ucx": rates[0],
+                "vectors": rates[1],
+                "vectors_by_two": rates[2],
+                "one_block_by_ucx": rates[3],
+            }
+
+
+def delay_table() -> Iterator[Row]:
+    """The progress thread's delay. GB/s of writes, one 4-KiB copy's time, and what a core is kept busy by two idle engines."""
+    for name, options in (("shm", SHM), ("tcp", TCP)):
+        for delay_us in (0, 1000, 20_000):
+            with pair(
+                "nixl", options, nbytes=128 * MIB, PROGRESS_DELAY_US=delay_us, SHM_PROGRESS_DELAY_US=delay_us, **NO_VECTORS
+            ) as both:
+                batches = [both.pieces(64 * MIB, 1, RNG), both.pieces(64 << 10, 1024, RNG), both.pieces(4096, 4096, RNG)]
+                times = medians_s([partial(both.write, copies, pause_s=1e-4) for copies in batches], rounds=7)
+                (small,) = medians_s([partial(both.write, both.pieces(4096, 1, RNG))], rounds=15, repeat=20)
+                began, here, there = time.perf_counter(), time.process_time(), both.ask("cpu")
+                time.sleep(1.0)
+                busy = (time.process_time() - here + both.ask("cpu") - there) / (time.perf_counter() - began)
+                rates = [round(copies.total_nbytes / s / 1e9, 2) for copies, s in zip(batches, times, strict=True)]
+                yield {
+                    "transport": name, "delay_us": delay_us, "64 MiB": rates[0], "64 KiB": rates[1], "4 KiB": rates[2],
+                    "one_4_KiB_us": _us(small), "idle_cores_of_both": round(busy, 3),
+                }  # fmt: skip
+
+
+def _arena(nbytes: int, *, huge: bool) -> tuple[Any, int]:
+    memory = mmap.mmap(-1, nbytes + 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    whole[:: mmap.PAGESIZE] = 1
+    return whole, -(-whole.ctypes.data // (2 * MIB)) * 2 * MIB
+
+
+def pages_table() -> Iterator[Row]:
+    """`process_vm_writev` of slots into a ring, in small and in huge pages, from two slots in turn; one core's GB/s."""
+    for slot, ring in ((256 << 10, 2 * MIB), (MIB, 8 * MIB), (2 * MIB, 16 * MIB), (2 * MIB, 64 * MIB)):
+
+        def one_pass(*, huge: bool, slot: int = slot, ring: int = ring) -> Callable[[], object]:
+            # The kernel looks up every page of the far side, whichever process that is: here it is this one.
+            sides = [_arena(2 * slot, huge=huge), _arena(ring, huge=huge)]
+            sizes = np.full(ring // slot, slot, np.uint64)
+            steps = np.arange(ring // slot, dtype=np.uint64)
+            local = _rows(np.uint64(sides[0][1]) + steps % np.uint64(2) * np.uint64(slot), sizes)
+            remote = _rows(np.uint64(sides[1][1]) + steps * np.uint64(slot), sizes)
+
+            def run() -> None:
+                assert sides  # kept mapped
+                for at in range(len(steps)):  # one call a slot, as slots are posted
+                    _core.copy_between_processes(os.getpid(), local[at : at + 1], remote[at : at + 1], write=True)
+
+            return run
+
+        found = medians_s([one_pass(huge=False), one_pass(huge=True)], rounds=15)
+        yield {
+            "slot": _size(slot),
+            "ring": _size(ring),
+            "small_pages": round(ring / found[0] / 1e9, 1),
+            "huge_pages": round(ring / found[1] / 1e9, 1),
+        }
+
+
+def mooncake_table() -> Iterator[Row]:
+    """Pieces in random order over TCP: the engine's blocking call with 1,024 pieces at a time, and the backend. GB/s."""
+    with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session
+        for nbytes, total in ((512, MIB), (4096, 8 * MIB), (64 << 10, 64 * MIB), (64 * MIB, 64 * MIB)):
+            copies = both.pieces(nbytes, total // nbytes, RNG)
+
+            def blocking(copies: CopyBatch = copies) -> None:
+                for at in range(0, len(copies), 1024):
+                    columns = [c[at : at + 1024].tolist() for c in (copies.source, copies.destination, copies.nbytes)]
+                    assert engine.batch_transfer_sync_write(session, *columns) == 0
+
+            found = medians_s([blocking, partial(both.write, copies, pause_s=1e-4)], rounds=7)
+            per = [round(s / len(copies) * 1e6, 1) for s in found]
+            rates = [round(total / s / 1e9, 3) for s in found]
+            yield {
+                "pieces": _size(nbytes),
+                "blocking": rates[0],
+                "backend": rates[1],
+                "blocking_us_a_piece": per[0],
+                "backend_us_a_piece": per[1],
+            }
+
+
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
+    "submit": submit_table,
+    "again": again_table,
+    "lists": lists_table,
+    "vectors": vectors_table,
+    "delay": delay_table,
+    "pages": pages_table,
+    "mooncake": mooncake_table,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all by default")
+    parser.add_argument("--json", type=Path, help="write what was measured there")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.tables) - set(TABLES):
+        parser.error(f"expected tables of {', '.join(TABLES)}, found {', '.join(sorted(unknown))}")
+    load, found = os.getloadavg()[0], {}
+    for name in arguments.tables or TABLES:
+        print(f"\n{name}: {TABLES[name].__doc__}")
+        found[name] = []
+        for row in TABLES[name]():
+            found[name].append(row)
+            print("  " + "   ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    save(arguments.json, found, started_load=load)
+
+
+if __name__ == "__main__":
+    main()

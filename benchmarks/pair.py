@@ -1,0 +1,154 @@
+"""Two processes with an engine each, for the scripts beside this one: this one writes, into the other one's memory."""
+# ruff: noqa: INP001 - beside scripts
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends import nixl
+from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
+from disagg.backends.mooncake import MooncakeBackend
+from disagg.backends.nixl import NixlBackend
+from disagg.copies import CopyBatch
+from disagg.memory import MemoryRegion
+
+Bytes = npt.NDArray[np.uint8]
+Addresses = npt.NDArray[np.uint64]
+PATIENCE_S = 120.0
+PACKAGES = ("nixl", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "numpy")
+
+
+def make(engine: str, options: BackendOptions, settings: Mapping[str, object]) -> Backend:
+    """An engine; `settings` replace constants of the backend `nixl`."""
+    for name, value in settings.items():
+        setattr(nixl, name, value)
+    return NixlBackend(options) if engine == "nixl" else MooncakeBackend(options)
+
+
+def _serve(pipe: Connection, engine: str, options: BackendOptions, nbytes: int, settings: Mapping[str, object]) -> None:
+    memory = np.ones(nbytes, dtype=np.uint8)
+    backend = make(engine, options, settings)
+    backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
+    pipe.send((backend.endpoint(), memory.ctypes.data))
+    while (order := pipe.recv()) != "close":
+        pipe.send({"cpu": time.process_time(), "sum": int(memory.view(np.uint64).sum())}[order])
+    backend.close()
+
+
+@dataclass
+class Pair:
+    """`here` and `there` are the first addresses of `nbytes` registered bytes on each side."""
+
+    backend: Any
+    peer: RemotePeer
+    memory: Bytes
+    here: int
+    there: int
+    pid: int
+    pipe: Connection
+
+    def ask(self, what: str) -> Any:
+        """Of the other process: its CPU time ("cpu"), or the sum of its memory's words ("sum")."""
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+    def pieces(self, nbytes: int, count: int, rng: np.random.Generator) -> CopyBatch:
+        """`count` pieces in random order on both sides."""
+        room = self.memory.nbytes // nbytes
+        sides = [
+            np.uint64(base) + rng.permutation(room)[:count].astype(np.uint64) * np.uint64(nbytes)
+            for base in (self.here, self.there)
+        ]
+        return CopyBatch(sides[0], sides[1], np.full(count, nbytes, dtype=np.uint64))
+
+    def write(self, copies: CopyBatch, *, pause_s: float = 0.0) -> None:
+        """To the end, with a sleep of `pause_s` between looks."""
+        transfer = self.backend.submit(Op.WRITE, self.peer, copies)
+        while transfer.poll() is TransferStatus.PENDING:
+            time.sleep(pause_s)
+        if transfer.poll() is not TransferStatus.DONE:
+            raise RuntimeError(f"the transfer ended as {transfer.poll().value}: {transfer.error}")
+        transfer.close()
+
+
+@contextmanager
+def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: object) -> Iterator[Pair]:
+    """Both processes' engines, connected; `settings` as of `make`, put back afterwards."""
+    before = {name: getattr(nixl, name) for name in settings}
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, engine, options, nbytes, settings))
+    process.start()
+    theirs.close()
+    try:
+        if not pipe.poll(PATIENCE_S):
+            raise TimeoutError("the other process does not answer")
+        endpoint, there = pipe.recv()
+        memory = np.ones(nbytes, dtype=np.uint8)
+        backend = make(engine, options, settings)
+        try:
+            backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
+            peer = backend.connect(endpoint, epoch=1)
+            assert process.pid is not None
+            yield Pair(backend, peer, memory, memory.ctypes.data, there, process.pid, pipe)
+            backend.disconnect(peer)
+        finally:
+            backend.close()
+        pipe.send("close")
+        process.join(PATIENCE_S)
+    finally:
+        process.kill()
+        for name, value in before.items():
+            setattr(nixl, name, value)
+
+
+def medians_s(functions: Sequence[Callable[[], object]], *, rounds: int, repeat: int = 1) -> list[float]:
+    """The median time of one call of each, run in turns, `repeat` calls at a time."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, found in zip(functions, times, strict=True):
+            started = time.perf_counter()
+            for _ in range(repeat):
+                function()
+            found.append((time.perf_counter() - started) / repeat)
+    return [sorted(found)[rounds // 2] for found in times]
+
+
+def save(path: Path | None, tables: Mapping[str, object], *, started_load: float) -> None:
+    """What was measured, on what, when, and at which load."""
+    if path is None:
+        return
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    path.write_text(
+        json.dumps(
+            {
+                "date": dt.datetime.now(dt.UTC).date().isoformat(),
+                "versions": versions,
+                "cores": os.cpu_count(),
+                "load": [round(started_load, 1), round(os.getloadavg()[0], 1)],
+                "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+                "tables": tables,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
