@@ -179,7 +179,7 @@ def lists_table() -> Iterator[Row]:
 
 
 def vectors_table() -> Iterator[Row]:
-    """64 MiB in random order over shared memory: by UCX, and in vectors by one thread and by two; and one block by UCX. GB/s."""
+    """64 MiB in random order over shared memory: by UCX, in vectors by one thread and by two, and one block by UCX. GB/s."""
     total = 64 * MIB
     with pair("nixl", SHM, nbytes=256 * MIB, **NO_VECTORS) as both:
         whole = CopyBatch([both.here], [both.there], [total])  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -108,7 +108,8 @@ def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: objec
             backend.disconnect(peer)
         finally:
             backend.close()
-        pipe.send("close")
+        with suppress(BrokenPipeError):  # a benchmark may have killed it
+            pipe.send("close")
         process.join(PATIENCE_S)
     finally:
         process.kill()
