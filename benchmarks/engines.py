@@ -1,7 +1,7 @@
 """What transfer engines cost underneath, between two processes of one machine: `python benchmarks/engines.py --json FILE`.
 
-Prints the tables of `docs/engines.md`; with names, only those: `submit again lists vectors delay pages mooncake`. Takes about
-two minutes. Times are medians of what is measured in turns; GB are 1e9 bytes.
+Prints the tables of `docs/engines.md`; with names, only those: `submit again lists vectors delay pages mooncake newer`. Takes
+about two minutes. Times are medians of what is measured in turns; GB are 1e9 bytes.
 """
 # ruff: noqa: INP001, T201 - a script, which talks to a person
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -286,6 +287,54 @@ def mooncake_table() -> Iterator[Row]:
             }
 
 
+def newer_table() -> Iterator[Row]:
+    """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays and as a scatter ticket, and the backend,
+    which uses neither of the last two, GB/s; 6,000 pieces as one ticket; and what a ticket says of a peer that was killed, after 10 s.
+    """
+    with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
+        if not hasattr(engine, "submit_scatter_write"):
+            yield {"skipped": "the version that is installed has none of them"}
+            return
+        opcode = both.backend._opcodes[Op.WRITE]
+
+        def ticket(copies: CopyBatch) -> Any:
+            offsets = [
+                (column - np.uint64(base)).tolist()
+                for column, base in ((copies.source, both.here), (copies.destination, both.there))
+            ]
+            sides = [[both.here], [both.memory.nbytes], [both.there], [both.memory.nbytes]]
+            return engine.submit_scatter_write(session, *sides, [offsets[0]], [offsets[1]], [copies.nbytes.tolist()])
+
+        def drained(copies: CopyBatch) -> None:
+            assert ticket(copies).drain(60_000).name == "COMPLETED"
+
+        for nbytes, count in ((4096, 512), (64 << 10, 1000), (MIB, 64)):
+            copies = both.pieces(nbytes, count, RNG)
+            columns = [column.astype(np.int64) for column in (copies.source, copies.destination, copies.nbytes)]
+
+            def lists(columns: Any = columns) -> None:
+                batch = engine.batch_transfer_async(session, *(column.tolist() for column in columns), opcode)
+                assert engine.get_batch_transfer_status([batch]) == 0
+
+            def arrays(columns: Any = columns) -> None:
+                batch = engine.batch_transfer_async_write_arrays(session, *columns)
+                assert engine.get_batch_transfer_status([batch]) == 0
+
+            found = medians_s([lists, arrays, partial(drained, copies), partial(both.write, copies, pause_s=1e-4)], rounds=7)
+            names = ("lists", "arrays", "ticket", "backend")
+            rates = [round(copies.total_nbytes / s / 1e9, 2) for s in found]
+            yield {"pieces": f"{count} of {_size(nbytes)}"} | dict(zip(names, rates, strict=True))
+        many = both.pieces(4096, 6000, RNG)
+        (took,) = medians_s([partial(drained, many)], rounds=3)
+        yield {"pieces": "6000 of 4 KiB", "ticket": round(many.total_nbytes / took / 1e9, 2)}
+        os.kill(both.pid, signal.SIGSTOP)
+        held = ticket(both.pieces(MIB, 64, RNG))
+        time.sleep(0.5)
+        os.kill(both.pid, signal.SIGKILL)
+        yield {"killed": held.drain(10_000).name}
+
+
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "submit": submit_table,
     "again": again_table,
@@ -294,6 +343,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "delay": delay_table,
     "pages": pages_table,
     "mooncake": mooncake_table,
+    "newer": newer_table,
 }
 
 

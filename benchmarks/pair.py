@@ -29,7 +29,13 @@ from disagg.memory import MemoryRegion
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
 PATIENCE_S = 120.0
-PACKAGES = ("nixl", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "numpy")
+PACKAGES = (
+    "nixl",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "numpy",
+)
 
 
 def make(engine: str, options: BackendOptions, settings: Mapping[str, object]) -> Backend:
@@ -135,6 +141,8 @@ def save(path: Path | None, tables: Mapping[str, object], *, started_load: float
         return
     versions = {}
     for name in PACKAGES:
+        if "mooncake" in name and any("mooncake" in found for found in versions):
+            continue  # the one before it is what was imported
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
