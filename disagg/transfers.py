@@ -509,9 +509,7 @@ class TransferWorker:
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
         try:
             if local is None:
-                assert listed is not None
-                copies = CopyBatch(*listed.copies(active.offset, nbytes, ring.ring.slot(slot)))
-                transfer = self._post(active.job, copies, active.report)
+                transfer = self._post_pieces(active, ring.ring.slot(slot), nbytes)
             else:
                 stream.gather(active.offset, nbytes, local)
                 active.report.pack_s += time.perf_counter() - started
@@ -529,6 +527,17 @@ class TransferWorker:
         if local is not None:
             assert self._slots is not None
             self._slots.give_back(local, replaced=replaced)
+
+    def _post_pieces(self, active: _Active, address: int, nbytes: int) -> Transfer:
+        """Have the engine collect the next pieces of a stream into a slot of the ring: one post, as of a packed slot."""
+        listed, report = active.bound.listed, active.report
+        assert listed is not None
+        started = time.perf_counter()
+        transfer = self._backend.submit(Op.WRITE, active.job.peer, CopyBatch(*listed.copies(active.offset, nbytes, address)))
+        report.post_s += time.perf_counter() - started
+        report.nbytes += nbytes
+        report.pieces += 1
+        return transfer
 
     def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
         """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
