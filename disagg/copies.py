@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +40,17 @@ class CopyBatch:
                 f"{self.source.shape}, {self.destination.shape}, {self.nbytes.shape}"
             )
 
+    @classmethod
+    def of_columns(cls, source: Addresses, destination: Addresses, nbytes: Addresses) -> CopyBatch:
+        """Of columns as the compiled core gives them: they are what they should be."""
+        made = cls.__new__(cls)
+        made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
+        return made
+
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    @property
+    @functools.cached_property
     def total_nbytes(self) -> int:
         return int(self.nbytes.sum(dtype=np.uint64))
 

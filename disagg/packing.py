@@ -51,14 +51,16 @@ class Way(enum.Enum):
     RING = "packed"
 
 
-def way_of(small: Placed, pack_below: int) -> Way:
-    """How small pieces of a request go: directly where neighbours joined are long on the average, packed at the source where
-    they lie together at their destination alone.
+def way_of(small: Placed, pack_below: int, gathers_from: int | None = None) -> Way:
+    """How small pieces of a request go: directly where neighbours joined are long on the average; packed at the source where
+    they lie together at their destination alone, or directly as well if the engine collects pieces of that length.
     """
     destination = destination_stream([("", small)])
     if destination.total >= small.num_copies() * pack_below:
         return Way.DIRECT
-    return Way.SOURCE if destination.total >= destination.num_pieces * pack_below else Way.RING
+    if destination.total < destination.num_pieces * pack_below:
+        return Way.RING
+    return Way.DIRECT if _collects(source_stream([("", small)]), gathers_from) else Way.SOURCE
 
 
 def bind_outgoing(
@@ -95,11 +97,9 @@ def bind_outgoing(
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
         chosen = placed(small) if large else whole
-        way = way_of(chosen, pack_below)
+        way = way_of(chosen, pack_below, gathers_from)
         # Only streams of host memory say where their bytes lie.
         at_source = way is Way.SOURCE and stream_of is source_stream
-        if at_source and _collects(source_stream([("", chosen)]), gathers_from):
-            way = Way.DIRECT
         if way is Way.DIRECT or not (at_source or has_ring):
             direct.append(whole.copies())
             continue

@@ -427,7 +427,7 @@ class Placed:
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
         """What `bind` gives."""
         columns = Columns() if out is None else out
-        return CopyBatch(*_core.expand(self.spans, self.runs, self.layers, num_threads, columns))
+        return CopyBatch.of_columns(*_core.expand(self.spans, self.runs, self.layers, num_threads, columns))
 
     def num_copies(self) -> int:
         """How many copies `bind` would give, but for neighbours in different layers or spans, which it joins."""
@@ -537,19 +537,27 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, *, where:
         raise LayoutError(f"{where}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
         raise LayoutError(f"{where}: a granule of {granule} tokens does not divide the page of {space.page_size}")
-    owned = _owned(space, num_tokens)
-    if isinstance(owned, Periodic):
-        edges, period = [owned.offset, owned.offset + owned.run], owned.period
-    else:
-        edges, period = [edge for part in owned.parts for edge in part], 0
+    edges, period = _edges(_owned(space, num_tokens))
     return _core.PageList(
         np.asarray(rows.ids, dtype=np.int32),
         first_page=min(first_page(space, int(rows.first_token), num_tokens), 2**62),
         page_size=space.page_size,
         num_rows=space.num_rows,
-        edges=np.array(edges, dtype=np.int64),
+        edges=edges,
         period=period,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
+    """What a side owns, for the compiled core: where intervals start and stop, and their period."""
+    if isinstance(owned, Periodic):
+        edges, period = [owned.offset, owned.offset + owned.run], owned.period
+    else:
+        edges, period = [edge for part in owned.parts for edge in part], 0
+    found = np.array(edges, dtype=np.int64)
+    found.flags.writeable = False
+    return found, period
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _core.Fault, *, where: str) -> LayoutError:

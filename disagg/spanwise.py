@@ -116,7 +116,7 @@ class AtSource:
 
     def copies(self, offset: int, nbytes: int, staging_address: int) -> CopyBatch:
         """From the slot to where these bytes belong; one for each run of them that lies together there."""
-        return CopyBatch(*self.destination.copies(offset, nbytes, staging_address))
+        return CopyBatch.of_columns(*self.destination.copies(offset, nbytes, staging_address))
 
 
 def stream_maker(memory: PoolMemory | None, plan: TransferPlan, *, source: bool) -> StreamOf:

@@ -533,7 +533,9 @@ class TransferWorker:
         listed, report = active.bound.listed, active.report
         assert listed is not None
         started = time.perf_counter()
-        transfer = self._backend.submit(Op.WRITE, active.job.peer, CopyBatch(*listed.copies(active.offset, nbytes, address)))
+        transfer = self._backend.submit(
+            Op.WRITE, active.job.peer, CopyBatch.of_columns(*listed.copies(active.offset, nbytes, address))
+        )
         report.post_s += time.perf_counter() - started
         report.nbytes += nbytes
         report.pieces += 1

@@ -91,7 +91,8 @@ class BackendOptions:
 class StagingShape:
     """When and how pieces travel packed over an engine: pieces below `pack_below` bytes (0: never), in slots of
     `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks. With `measure` the
-    threshold is measured towards each peer once it is connected, and `pack_below` holds where that cannot be.
+    threshold is measured towards each peer once it is connected, and `pack_below` holds where that cannot be. `gathers_from` as
+    of `Gathering`, as far as it is known without a peer.
     """
 
     pack_below: int = 0
@@ -99,6 +100,7 @@ class StagingShape:
     num_slots: int = 16
     num_rings: int = 16
     measure: bool = False
+    gathers_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.pack_below < 0 or min(self.slot_nbytes, self.num_slots, self.num_rings) < 1:

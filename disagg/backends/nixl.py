@@ -406,7 +406,7 @@ class NixlBackend:
         is said about them.
         """
         if _is_shm_expected(options):
-            return StagingShape(pack_below=8 << 10, slot_nbytes=2 << 20, num_slots=8, measure=True)
+            return StagingShape(pack_below=8 << 10, slot_nbytes=2 << 20, num_slots=8, measure=True, gathers_from=GATHER_FROM)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8, measure=True)
 
     @property

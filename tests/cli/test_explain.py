@@ -95,6 +95,7 @@ def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> N
         ("local", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "pack_below": 10000, "prefix_hit": 40}),
         ("local", "qwen3-next-80b", "tp=2", "tp=4,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 20000}),
         ("nixl", "tiny", "tp=4", "tp=2", {"pack_below": 65536}),
+        ("nixl", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "tokens": 300, "pack_below": 8192}),
         ("nixl", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 65536}),
         ("mooncake", "tiny", "tp=1,page=64", "tp=2,page=4,layout=hnd", {"prefix_hit": 40, "pack_below": 65536}),
         ("mooncake", "tiny", "tp=1", "tp=2", {"pack_below": 0}),
