@@ -104,7 +104,7 @@ it for as long as the copy takes. Messages wake it at once in either case.
 """
 MIN_VECTORS = 16
 """Batches of so many copies and more between processes that may copy from each other go in vectors."""
-GATHER_FROM = 1 << 10
+GATHER_FROM = 512
 """Bytes of a piece from which on the kernel collects pieces faster than this process does, to write them in one then."""
 COPY_THREADS = 2
 """For these. More would take cores that others want."""
@@ -406,7 +406,7 @@ class NixlBackend:
         is said about them.
         """
         if _is_shm_expected(options):
-            return StagingShape(pack_below=8 << 10, slot_nbytes=2 << 20, num_slots=8, measure=True, gathers_from=GATHER_FROM)
+            return StagingShape(pack_below=8 << 10, slot_nbytes=8 << 20, num_slots=4, measure=True, gathers_from=GATHER_FROM)
         return StagingShape(pack_below=256 << 10, slot_nbytes=2 << 20, num_slots=8, measure=True)
 
     @property
