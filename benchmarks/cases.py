@@ -5,7 +5,7 @@ for each token's slice of each layer, nothing joined, one request of all of it, 
 is this library, from `send` to success, with real ranks as `disagg-bench` starts them, every byte compared. Both in turns, in
 one run; medians. GB are 1e9 bytes. With names, only those cases: `slices build pages poll queue failed post`.
 """
-# ruff: noqa: INP001, T201 - a script, which talks to a person
+# ruff: noqa: INP001, PERF401, T201 - a script, which talks to a person and does as others do
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def median(samples: Sequence[dict[str, float]], key: str) -> float:
 
 
 def slices() -> Iterator[Row]:
-    """47, 48: TP 4 to 2, 4,096 tokens of 4 layers, a slice of 512 B for each token, layer, K and V. Before: the 32,768 slices of
-    one sender, which has the machine to itself. After: all four senders' 67.1 MB.
+    """47, 48: TP 4 to 2, 4,096 tokens of 4 layers, a slice of 512 B for each token, layer, K and V. Before: the 32,768 slices
+    of one sender, which has the machine to itself. After: all four senders' 67.1 MB.
     """
     engines = (
         ("nixl", "shm", SHM, nixl_write),
@@ -132,8 +132,8 @@ def slices() -> Iterator[Row]:
 
 
 def build() -> Iterator[Row]:
-    """49: the addresses of a first request, 16,384 tokens of 36 layers, TP 4 to 8: 1,179,648 descriptors. Before: a Python tuple
-    for each, and NIXL's list of them, for one side. After: both sides' columns, and what the packed way needs. Milliseconds.
+    """49: the addresses of a first request, 16,384 tokens of 36 layers, TP 4 to 8: 1,179,648 descriptors. Before: a Python
+    tuple for each, and NIXL's list of them, for one side. After: both sides' columns, and what the packed way needs. Milliseconds.
     """
     plan, out = head_plan(page_size=64, num_layers=36, num_pages=4096), Columns()
     rows = [Pages(RNG.permutation(4096)[:256]) for _ in range(2)]

@@ -41,11 +41,12 @@ struct Place {
 inline constexpr std::uint64_t kLine = 64;
 // Pieces of whole lines up to this size are copied by a loop of our own, which costs less than finding out how.
 inline constexpr std::uint64_t kLargestByLines = 4096;
-// Pieces ahead are fetched while this one is copied: they lie in no order that the processor could guess. So many pieces,
-// or one where that is much, and so many lines of each: the processor goes on by itself.
-inline constexpr std::size_t kAhead = 8;
-inline constexpr std::uint64_t kFarAhead = 512;
-inline constexpr std::uint64_t kLinesAhead = 32;
+// What is copied next is fetched meanwhile: pieces lie in no order that the processor could guess, and within them it stops
+// at the end of every page. So far ahead, in bytes, and in pieces where they are short.
+inline constexpr std::uint64_t kAhead = 4096;
+inline constexpr std::size_t kPiecesAhead = 8;
+// Longer pieces than this are long enough for the library's copy.
+inline constexpr std::uint64_t kLargestAhead = std::uint64_t{1} << 15;
 
 #if defined(__SSE2__)
 // Copies `nbytes`, a multiple of `kLine`. `Streaming` goes past the caches, and then `to` is a multiple of 16.
@@ -84,9 +85,28 @@ enum class Scattered { kSource, kDestination, kBoth };
 
 template <bool ForWriting>
 inline void prefetch(std::uint64_t address, std::uint64_t nbytes) {
-    for (std::uint64_t line = 0; line < std::min(nbytes, kLinesAhead * kLine); line += kLine) {
+    for (std::uint64_t line = 0; line < std::min(nbytes, kAhead); line += kLine) {
         __builtin_prefetch(pointer(address + line), ForWriting ? 1 : 0);
     }
+}
+
+// How many pieces of this size are `kAhead` bytes, or `kPiecesAhead` where they are more.
+inline std::size_t pieces_ahead(std::uint64_t nbytes) {
+    std::size_t pieces = kPiecesAhead;
+    while (pieces > 1 && nbytes * pieces > kAhead) pieces /= 2;
+    return pieces;
+}
+
+// Copies a piece of more than `kAhead` bytes, fetching as far ahead in it, and then the beginning of the one at `next`.
+inline void copy_long_piece(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes, std::uint64_t next) {
+    constexpr std::uint64_t kStep = 4 * kLine;
+    std::uint64_t done = 0;
+    for (; done + kStep <= nbytes; done += kStep) {
+        const std::uint64_t at = done + kAhead < nbytes ? from + done + kAhead : next + (done + kAhead - nbytes);
+        for (std::uint64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(pointer(at + line), 0);
+        copy_lines<false>(pointer(to + done), pointer(from + done), kStep);
+    }
+    if (done < nbytes) std::memcpy(pointer(to + done), pointer(from + done), nbytes - done);
 }
 
 template <bool Streaming>
@@ -113,12 +133,21 @@ inline void copy_range(std::span<const std::uint64_t> nbytes, Place from, std::u
                        Destination destination) {
     while (total > 0) {
         const std::uint64_t size = std::min(nbytes[from.index] - from.offset, total);
-        const std::size_t ahead = from.index + (size <= kFarAhead ? kAhead : 2);
-        if (ahead < nbytes.size()) {
-            if constexpr (Where != Scattered::kDestination) prefetch<false>(source({ahead, 0}), nbytes[ahead]);
-            if constexpr (Where != Scattered::kSource && !Streaming) prefetch<true>(destination({ahead, 0}), nbytes[ahead]);
+        const std::size_t ahead = from.index + pieces_ahead(size);
+        const bool more = ahead < nbytes.size();
+        if constexpr (Where != Scattered::kSource && !Streaming) {
+            if (more) prefetch<true>(destination({ahead, 0}), nbytes[ahead]);
         }
-        copy_piece<Streaming>(destination(from), source(from), size);
+        const bool is_long = Where != Scattered::kDestination && !Streaming && size > kAhead && size <= kLargestAhead;
+        if (is_long) {
+            const std::uint64_t at = source(from);
+            copy_long_piece(destination(from), at, size, more ? source({ahead, 0}) : at);
+        } else {
+            if constexpr (Where != Scattered::kDestination) {
+                if (more) prefetch<false>(source({ahead, 0}), nbytes[ahead]);
+            }
+            copy_piece<Streaming>(destination(from), source(from), size);
+        }
         total -= size;
         ++from.index;
         from.offset = 0;
