@@ -5,22 +5,20 @@ for each token's slice of each layer, nothing joined, one request of all of it, 
 is this library, from `send` to success, with real ranks as `disagg-bench` starts them, every byte compared. Both in turns, in
 one run; medians. GB are 1e9 bytes. With names, only those cases: `slices build pages poll queue failed post`.
 """
-# ruff: noqa: INP001, PERF401, T201 - a script, which talks to a person and does as others do
+# ruff: noqa: INP001, PERF401 - a script, which talks to a person and does as others do
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from native import head_plan
-from pair import Pair, medians_s, pair, save
+from pair import Pair, Row, medians_s, pair, run_tables
 
 from disagg.backends.base import BackendOptions, Op, Transport
 from disagg.bench.driver import run
@@ -35,7 +33,6 @@ MIB = 1 << 20
 POLL_S = 1e-3
 TURNS = 3
 RNG = np.random.default_rng(0)
-Row = dict[str, object]
 AS_UCX = {"MIN_VECTORS": 1 << 62}
 
 
@@ -278,22 +275,5 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
-    parser.add_argument("--json", type=Path, help="write what was measured there")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.cases) - set(CASES):
-        parser.error(f"expected cases of {', '.join(CASES)}, found {', '.join(sorted(unknown))}")
-    load, found = os.getloadavg()[0], {}
-    for name in arguments.cases or CASES:
-        print(f"\n{name}: {CASES[name].__doc__}")
-        found[name] = []
-        for row in CASES[name]():
-            found[name].append(row)
-            print("  " + "   ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    save(arguments.json, found, started_load=load)
-
-
 if __name__ == "__main__":
-    main()
+    run_tables(__doc__, CASES)

@@ -3,22 +3,20 @@
 Prints the tables of `docs/engines.md`; with names, only those: `submit again lists vectors delay pages mooncake newer`. Takes
 about two minutes. Times are medians of what is measured in turns; GB are 1e9 bytes.
 """
-# ruff: noqa: INP001, T201 - a script, which talks to a person
+# ruff: noqa: INP001 - a script, which talks to a person
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pair import Addresses, Pair, medians_s, pair, save
+from pair import Addresses, Pair, Row, medians_s, pair, run_tables
 
 from disagg import _core
 from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
@@ -27,7 +25,6 @@ from disagg.copies import CopyBatch
 SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
 MIB = 1 << 20
 RNG = np.random.default_rng(0)
-Row = dict[str, object]
 NO_VECTORS = {"MIN_VECTORS": 1 << 62}
 """Leaves batches over shared memory to UCX."""
 
@@ -289,7 +286,7 @@ def mooncake_table() -> Iterator[Row]:
 
 def newer_table() -> Iterator[Row]:
     """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays and as a scatter ticket, and the backend,
-    which uses neither of the last two, GB/s; 6,000 pieces as one ticket; and what a ticket says of a peer that was killed, after 10 s.
+    which uses neither of the last two, GB/s; 6,000 pieces as one ticket; what a ticket says of a peer that was killed, after 10 s.
     """
     with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
         engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
@@ -347,22 +344,5 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all by default")
-    parser.add_argument("--json", type=Path, help="write what was measured there")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.tables) - set(TABLES):
-        parser.error(f"expected tables of {', '.join(TABLES)}, found {', '.join(sorted(unknown))}")
-    load, found = os.getloadavg()[0], {}
-    for name in arguments.tables or TABLES:
-        print(f"\n{name}: {TABLES[name].__doc__}")
-        found[name] = []
-        for row in TABLES[name]():
-            found[name].append(row)
-            print("  " + "   ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    save(arguments.json, found, started_load=load)
-
-
 if __name__ == "__main__":
-    main()
+    run_tables(__doc__, TABLES)

@@ -1,8 +1,9 @@
 """Two processes with an engine each, for the scripts beside this one: this one writes, into the other one's memory."""
-# ruff: noqa: INP001 - beside scripts
+# ruff: noqa: INP001, T201 - beside scripts, for which it talks to a person
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import importlib.metadata
 import json
@@ -28,6 +29,7 @@ from disagg.memory import MemoryRegion
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
+Row = dict[str, object]
 PATIENCE_S = 120.0
 PACKAGES = (
     "nixl",
@@ -135,7 +137,7 @@ def medians_s(functions: Sequence[Callable[[], object]], *, rounds: int, repeat:
     return [sorted(found)[rounds // 2] for found in times]
 
 
-def save(path: Path | None, tables: Mapping[str, object], *, started_load: float) -> None:
+def _save(path: Path | None, tables: Mapping[str, object], *, started_load: float) -> None:
     """What was measured, on what, when, and at which load."""
     if path is None:
         return
@@ -161,3 +163,21 @@ def save(path: Path | None, tables: Mapping[str, object], *, started_load: float
         )
         + "\n"
     )
+
+
+def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
+    """The command line of a script: measure the tables that are named, or all, print them, and write them where `--json` says."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="NAME", help=f"of {', '.join(tables)}; all by default")
+    parser.add_argument("--json", type=Path, help="write what was measured there")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.tables) - set(tables):
+        parser.error(f"expected some of {', '.join(tables)}, found {', '.join(sorted(unknown))}")
+    load, found = os.getloadavg()[0], dict[str, list[Row]]()
+    for name in arguments.tables or tables:
+        print(f"\n{name}: {tables[name].__doc__}")
+        found[name] = []
+        for row in tables[name]():
+            found[name].append(row)
+            print("  " + "   ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    _save(arguments.json, found, started_load=load)
