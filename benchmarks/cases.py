@@ -130,7 +130,7 @@ def slices() -> Iterator[Row]:
 
 def build() -> Iterator[Row]:
     """49: the addresses of a first request, 16,384 tokens of 36 layers, TP 4 to 8: 1,179,648 descriptors. Before: a Python
-    tuple for each, and NIXL's list of them, for one side. After: both sides' columns, and what the packed way needs. Milliseconds.
+    tuple for each, and NIXL's list of them, for one side. After: both sides' columns, and what the packed way needs, in ms.
     """
     plan, out = head_plan(page_size=64, num_layers=36, num_pages=4096), Columns()
     rows = [Pages(RNG.permutation(4096)[:256]) for _ in range(2)]

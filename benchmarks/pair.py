@@ -141,7 +141,7 @@ def _save(path: Path | None, tables: Mapping[str, object], *, started_load: floa
     """What was measured, on what, when, and at which load."""
     if path is None:
         return
-    versions = {}
+    versions: dict[str, str] = {}
     for name in PACKAGES:
         if "mooncake" in name and any("mooncake" in found for found in versions):
             continue  # the one before it is what was imported
@@ -166,7 +166,7 @@ def _save(path: Path | None, tables: Mapping[str, object], *, started_load: floa
 
 
 def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
-    """The command line of a script: measure the tables that are named, or all, print them, and write them where `--json` says."""
+    """The command line of a script: measure the tables that are named, or all; print them; write them where `--json` says."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="NAME", help=f"of {', '.join(tables)}; all by default")
     parser.add_argument("--json", type=Path, help="write what was measured there")
