@@ -40,13 +40,11 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -77,6 +75,7 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
+from disagg.backends.processes import ProcessIdentity, ProcessWatch
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
@@ -106,25 +105,10 @@ class _Exported(msgspec.Struct, frozen=True, array_like=True):
     handle: Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_NBYTES, max_length=IPC_HANDLE_NBYTES)]
 
 
-@dataclass(frozen=True)
-class Process:
-    """Which process of which machine. `pid` means something to processes of the same `pid_namespace` only."""
-
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    started_at: int
-
-    @classmethod
-    def own(cls) -> Process:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return cls(boot_id, str(Path("/proc/self/ns/pid").readlink()), os.getpid(), _started_at(os.getpid()))
-
-
 class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whose memory it is, on which GPU, where it learns who has it mapped, and its allocations."""
 
-    process: Process
+    process: ProcessIdentity
     gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     mappings: Annotated[str, msgspec.Meta(pattern="^disagg-[0-9a-f]{32}$")]
     allocations: tuple[_Exported, ...]
@@ -140,42 +124,6 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def _started_at(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did: with its id, that names it for good."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-class Watch:
-    """Whether another process lives."""
-
-    def __init__(self, process: Process) -> None:
-        """Raises `PeerUnreachable` for one that has ended. One of another process-id namespace cannot be watched."""
-        self._descriptor: int | None = None
-        if process.pid_namespace != str(Path("/proc/self/ns/pid").readlink()):
-            return
-        try:
-            self._descriptor = os.pidfd_open(process.pid)
-            ended = _started_at(process.pid) != process.started_at
-        except OSError:
-            ended = True
-        if ended or self.has_ended():
-            self.close()
-            raise PeerUnreachable(f"backend 'nvlink': process {process.pid}, whose memory this is, has ended")
-
-    def has_ended(self) -> bool:
-        """`False` also where that is not known."""
-        if self._descriptor is None:
-            return False
-        poller = select.poll()
-        poller.register(self._descriptor, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
 @dataclass(eq=False)
 class NvlinkPeer:
     """One process's memory, mapped, at one epoch. `deltas`: what to add to an address in each region to have it here;
@@ -184,7 +132,7 @@ class NvlinkPeer:
 
     epoch: int
     index: RegionIndex
-    watch: Watch
+    watch: ProcessWatch
     held: socket.socket | None = None
     opened: list[int] = field(default_factory=list)
     deltas: Addresses = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -297,7 +245,7 @@ class NvlinkBackend:
             index, engine = self._own_index(), self._own_engine()
             exported = tuple(_Exported(a.base, a.nbytes, a.handle) for a in self._allocations)
             assert self._mappings is not None
-            descriptor = _Descriptor(Process.own(), engine.gpu.uuid, self._mappings.address, exported)
+            descriptor = _Descriptor(ProcessIdentity.own(), engine.gpu.uuid, self._mappings.address, exported)
         regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in index.regions]
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), regions)
 
@@ -315,7 +263,10 @@ class NvlinkBackend:
             self._check_open()
             engine = self._own_engine()
             transport = _reach(engine.gpu, descriptor)
-            peer = NvlinkPeer(epoch, RegionIndex(regions), Watch(descriptor.process), hold(descriptor.mappings))
+            peer = NvlinkPeer(epoch, RegionIndex(regions), ProcessWatch(descriptor.process), hold(descriptor.mappings))
+            if peer.watch.has_ended():
+                self._unmap(peer)
+                raise PeerUnreachable(f"backend 'nvlink': process {descriptor.process.pid}, whose memory this is, has ended")
             if peer.held is None:
                 logger.info("backend 'nvlink': process %d cannot be told when its memory is unmapped", descriptor.process.pid)
             try:
@@ -339,7 +290,7 @@ class NvlinkBackend:
 
     def _map(self, engine: _Engine, peer: NvlinkPeer, descriptor: _Descriptor) -> dict[int, int]:
         """Where each of the peer's allocations begins here, by where it begins there."""
-        if descriptor.process == Process.own():  # memory of this process is mapped already
+        if descriptor.process == ProcessIdentity.own():  # memory of this process is mapped already
             return {allocation.base: allocation.base for allocation in descriptor.allocations}
         bases = {}
         for allocation in descriptor.allocations:
@@ -737,8 +688,8 @@ def _region(region: MemoryRegion | RemoteRegion) -> RemoteRegion:
 
 def _reach(gpu: Gpu, descriptor: _Descriptor) -> str:
     """How this GPU reaches the peer's; raises `PeerUnreachable` where it cannot."""
-    own = Process.own()
-    if descriptor.process.boot_id != own.boot_id:
+    own = ProcessIdentity.own()
+    if descriptor.process.machine != own.machine:
         raise PeerUnreachable("backend 'nvlink': the peer is on another host; GPUs reach each other's memory inside one only")
     if descriptor.gpu == gpu.uuid:
         raise PeerUnreachable("backend 'nvlink': the peer is on the same GPU; ranks that share one are managers of one process")

@@ -8,6 +8,7 @@ end. So nothing of a dead process can arrive any more once no socket of this pro
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assert fields is not None
         return cls(host_identity(), _namespace("net"), os.getpid(), int(fields[_STARTED]))
 
+    @property
+    def machine(self) -> str:
+        """Equal for processes of one machine since it was started, whatever they see of each other."""
+        return self.host.partition("/")[0]
+
     def has_ended(self) -> bool:
         """Whether every thread of it is proved to have ended; `False` where that cannot be seen from here."""
         if self.host != host_identity() or not 0 < self.pid < 2**31:
@@ -68,6 +74,36 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         by connections that this process has accepted.
         """
         return self.has_ended() and self.network == _namespace("net") and not _has_orphans(by_accepted=by_accepted)
+
+
+class ProcessWatch:
+    """Asks again and again whether a process has ended, at the cost of one system call."""
+
+    def __init__(self, process: ProcessIdentity) -> None:
+        """One that has ended already is said to have; one that cannot be seen from here never is."""
+        self._poller = select.poll()
+        self._descriptor: int | None = None
+        self._ended = False
+        if process.host != host_identity():
+            return
+        try:
+            self._descriptor = os.pidfd_open(process.pid)
+        except OSError:
+            self._ended = True
+            return
+        self._poller.register(self._descriptor, select.POLLIN)
+        self._ended = process.has_ended()  # only now is it sure that the descriptor is of that process
+
+    def has_ended(self) -> bool:
+        """`False` also where that cannot be known, or after `close`."""
+        self._ended = self._ended or (self._descriptor is not None and bool(self._poller.poll(0)))
+        return self._ended
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def host_identity() -> str:

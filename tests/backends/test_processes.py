@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 import pytest
 
-from disagg.backends.processes import ProcessIdentity
+from disagg.backends.processes import ProcessIdentity, ProcessWatch
 
 FILL = """
 for connection in connections:
@@ -118,3 +118,24 @@ def test_a_process_that_cannot_be_seen_from_here_has_not_provably_ended() -> Non
     assert not msgspec.structs.replace(gone, network="another").is_quiet()
     assert not msgspec.structs.replace(gone, pid=0).has_ended()
     assert not msgspec.structs.replace(gone, pid=-1).has_ended()
+
+
+def test_a_watch_tells_of_an_end_and_of_nothing_else(stack: ExitStack) -> None:
+    process, lines = start(stack, ACCEPTS)
+    stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
+    identity = identity_from(lines)
+    own, watch = ProcessWatch(ProcessIdentity.own()), ProcessWatch(identity)
+    elsewhere = ProcessWatch(msgspec.structs.replace(identity, host="another/pid:[1]"))
+    another = ProcessWatch(msgspec.structs.replace(identity, started=identity.started + 1))
+    assert not any(each.has_ended() for each in (own, watch, elsewhere))
+    assert another.has_ended(), "another process has that id now"
+    process.kill()
+    process.wait()
+    assert watch.has_ended()
+    assert ProcessWatch(identity).has_ended()
+    assert not elsewhere.has_ended()
+    assert not own.has_ended()
+    for each in (own, watch, watch):
+        each.close()
+    assert watch.has_ended()
+    assert identity.machine == ProcessIdentity.own().machine != "another"

@@ -384,13 +384,13 @@ def test_a_peer_that_cannot_be_mapped_is_refused_with_the_reason(
     backend: NvlinkBackend, local: Memory, target: Target, stack: ExitStack
 ) -> None:
     with pytest.raises(PeerUnreachable, match="another host"):
-        backend.connect(altered(target.endpoint, boot_id="x"), epoch=1)
+        backend.connect(altered(target.endpoint, host="x/pid:[1]"), epoch=1)
     with pytest.raises(PeerUnreachable, match="same GPU"):
         backend.connect(new_target(stack, 0).endpoint, epoch=1)
     with pytest.raises(PeerUnreachable, match="same GPU"):
         backend.connect(opened(local, stack).endpoint(), epoch=1)
     with pytest.raises(PeerUnreachable, match="has ended"):
-        backend.connect(altered(target.endpoint, started_at=1), epoch=1)
+        backend.connect(altered(target.endpoint, started=1), epoch=1)
     raw, _ = decode_endpoint("nvlink", target.endpoint)
     forged = [[base, nbytes, bytes(64)] for base, nbytes, _ in msgspec.msgpack.decode(raw)["allocations"]]
     with pytest.raises(PeerUnreachable, match="cannot be mapped"):
