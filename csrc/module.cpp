@@ -3,12 +3,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -16,12 +18,15 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bind.hpp"
 #include "copy.hpp"
+#include "cuda_queue.hpp"
 #include "digest.hpp"
 #include "group_runs.hpp"
 #include "pack.hpp"
@@ -391,4 +396,43 @@ NB_MODULE(_core, m) {
           "Sum modulo 2**64 of every element times an odd weight for each of its global coordinates; its parts by layer\n"
           "and by destination row are added to the arrays given.\n"
           "ValueError: columns of different lengths, empty runs, another item size than 1, 2, 4 or 8.");
+    using Status = std::tuple<const char*, int>;
+    nb::class_<disagg::CudaQueue>(m, "CudaQueue",
+                                  "Work for one stream of a CUDA context, by the driver that is loaded by name.")
+        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t>(), "library"_a, "context"_a,
+             "stream"_a, "uploads"_a)
+        .def(
+            "upload",
+            [](const disagg::CudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
+               std::uintptr_t uploaded) -> Status {
+                const nb::gil_scoped_release released;
+                const auto [call, status] = queue.upload(device, host, nbytes, uploaded);
+                return {call, status};
+            },
+            "device"_a, "host"_a, "nbytes"_a, "uploaded"_a, "Copy to the GPU, before what is launched next.")
+        .def(
+            "launch",
+            [](const disagg::CudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments,
+               unsigned blocks, unsigned threads, std::uintptr_t done) -> Status {
+                const nb::gil_scoped_release released;
+                const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, done);
+                return {call, status};
+            },
+            "kernel"_a, "arguments"_a, "blocks"_a, "threads"_a, "done"_a, "Start a kernel, and record an event behind it.")
+        .def(
+            "query",
+            [](const disagg::CudaQueue& queue, std::uintptr_t event) -> Status {
+                const nb::gil_scoped_release released;
+                const auto [call, status] = queue.query(event);
+                return {call, status};
+            },
+            "event"_a, "The status of an event.");
+    m.def(
+        "linger",
+        [](double seconds) {
+            const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+            while (std::chrono::steady_clock::now() < end) std::this_thread::yield();
+        },
+        nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
+        "Wait for so long without sleeping; other threads have the interpreter meanwhile.");
 }

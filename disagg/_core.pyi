@@ -194,3 +194,26 @@ def digest(
     Raises `ValueError` for columns of different lengths, empty runs, a layer or row without its place, another `itemsize`
     than 1, 2, 4 or 8, or more than 2**48 bytes; then nothing was added.
     """
+
+class CudaQueue:
+    """What starting a kernel takes of the CUDA driver, in one call. Handles are the driver's, as numbers.
+
+    Each method gives the driver's call that was made last and its status: 0 where all went well.
+    """
+
+    def __init__(self, library: str, context: int, stream: int, uploads: int) -> None:
+        """For one stream of a context, and another for uploads. Raises `RuntimeError` where `library` is no CUDA driver."""
+
+    def upload(self, device: int, host: int, nbytes: int, uploaded: int) -> tuple[str | None, int]:
+        """Copy `nbytes` bytes from address `host` to address `device`, on the stream for uploads; what is launched next waits
+        for that, by the event `uploaded`.
+        """
+
+    def launch(self, kernel: int, arguments: Sequence[int], blocks: int, threads: int, done: int) -> tuple[str | None, int]:
+        """Start a kernel whose parameters are all words of 64 bits, and record the event `done` behind it (0: none)."""
+
+    def query(self, event: int) -> tuple[str | None, int]:
+        """The status is that of the event: 0 where all before it is done, 600 where it is not, an error otherwise."""
+
+def linger(seconds: float) -> None:
+    """Wait for so long without sleeping, as waking up takes longer; other threads have the interpreter meanwhile."""

@@ -13,15 +13,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg import _core
-from disagg.backends._device import GpuMover, GpuOrder, GpuShapes
+from disagg.backends._device import GpuMover, GpuOrder, GpuShapes, GpuWork
 from disagg.backends.base import StagingShape
 from disagg.copies import Addresses
 from disagg.errors import ConfigError
 from disagg.memory import Device, MemoryRegion
 from disagg.spans import SpanBatch, SpanShape
 
-GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=16 << 20, num_slots=4, num_rings=8)
-"""For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`."""
+GPU_STAGING = StagingShape(
+    pack_below=4 << 20, slot_nbytes=64 << 20, num_slots=8, num_rings=8, whole_rings=2, spares=4, at_once=1
+)
+"""For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`, which says what it takes."""
+SPIN_S = 5e-3
+"""How long work on a GPU is looked at without a pause: most of it is done within that, and a sleep that is as short as it gets
+costs as much as a slot.
+"""
 
 
 class PoolMemory:
@@ -37,6 +43,11 @@ class PoolMemory:
     def has_gpu(self) -> bool:
         """Whether any of it is on a GPU."""
         return any(region.device.kind == "cuda" for region in self.regions)
+
+    @property
+    def spin_s(self) -> float:
+        """For how long work here is worth looking at without a pause, in seconds."""
+        return SPIN_S if self.has_gpu else 0.0
 
     @property
     def device(self) -> Device | None:
@@ -125,13 +136,13 @@ class GpuStream:
     def num_pieces(self) -> int:
         return len(self._batch)
 
-    def gather(self, offset: int, nbytes: int, address: int) -> None:
+    def gather(self, offset: int, nbytes: int, address: int) -> GpuWork:
         """Pack bytes `[offset, offset + nbytes)` into memory from `address` on."""
-        self._mover.gather(self._uploaded(), offset, nbytes, address)
+        return self._mover.gather(self._uploaded(), offset, nbytes, address)
 
-    def scatter(self, offset: int, nbytes: int, address: int) -> None:
+    def scatter(self, offset: int, nbytes: int, address: int) -> GpuWork:
         """Unpack what lies from `address` on."""
-        self._mover.scatter(self._uploaded(), offset, nbytes, address)
+        return self._mover.scatter(self._uploaded(), offset, nbytes, address)
 
     def _uploaded(self) -> GpuOrder:
         if self._order is None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from disagg import _core
 from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
@@ -48,6 +49,8 @@ from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, Re
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.0005
+LINGER_S = 20e-6
+"""Between looks without a sleep; the other threads have the interpreter meanwhile."""
 JOIN_TIMEOUT_S = 10.0
 MAX_CONNECTING = 1
 """Ranks that the engine is being connected to at a time. With eight, a process with NIXL's engine ended with SIGSEGV once, in a
@@ -133,7 +136,8 @@ _NOTHING = Work()
 
 
 class Hub:
-    """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies.
+    """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies. For
+    `spin_s` after they have last had something to do they look for more without a sleep.
 
     `problem` says why they died; `over` is set before the last look at who must be told, so that whoever comes later sees it.
     """
@@ -148,6 +152,7 @@ class Hub:
         backend: Backend,
         packing: Packing,
         slots: SlotPool | None,
+        spin_s: float,
         local: LocalRank,
         digest: Digest,
         on_event: Callable[[Event, Work], None],
@@ -177,10 +182,16 @@ class Hub:
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
         self._complaints = Complaints(logger)
-        self._due = 0.0
+        self._due = self._awake_until = 0.0
+        self._spin_s = spin_s
         self._packing = packing
         self._worker = TransferWorker(
-            backend, name=str(handshake.me), slots=slots, on_reports=self._wake, on_death=self._on_worker_death
+            backend,
+            name=str(handshake.me),
+            slots=slots,
+            spin_s=spin_s,
+            on_reports=self._wake,
+            on_death=self._on_worker_death,
         )
         self._local = local
         self._digest = digest
@@ -279,9 +290,16 @@ class Hub:
 
     def _turn(self) -> None:
         """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
+        moved = False
         for arrived in self._channel.poll(self._idle_s()):
             self._take(arrived, time.monotonic())
+            moved = True
         now = time.monotonic()
+        if moved or self._commands or self._worker.has_reports:
+            self._awake_until = now + self._spin_s
+        elif now < min(self._awake_until, self._due) and not self._rows_waiting:
+            _core.linger(LINGER_S)
+            return
         for _ in range(len(self._commands)):
             self._commands.popleft()(now)
         self._take_ready_rows(now)
@@ -303,9 +321,10 @@ class Hub:
 
     def _idle_s(self) -> float:
         """How long nothing is due."""
-        if self._commands:
+        now = time.monotonic()
+        if self._commands or now < self._awake_until:
             return 0.0
-        idle_s = self._due - time.monotonic()
+        idle_s = self._due - now
         return min(idle_s, READY_POLL_S) if self._rows_waiting else idle_s
 
     def _take(self, arrived: Inbound | Reply, now: float) -> None:

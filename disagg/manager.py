@@ -185,6 +185,7 @@ class KVManager:
             backend=self.backend,
             packing=packing,
             slots=slots,
+            spin_s=memory.spin_s,
             local=self._local,
             digest=memory.digest,
             on_event=self._end_request,

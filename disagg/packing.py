@@ -97,9 +97,9 @@ def bind_outgoing(
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
         chosen = placed(small) if large else whole
-        way = way_of(chosen, pack_below, gathers_from)
-        # Only streams of host memory say where their bytes lie.
-        at_source = way is Way.SOURCE and stream_of is source_stream
+        # Only streams of host memory say where their bytes lie; elsewhere looking at every piece takes longer than packing.
+        way = way_of(chosen, pack_below, gathers_from) if stream_of is source_stream else Way.RING
+        at_source = way is Way.SOURCE
         if way is Way.DIRECT or not (at_source or has_ring):
             direct.append(whole.copies())
             continue

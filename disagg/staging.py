@@ -8,6 +8,7 @@ write of a peer that was given up lands in its retired ring, never in pages.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import threading
 from collections import deque
@@ -60,24 +61,24 @@ def _touch(arena: Bytes) -> None:
     arena[:: mmap.PAGESIZE] = 0
 
 
-SPARES_PER_SLOT = 3
-"""On the host memory is only taken for spares that are used."""
-
-
 class SlotPool:
-    """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread."""
+    """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
+
+    On the host memory is only taken for spares that are used.
+    """
 
     def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
         self.slot_nbytes = shape.slot_nbytes
+        self.at_once = shape.at_once
         active = shape.slot_nbytes * shape.num_slots
-        nbytes = active * (1 + SPARES_PER_SLOT)
+        nbytes = active + shape.slot_nbytes * shape.spares
         region = beside(nbytes)
         self._arena = _arena(nbytes) if region is None else None
         self.region = _region(self._arena) if region is None else region
         if self._arena is not None:
             _touch(self._arena[:active])
         base = self.region.address
-        slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots * (1 + SPARES_PER_SLOT))]
+        slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots + shape.spares)]
         self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
 
     def take(self) -> int | None:
@@ -113,19 +114,20 @@ class RingPool:
     """The rings of a receiver: one for each peer rank that asks, as long as there are any. Used by one thread."""
 
     def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
-        self._shape = shape
-        nbytes = shape.slot_nbytes * shape.num_slots
-        region = beside(nbytes * shape.num_rings)
-        self._arena = _arena(nbytes * shape.num_rings) if region is None else None
+        slots = shape.ring_slots()
+        nbytes = shape.slot_nbytes * sum(slots)
+        region = beside(nbytes)
+        self._arena = _arena(nbytes) if region is None else None
         self.region = _region(self._arena) if region is None else region
-        base = self.region.address
-        self._free = deque(Ring(base + i * nbytes, shape.slot_nbytes, shape.num_slots) for i in range(shape.num_rings))
+        starts = (self.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
+        self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
 
     def take(self) -> Ring | None:
-        """A ring that nobody has; `None` where all are taken: that peer's pieces then travel one by one."""
+        """The largest ring that nobody has; `None` where all are taken: that peer's pieces then travel one by one."""
         if not self._free:
             return None
-        ring = self._free.popleft()
+        ring = max(self._free, key=lambda free: free.num_slots)
+        self._free.remove(ring)
         start = ring.address - self.region.address
         if self._arena is not None:
             _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from disagg import _core
 from disagg.backends.base import (
     Backend,
     Op,
@@ -36,17 +37,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LINGER_S = 20e-6
+"""Between looks without a sleep. Shorter, and the thread that has to carry out what was seen does not get the interpreter."""
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
 UNSETTLED_POLL_S = 0.05
 MOST_AT_ONCE = 8
-"""Slots packed or unpacked before anyone is told, and never more than half a ring: telling costs both sides as much as
-several slots' copies, and the other half keeps the other side busy.
-"""
+"""Slots unpacked before anyone is told: telling costs both sides as much as several slots' copies."""
 QUICK_ROWS = 256
 QUICK_NBYTES = 1 << 20
 """What is bound, and what is posted or unpacked, in the thread that hands it over; more is left to the worker's own."""
+CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
 """How long a packed write may take before a spare stands in for its slot, so that its peer does not hold up the others."""
 
@@ -58,6 +60,13 @@ class ReadyEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Passing(Protocol):
+    """Work that goes on without this thread; what was begun first passes first."""
+
+    def query(self) -> bool:
+        """Whether it is done; raises `BackendError` where it will never be."""
+
+
 class PackedStream(Protocol):
     """One side's bytes of a request, in an order that both sides know. Ranges are inside `total`."""
 
@@ -66,11 +75,11 @@ class PackedStream(Protocol):
     @property
     def num_pieces(self) -> int: ...
 
-    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> None:
-        """Pack the bytes `[offset, offset + nbytes)` into a slot; done on return."""
+    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> Passing | None:
+        """Pack the bytes `[offset, offset + nbytes)` into a slot. `None`: done on return; else when that has passed."""
 
-    def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> None:
-        """Unpack a slot into the bytes `[offset, offset + nbytes)`; done on return."""
+    def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> Passing | None:
+        """Unpack a slot into the bytes `[offset, offset + nbytes)`; done as `gather` is."""
 
 
 class ListedStream(PackedStream, Protocol):
@@ -110,6 +119,11 @@ class Bound:
     @property
     def nbytes(self) -> int:
         return self.direct.total_nbytes + self.stream.total + (self.source.total if self.source is not None else 0)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether posting it holds nobody up: it is little, or an engine that computes addresses does the rest by itself."""
+        return self.prepared is not None or self.nbytes <= QUICK_NBYTES
 
 
 @dataclass(frozen=True)
@@ -186,14 +200,24 @@ Report = Settled | SlotFilled | Unpacked
 @dataclass
 class _Slot:
     """A packed write under way: from a local slot, or from where the pieces lie, into a slot of the peer's ring; or from a
-    local slot to where its bytes belong.
+    local slot to where its bytes belong. First `packing`, where that goes on by itself, then the `transfer`.
     """
 
-    transfer: Transfer
     local: int | None
     filled: SlotFilled | None
-    posted_at: float
+    started_at: float
+    packing: Passing | None
+    transfer: Transfer | None = None
     replaced: bool = False
+
+
+@dataclass
+class _Unpacking:
+    """A slot that is being scattered."""
+
+    unpack: Unpack
+    passing: Passing
+    started_at: float
 
 
 @dataclass
@@ -226,7 +250,7 @@ class _Active:
 
 class TransferWorker:
     """One supervised thread over one backend. `on_reports` is called in it when there is something to report; `on_death` if
-    it fails.
+    it fails. For `spin_s` after it has last got on with something it looks again without a sleep.
 
     Whoever hands over work calls `attend` next: what is quick is done there and then, in the caller's thread, unless this
     one is at it; a request of a few pages wakes no thread that way.
@@ -238,6 +262,7 @@ class TransferWorker:
         *,
         name: str,
         slots: SlotPool | None,
+        spin_s: float = 0.0,
         on_reports: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
@@ -245,11 +270,13 @@ class TransferWorker:
         self._progressive = backend if isinstance(backend, Progressive) else None
         self._preparing = backend if isinstance(backend, Preparing) else None
         self._slots = slots
+        self._spin_s = spin_s
         self._on_reports = on_reports
         self._reports: deque[Report] = deque()
         self._on_death = on_death
         self._new: deque[Job] = deque()
         self._unpacks: deque[Unpack] = deque()
+        self._unpacking: deque[_Unpacking] = deque()
         self._waiting: list[Job] = []
         self._active: list[_Active] = []
         self._turning = threading.Lock()
@@ -259,6 +286,11 @@ class TransferWorker:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether there is something to report; from any thread."""
+        return bool(self._reports)
 
     @property
     def depth(self) -> int:
@@ -281,12 +313,12 @@ class TransferWorker:
             try:
                 self._unpack_some()
                 for active in self._take_new():
-                    if active.bound.nbytes <= QUICK_NBYTES:
+                    if active.bound.is_quick:
                         self._advance(active)
                 self._drop_ended()
             finally:
                 self._turning.release()
-        if self._new or self._unpacks or self._waiting or self._active:
+        if self._new or self._unpacks or self._waiting or self._active or self._unpacking:
             self._wake.set()
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
@@ -312,7 +344,7 @@ class TransferWorker:
             self._on_death(error)
 
     def _loop(self) -> None:
-        sleep_s = MIN_SLEEP_S
+        sleep_s, moved_at = MIN_SLEEP_S, 0.0
         while True:
             self._wake.clear()
             if self._stopping:  # looked at after the clear, or the wake that says so could be lost
@@ -321,13 +353,18 @@ class TransferWorker:
                 busy = self._turn()
             if self._reports:
                 self._on_reports()
-            sleep_s = MIN_SLEEP_S if busy else min(sleep_s * 2, MAX_SLEEP_S)
             if busy:
+                sleep_s, moved_at = MIN_SLEEP_S, time.monotonic()
                 continue
-            if self._waiting or any(a.in_flight() and not a.told_unsettled for a in self._active):
+            if time.monotonic() - moved_at < self._spin_s:
+                _core.linger(LINGER_S)
+                continue
+            if self._waiting or self._unpacking or any(a.in_flight() and not a.told_unsettled for a in self._active):
+                sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
                 time.sleep(sleep_s)
                 continue
-            self._wake.wait(self._idle_s())
+            if self._wake.wait(self._idle_s()):
+                sleep_s, moved_at = MIN_SLEEP_S, time.monotonic()
             if self._progressive is not None:
                 self._progressive.progress()
 
@@ -344,17 +381,33 @@ class TransferWorker:
         return UNSETTLED_POLL_S if self._active else None
 
     def _unpack_some(self) -> int:
-        """Scatter slots that have arrived, not more than are soon to be given back; how many."""
+        """Scatter slots that have arrived, not more than are soon to be given back; how many were begun or done."""
         count = min(len(self._unpacks), MOST_AT_ONCE)
         for _ in range(count):
-            unpack = self._unpacks.popleft()
-            started, error = time.perf_counter(), ""
+            unpack, started = self._unpacks.popleft(), time.perf_counter()
             try:
-                _scatter(unpack)
-            except DisaggError as problem:
-                error = str(problem)
-            self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
+                passing = _scatter(unpack)
+            except DisaggError as error:
+                self._end_unpack(unpack, started, str(error))
+                continue
+            if passing is None:
+                self._end_unpack(unpack, started)
+            else:
+                self._unpacking.append(_Unpacking(unpack, passing, started))
+        while self._unpacking:
+            first, problem = self._unpacking[0], ""
+            try:
+                if not first.passing.query():
+                    break
+            except DisaggError as error:
+                problem = str(error)
+            self._unpacking.popleft()
+            self._end_unpack(first.unpack, first.started_at, problem)
+            count += 1
         return count
+
+    def _end_unpack(self, unpack: Unpack, started: float, error: str = "") -> None:
+        self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
 
     def _take_new(self) -> list[_Active]:
         """Bind every job whose event has passed; those for which that was possible."""
@@ -442,7 +495,8 @@ class TransferWorker:
             return sum(itertools.takewhile(bool, (self._pack_one_at_source(active) for _ in range(MOST_AT_ONCE))))
         ring = active.job.ring
         assert ring is not None
-        wanted = min(MOST_AT_ONCE, max(1, ring.ring.num_slots // 2))
+        assert self._slots is not None
+        wanted = min(self._slots.at_once, max(1, ring.ring.num_slots // 2))
         left = -(-(active.bound.stream.total - active.offset) // ring.ring.slot_nbytes)
         if ring.num_free < min(wanted, left):
             return 0
@@ -453,7 +507,7 @@ class TransferWorker:
 
     def _fail_if_cancelled(self, active: _Active) -> bool:
         if active.job.cancelled():
-            active.error = active.error or "the attempt ended before everything was sent"
+            active.error = active.error or CANCELLED
             if not active.in_flight():
                 self._finish(active)
         return bool(active.error)
@@ -475,22 +529,18 @@ class TransferWorker:
             active.report.pack_s += time.perf_counter() - started
             transfer = self._post(active.job, stream.copies(offset, nbytes, local), active.report)
         except DisaggError as error:
-            self._fail_slot(active, local, error)
+            self._give_back(local)
+            active.error = str(error)
+            if not active.in_flight():
+                self._finish(active)
             return False
         active.report.source_packed += nbytes
         active.source_offset += nbytes
-        active.slots.append(_Slot(transfer, local, None, started))
+        active.slots.append(_Slot(local, None, started, None, transfer))
         return True
 
-    def _fail_slot(self, active: _Active, local: int | None, error: DisaggError) -> None:
-        """What was packed could not be posted."""
-        self._give_back(local)
-        active.error = str(error)
-        if not active.in_flight():
-            self._finish(active)
-
     def _pack_one(self, active: _Active) -> bool:
-        """Gather the next bytes of a stream into a slot and post it; `False` where none are left, or no slot is free."""
+        """Gather the next bytes of a stream into a slot; `False` where none are left, or no slot is free."""
         if not active.packing or self._fail_if_cancelled(active):
             return False
         ring, stream = active.job.ring, active.bound.stream
@@ -504,23 +554,25 @@ class TransferWorker:
         if remote is None:
             self._give_back(local)
             return False
-        slot, sequence = remote
+        number, sequence = remote
         started = time.perf_counter()
         nbytes = min(ring.ring.slot_nbytes, self._slots.slot_nbytes, stream.total - active.offset)
+        filled = SlotFilled(active.job.ticket, ring.ring.address, number, sequence, active.bound.parts, active.offset, nbytes)
+        slot = _Slot(local, filled, started, None)
         try:
             if local is None:
-                transfer = self._post_pieces(active, ring.ring.slot(slot), nbytes)
+                slot.transfer = self._post_pieces(active, ring.ring.slot(number), nbytes)
             else:
-                stream.gather(active.offset, nbytes, local)
-                active.report.pack_s += time.perf_counter() - started
-                transfer = self._post_slot(active, ring, slot, local, nbytes)
-            active.report.packed += nbytes
+                slot.packing = stream.gather(active.offset, nbytes, local)
+                if slot.packing is None:
+                    slot.transfer = self._post_slot(active, slot)
         except DisaggError as error:
-            self._fail_slot(active, local, error)
+            self._drop_slot(active, slot, error)
+            if not active.in_flight():
+                self._finish(active)
             return False
-        filled = SlotFilled(active.job.ticket, ring.ring.address, slot, sequence, active.bound.parts, active.offset, nbytes)
         active.offset += nbytes
-        active.slots.append(_Slot(transfer, local, filled, started))
+        active.slots.append(slot)
         return True
 
     def _give_back(self, local: int | None, *, replaced: bool = False) -> None:
@@ -538,12 +590,29 @@ class TransferWorker:
         )
         report.post_s += time.perf_counter() - started
         report.nbytes += nbytes
+        report.packed += nbytes
         report.pieces += 1
         return transfer
 
-    def _post_slot(self, active: _Active, ring: RemoteRing, slot: int, local: int, nbytes: int) -> Transfer:
-        """Write a local slot into one of the ring; whole ones are prepared once, where the engine can."""
+    def _drop_slot(self, active: _Active, slot: _Slot, error: Exception | None = None) -> None:
+        """Nothing was written from a slot, nor will be: both sides' slots are free again."""
+        if error is not None:
+            active.error = active.error or str(error)
+        self._give_back(slot.local, replaced=slot.replaced)
+        if slot.filled is not None:
+            assert active.job.ring is not None
+            active.job.ring.credit(slot.filled.slot, slot.filled.sequence)
+
+    def _post_slot(self, active: _Active, packed: _Slot) -> Transfer:
+        """Write a slot that is packed into one of the ring; whole ones are prepared once, where the engine can."""
+        ring, local, filled = active.job.ring, packed.local, packed.filled
+        assert ring is not None
+        assert local is not None
+        assert filled is not None
+        slot, nbytes = filled.slot, filled.nbytes
         started = time.perf_counter()
+        active.report.pack_s += started - packed.started_at
+        active.report.packed += nbytes
         if self._preparing is None or nbytes != ring.ring.slot_nbytes:
             transfer = self._backend.submit(Op.WRITE, active.job.peer, _one(local, ring.ring.slot(slot), nbytes))
         else:
@@ -565,27 +634,51 @@ class TransferWorker:
         if active.direct is not None and self._take_status(active, active.direct):
             active.direct = None
             settled += 1
-        left = []
-        for slot in active.slots:
-            assert self._slots is not None
-            if not self._take_status(active, slot.transfer):
-                if slot.local is not None and not slot.replaced and time.perf_counter() - slot.posted_at > SLOW_SLOT_S:
+        slots, active.slots, packing = active.slots, [], False
+        for slot in slots:
+            packing = packing or (slot.packing is not None and not self._has_packed(active, slot))
+            if packing:
+                active.slots.append(slot)
+            elif slot.transfer is None:
+                settled += 1
+            elif not self._take_status(active, slot.transfer):
+                assert self._slots is not None
+                if slot.local is not None and not slot.replaced and time.perf_counter() - slot.started_at > SLOW_SLOT_S:
                     slot.replaced = self._slots.replace()
-                left.append(slot)
-                continue
-            self._give_back(slot.local, replaced=slot.replaced)
-            settled += 1
-            if slot.filled is None:
-                continue
-            assert active.job.ring is not None
-            if slot.transfer.poll() is TransferStatus.DONE:
-                self._reports.append(slot.filled)
+                active.slots.append(slot)
             else:
-                active.job.ring.credit(slot.filled.slot, slot.filled.sequence)
-        active.slots = left
+                self._settle_slot(active, slot, slot.transfer)
+                settled += 1
         if not active.in_flight() and not active.packing:
             self._finish(active)
         return settled
+
+    def _has_packed(self, active: _Active, slot: _Slot) -> bool:
+        """Whether a slot is packed, and so posted, or dropped where nothing is to be posted any more."""
+        assert slot.packing is not None
+        try:
+            if not slot.packing.query():
+                return False
+            slot.packing = None
+            if active.job.cancelled():
+                active.error = active.error or CANCELLED
+            if active.error:
+                self._drop_slot(active, slot)
+            else:
+                slot.transfer = self._post_slot(active, slot)
+        except DisaggError as error:
+            slot.packing = None
+            self._drop_slot(active, slot, error)
+        return True
+
+    def _settle_slot(self, active: _Active, slot: _Slot, transfer: Transfer) -> None:
+        """The engine has let go of a slot: its receiver is told, where it was written."""
+        if transfer.poll() is not TransferStatus.DONE:
+            self._drop_slot(active, slot)
+            return
+        self._give_back(slot.local, replaced=slot.replaced)
+        if slot.filled is not None:
+            self._reports.append(slot.filled)
 
     def _take_status(self, active: _Active, transfer: Transfer) -> bool:
         """Whether a transfer has settled; its error becomes the job's."""
@@ -612,10 +705,10 @@ def _one(source: int, destination: int, nbytes: int) -> CopyBatch:
     return CopyBatch(*([value] for value in (source, destination, nbytes)))  # type: ignore[arg-type]
 
 
-def _scatter(unpack: Unpack) -> None:
-    """Raises `RemoteProtocolError` where the stream does not have what is said to be in the slot."""
+def _scatter(unpack: Unpack) -> Passing | None:
+    """As `PackedStream.scatter`. Raises `RemoteProtocolError` where the stream does not have what is said to be in the slot."""
     stream = unpack.stream()
     if not 0 <= unpack.offset < unpack.offset + unpack.nbytes <= stream.total:
         found = f"[{unpack.offset}, +{unpack.nbytes})"
         raise RemoteProtocolError(f"packed stream of {stream.total} bytes: expected a range of it, found {found}")
-    stream.scatter(unpack.offset, unpack.nbytes, unpack.address)
+    return stream.scatter(unpack.offset, unpack.nbytes, unpack.address)

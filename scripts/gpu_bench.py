@@ -132,7 +132,7 @@ class Bench:
         table = {r.address: int(d) for r, d in zip(self.peer.index.regions, self.peer.deltas, strict=True)}
         self.mapped = [(layer + table[layer]) % 2**64 for layer in remote_layers]
         with self.gpu.current():
-            self.stream = engine.stream
+            self.stream = engine.queue.stream
             self.events = [self.gpu.call("cuEventCreate", 0) for _ in range(2)]
             self.scratch = int(self.gpu.call("cuMemAlloc", LAYER_NBYTES))
             self.buffer = Buffer(self.gpu, batch_nbytes(IN_FLIGHT // min(PIECES)))
@@ -173,7 +173,7 @@ class Bench:
             self.gpu.call("cuMemcpyHtoD", address, self.buffer.host_address, order.nbytes)
 
         def launch() -> None:
-            self.gpu.launch(self.engine._kernels["move_spans"], self.stream, arguments, blocks=blocks, threads=THREADS)
+            self.engine.queue.launch(self.engine._kernels["move_spans"], arguments, blocks=blocks, threads=THREADS)
 
         return self.timed(launch)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disagg.backends._cuda import Gpu, load_bindings
+from disagg.backends._cuda import Gpu, Queue, load_bindings
 from disagg.errors import BackendUnavailable
 
 NBYTES = 256 << 20
@@ -143,9 +143,8 @@ def writer(pipe: Connection, sock: socket.socket, handle: bytes) -> None:
         flags = (ctypes.c_uint32 * 2).from_address(told)
         flags[0] = flags[1] = 0
         _module, kernels = gpu.compile(SCRIBBLE, ["scribble"])
-        stream, event = gpu.stream(), gpu.event()
-        gpu.launch(kernels["scribble"], stream, [target, NBYTES // 4, told, 0], blocks=64, threads=512)
-        gpu.call("cuEventRecord", event, stream)
+        queue, event = Queue(gpu), gpu.event()
+        queue.launch(kernels["scribble"], [target, NBYTES // 4, told, 0], blocks=64, threads=512, done=event)
         while flags[1] < 3:
             time.sleep(0.001)
         pipe.send(flags[1])
@@ -153,28 +152,28 @@ def writer(pipe: Connection, sock: socket.socket, handle: bytes) -> None:
             if order == "rounds":
                 pipe.send(int(flags[1]))
             elif order == "finish":
-                pipe.send(_finish(gpu, flags, event, kernels["scribble"], stream))
+                pipe.send(_finish(gpu, flags, event, kernels["scribble"], queue))
             elif order == "unmap" and handle:
                 pipe.send(_say(lambda: gpu.close(target)))
             elif order == "unmap":
                 pipe.send(_say(lambda: gpu.call("cuMemUnmap", target, NBYTES)))
 
 
-def _finish(gpu: Gpu, flags: Any, event: Any, kernel: Any, stream: Any) -> dict[str, str]:
+def _finish(gpu: Gpu, flags: Any, event: int, kernel: int, queue: Queue) -> dict[str, str]:
     """End the kernel that writes; then try everything that a context that is lost would refuse."""
     flags[0] = 1
     deadline = time.monotonic() + PATIENCE_S
 
     def wait() -> None:
-        while not gpu.is_past(event):
+        while not queue.is_past(event):
             if time.monotonic() > deadline:
                 raise TimeoutError("the kernel does not end")
             time.sleep(0.001)
 
     def local() -> None:
         memory = int(gpu.call("cuMemAlloc", 1 << 20))
-        gpu.launch(kernel, stream, [memory, 1 << 18, int(ctypes.addressof(flags)), 0], blocks=4, threads=64)
-        gpu.call("cuStreamSynchronize", stream)
+        queue.launch(kernel, [memory, 1 << 18, int(ctypes.addressof(flags)), 0], blocks=4, threads=64)
+        gpu.call("cuStreamSynchronize", queue.stream)
         gpu.call("cuMemsetD8", memory, 1, 1 << 20)
         gpu.call("cuCtxSynchronize")
         gpu.call("cuMemFree", memory)

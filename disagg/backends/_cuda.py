@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from disagg import _core
 from disagg.errors import BackendUnavailable
 
+DRIVER = "libcuda.so.1"
+NOT_READY = 600
+"""What the driver says of an event that has not passed."""
 IPC_HANDLE_NBYTES = 64
 Words = npt.NDArray[np.uint64]
 KERNEL_SOURCE = Path(__file__).with_name("_kernels.cu")
@@ -159,7 +163,7 @@ class Gpu:
         """Not through the bindings: theirs give 0 as the ordinal of memory on every GPU (13.0)."""
         found = ctypes.c_uint64(0)
         attribute = int(getattr(self.driver.CUpointer_attribute, name))
-        status = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
+        status = ctypes.CDLL(DRIVER).cuPointerGetAttribute(ctypes.byref(found), attribute, ctypes.c_uint64(address))
         if status != 0:
             raise CudaError("cuPointerGetAttribute", self.driver.CUresult(status).name)
         return found.value
@@ -198,38 +202,65 @@ class Gpu:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    def stream(self) -> Any:
+    def stream(self) -> int:
         """A stream that waits for no other, of the highest priority: its few blocks come first when multiprocessors free."""
         _, greatest = self.call("cuCtxGetStreamPriorityRange")
-        return self.call("cuStreamCreateWithPriority", int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING), int(greatest))
+        flags = int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self.call("cuStreamCreateWithPriority", flags, int(greatest)))
 
-    def event(self) -> Any:
-        return self.call("cuEventCreate", int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+    def event(self) -> int:
+        return int(self.call("cuEventCreate", int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
 
-    def is_past(self, event: Any) -> bool:
-        """Whether the work before the event is done; raises `CudaError` where the context has failed."""
-        status = self.driver.cuEventQuery(event)[0]
-        if status == self.driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        if int(status) != 0:
-            raise CudaError("cuEventQuery", status.name)
-        return True
-
-    def compile(self, source: str, names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    def compile(self, source: str, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
         """A module of CUDA C++ for this GPU, and its kernels by name; raises `BackendUnavailable` with the compiler's log."""
         attributes = self.driver.CUdevice_attribute
         major = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self.device))
         minor = int(self.call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self.device))
         image = compile_source(self._nvrtc, source, architecture=f"sm_{major}{minor}")
         module = self.call("cuModuleLoadData", image)
-        return module, {name: self.call("cuModuleGetFunction", module, name.encode()) for name in names}
+        return module, {name: int(self.call("cuModuleGetFunction", module, name.encode())) for name in names}
 
-    def launch(self, kernel: Any, stream: Any, arguments: Sequence[int], *, blocks: int, threads: int) -> None:
-        """Start `kernel`, whose parameters are all 64-bit words."""
-        values = (ctypes.c_uint64 * len(arguments))(*arguments)
-        start = ctypes.addressof(values)
-        pointers = (ctypes.c_void_p * len(arguments))(*range(start, start + 8 * len(arguments), 8))
-        self.call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+
+class Queue:
+    """A stream of its own on a GPU, and another for uploads. Each call is one into native code, since a thread that has just
+    been woken pays several times as much for Python; its methods take care of the context themselves.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        with gpu.current():
+            self.stream, self.uploads = gpu.stream(), gpu.stream()
+        self._native = _core.CudaQueue(DRIVER, int(gpu.context), self.stream, self.uploads)
+
+    def upload(self, buffer: Buffer, nbytes: int) -> None:
+        """Copy the first bytes of a buffer to the GPU; what is launched next waits for that."""
+        self._check(*self._native.upload(buffer.device_address, buffer.host_address, nbytes, buffer.uploaded))
+
+    def launch(self, kernel: int, arguments: Sequence[int], *, blocks: int, threads: int, done: int = 0) -> None:
+        """Start `kernel`, whose parameters are all 64-bit words, and record the event `done` behind it."""
+        self._check(*self._native.launch(kernel, arguments, blocks, threads, done))
+
+    def is_past(self, event: int) -> bool:
+        """Whether the work before the event is done; raises `CudaError` where the context has failed."""
+        call, status = self._native.query(event)
+        if status == NOT_READY:
+            return False
+        self._check(call, status)
+        return True
+
+    def _check(self, call: str | None, status: int) -> None:
+        if status != 0:
+            raise CudaError(str(call), self._gpu.driver.CUresult(status).name)
+
+    def drain(self) -> None:
+        """Returns once all that was started has ended; with `current()` entered."""
+        for stream in (self.uploads, self.stream):
+            self._gpu.call("cuStreamSynchronize", stream)
+
+    def close(self) -> None:
+        """With `current()` entered."""
+        for stream in (self.uploads, self.stream):
+            self._gpu.call("cuStreamDestroy", stream)
 
 
 _compile_lock = threading.Lock()

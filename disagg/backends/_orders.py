@@ -5,6 +5,7 @@ NumPy only: `disagg.testing.twins_gpu` reads the same words without a GPU.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from disagg.errors import BackendError
 from disagg.spans import SpanBatch, SpanShape
 
 HEADER_WORDS, PART_WORDS = 4, 7
-NUM_PARTS_WORD = 2
+_HEADER, _PART = struct.Struct("=4Q"), struct.Struct("=2Q10I")
 SPAN_WORDS, DIM_WORDS = 8, 3
 ALL = 2**32 - 1
 MAX_PIECES = 2**31 - 1
@@ -110,9 +111,9 @@ def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Address
             small[end] = 0
             small[end + 1 : end + 1 + len(part.runs)] = np.cumsum(part.runs[:, 4])
             end += len(part.runs) + 1
-    out[:HEADER_WORDS] = 0
-    out[NUM_PARTS_WORD] = len(parts)
-    at, stream, tiles, known = HEADER_WORDS, 0, 0, []
+    memory = out.data
+    _HEADER.pack_into(memory, 0, 0, 0, len(parts), 0)
+    at, stream, tiles, known = 8 * HEADER_WORDS, 0, 0, []
     for part, (num_bases, pieces, nbytes) in parts:
         base_tiles = -(-nbytes // tile)
         if pieces > MAX_PIECES or tiles + num_bases * base_tiles > MAX_PIECES:
@@ -123,11 +124,11 @@ def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Address
             bases_at = end
             small[end : end + num_bases] = part.bases
             end += num_bases
-        out[at : at + 2] = stream, nbytes
         steps = batch.shapes[part.span].steps
-        small[2 * at + 4 : 2 * at + 14] = (
+        _PART.pack_into(
+            memory, at, stream, nbytes,
             table.at[part.span], len(part.runs), tiles, base_tiles, pieces, steps, rows_at, prefix_at, bases_at, 0,
         )  # fmt: skip
         known.append(OrderPart(stream, nbytes, num_bases, tiles, base_tiles))
-        at, stream, tiles = at + PART_WORDS, stream + num_bases * nbytes, tiles + num_bases * base_tiles
+        at, stream, tiles = at + _PART.size, stream + num_bases * nbytes, tiles + num_bases * base_tiles
     return Order(4 * end, tile, stream, tuple(known))

@@ -90,9 +90,11 @@ class BackendOptions:
 @dataclass(frozen=True, kw_only=True)
 class StagingShape:
     """When and how pieces travel packed over an engine: pieces below `pack_below` bytes (0: never), in slots of
-    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks. With `measure` the
-    threshold is measured towards each peer once it is connected, and `pack_below` holds where that cannot be. `gathers_from` as
-    of `Gathering`, as far as it is known without a peer.
+    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks. Where `whole_rings` is given,
+    so many have `num_slots`, the next two half as many, and so on, since memory is dear and most ranks have few peers. The
+    writer has as many slots to pack into, and `spares` beside them. `at_once` slots, and never more than half a ring, are
+    packed before anyone is told. With `measure` the threshold is measured towards each peer once it is connected, and
+    `pack_below` holds where that cannot be. `gathers_from` as of `Gathering`, as far as it is known without a peer.
     """
 
     pack_below: int = 0
@@ -101,10 +103,19 @@ class StagingShape:
     num_rings: int = 16
     measure: bool = False
     gathers_from: int | None = None
+    whole_rings: int | None = None
+    spares: int = 24
+    at_once: int = 8
 
     def __post_init__(self) -> None:
-        if self.pack_below < 0 or min(self.slot_nbytes, self.num_slots, self.num_rings) < 1:
-            raise ConfigError(f"staging: expected pack_below of at least 0 and positive sizes, found {self}")
+        sizes = self.slot_nbytes, self.num_slots, self.num_rings, self.at_once
+        if min(self.pack_below, self.spares) < 0 or min(sizes) < 1:
+            raise ConfigError(f"staging: expected pack_below and spares of at least 0, and positive sizes, found {self}")
+
+    def ring_slots(self) -> tuple[int, ...]:
+        """How many slots each ring has."""
+        whole = self.num_rings if self.whole_rings is None else self.whole_rings
+        return tuple(max(1, self.num_slots >> max(0, (i - whole) // 2 + 1)) for i in range(self.num_rings))
 
 
 @runtime_checkable

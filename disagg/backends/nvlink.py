@@ -57,6 +57,7 @@ from disagg.backends._cuda import (
     Buffer,
     CudaError,
     Gpu,
+    Queue,
     batch_nbytes,
     load_bindings,
 )
@@ -167,7 +168,7 @@ class NvlinkTransfer:
         self.peer = peer
         self.buffers: list[Buffer] = []
         self.posted = False
-        self.event: Any = None
+        self.event: int | None = None
         self.status = TransferStatus.PENDING
         self.error: str | None = None
 
@@ -401,8 +402,7 @@ class NvlinkBackend:
         peer.pending += 1
         self._pending.add(transfer)
         try:
-            with self._own_engine().gpu.current():
-                post(transfer)
+            post(transfer)
         except CudaError as error:
             self._failed(transfer, error)
         except BaseException:
@@ -454,8 +454,8 @@ class NvlinkBackend:
                 return
             engine = self._own_engine()
             try:
-                with engine.gpu.current():
-                    past = engine.gpu.is_past(transfer.event)
+                assert transfer.event is not None
+                past = engine.queue.is_past(transfer.event)
             except CudaError as error:
                 transfer.status, transfer.error = TransferStatus.UNSETTLED, transfer.error or f"copying: {error}"
                 return
@@ -525,21 +525,26 @@ class _Engine:
         self._blocks = blocks
         self._free: list[Buffer] = []
         self._all: list[Buffer] = []
-        self._events: list[Any] = []
+        self._events: list[int] = []
         self._module: Any = None
-        self._kernels: dict[str, Any] = {}
-        self._uploads: Any = None
-        self.stream: Any = None
+        self._kernels: dict[str, int] = {}
+        self._queue: Queue | None = None
         self._scratch = 0
 
     def start(self) -> None:
         self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "move_spans"])
-        self._uploads, self.stream = self.gpu.stream(), self.gpu.stream()
+        self._queue = Queue(self.gpu)
         self._scratch = self.gpu.table(np.zeros(2, np.uint64))
         self._free += [self._buffer(SMALL_BUFFER) for _ in range(NUM_SMALL_BUFFERS)]
 
+    @property
+    def queue(self) -> Queue:
+        assert self._queue is not None
+        return self._queue
+
     def _buffer(self, nbytes: int) -> Buffer:
-        buffer = Buffer(self.gpu, nbytes)
+        with self.gpu.current():
+            buffer = Buffer(self.gpu, nbytes)
         self._all.append(buffer)
         return buffer
 
@@ -566,8 +571,8 @@ class _Engine:
             buffer = self._take(transfer, batch_nbytes(len(nbytes)))
             total, size = buffer.fill(source, destination, nbytes)
             blocks, tile = launch_shape(total, max_blocks=self._blocks)
-            self._launch(transfer, "move_pieces", buffer, size, (len(nbytes), *table, tile), blocks)
-        self.mark(transfer)
+            last = start + PART >= len(copies)
+            self._launch(transfer, "move_pieces", buffer, size, (len(nbytes), *table, tile), blocks, last=last)
 
     def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
         """Upload what a request adds to its span classes, and copy all of it with one kernel."""
@@ -575,38 +580,48 @@ class _Engine:
         buffer = self._take(transfer, order_nbytes(batch))
         order = encode_order(batch, prepared.table, tile=tile, out=buffer.words)
         arguments = (prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
-        self._launch(transfer, "move_spans", buffer, order.nbytes, arguments, blocks)
-        self.mark(transfer)
+        self._launch(transfer, "move_spans", buffer, order.nbytes, arguments, blocks, last=True)
 
     def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
         """Copy by the driver, between addresses that are all as they are here."""
         transfer.posted = True
-        for columns in zip(copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist(), strict=True):
-            self.gpu.call("cuMemcpyAsync", *columns, self.stream)
-        self.mark(transfer)
+        with self.gpu.current():
+            for columns in zip(copies.destination.tolist(), copies.source.tolist(), copies.nbytes.tolist(), strict=True):
+                self.gpu.call("cuMemcpyAsync", *columns, self.queue.stream)
+            transfer.event = self._event()
+            self.gpu.call("cuEventRecord", transfer.event, self.queue.stream)
 
     def _launch(
-        self, transfer: NvlinkTransfer, name: str, buffer: Buffer, nbytes: int, arguments: Sequence[int], blocks: int
+        self,
+        transfer: NvlinkTransfer,
+        name: str,
+        buffer: Buffer,
+        nbytes: int,
+        arguments: Sequence[int],
+        blocks: int,
+        *,
+        last: bool,
     ) -> None:
-        """Upload `nbytes` bytes of a buffer, and then start a kernel over it."""
-        self.gpu.call("cuMemcpyHtoDAsync", buffer.device_address, buffer.host_address, nbytes, self._uploads)
-        self.gpu.call("cuEventRecord", buffer.uploaded, self._uploads)
-        self.gpu.call("cuStreamWaitEvent", self.stream, buffer.uploaded, 0)
+        """Upload `nbytes` bytes of a buffer, and then start a kernel over it; the transfer's event comes after the last."""
+        if last:
+            transfer.event = self._event()
+        self.queue.upload(buffer, nbytes)
         transfer.posted = True
-        self.gpu.launch(self._kernels[name], self.stream, (buffer.device_address, *arguments), blocks=blocks, threads=THREADS)
+        whole, done = (buffer.device_address, *arguments), transfer.event or 0
+        self.queue.launch(self._kernels[name], whole, blocks=blocks, threads=THREADS, done=done)
 
-    def mark(self, transfer: NvlinkTransfer) -> None:
-        """The transfer's event comes after what has been posted."""
-        transfer.event = self._events.pop() if self._events else self.gpu.event()
-        self.gpu.call("cuEventRecord", transfer.event, self.stream)
+    def _event(self) -> int:
+        if self._events:
+            return self._events.pop()
+        with self.gpu.current():
+            return self.gpu.event()
 
     def read_byte(self, address: int) -> None:
-        self.gpu.call("cuMemcpyDtoDAsync", self._scratch, address, 1, self._uploads)
+        self.gpu.call("cuMemcpyDtoDAsync", self._scratch, address, 1, self.queue.uploads)
 
     def drain(self) -> None:
         """Returns once all that was posted has ended."""
-        self.gpu.call("cuStreamSynchronize", self._uploads)
-        self.gpu.call("cuStreamSynchronize", self.stream)
+        self.queue.drain()
 
     def give_back(self, transfer: NvlinkTransfer) -> None:
         self._free += transfer.buffers
@@ -621,9 +636,8 @@ class _Engine:
                 buffer.free(self.gpu)
             for event in self._events:
                 self.gpu.call("cuEventDestroy", event)
-            for stream in (self.stream, self._uploads):
-                if stream is not None:
-                    self.gpu.call("cuStreamDestroy", stream)
+            if self._queue is not None:
+                self._queue.close()
             if self._scratch:
                 self.gpu.free(self._scratch)
             if self._module is not None:

@@ -63,8 +63,10 @@ def test_a_request_is_packed_and_unpacked_in_any_parts(mover: GpuMover, unit: in
     slot = mover.allocate(total + 64)
     cuts = sorted({0, total, *rng.integers(1, total, 5).tolist()})
     for low, high in itertools.pairwise(cuts):
-        mover.gather(order, low, high - low, slot + 7)
-        mover.scatter(order, low, high - low, slot + 7)
+        packed = mover.gather(order, low, high - low, slot + 7)
+        unpacked = mover.scatter(order, low, high - low, slot + 7)
+        while not (packed.query() and unpacked.query()):
+            pass
     span = _core.Span(
         np.arange(layers), *(b - np.uint64(a) + np.uint64(i.ctypes.data) for a, b, i in zip(at, bases, images, strict=True)),
         row_strides=rows, token_strides=tokens, dims=(), nbytes=unit, dense=False,

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import _core
+from disagg import _core, new_request_id
 from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
 from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer
 from disagg.backends.local import LocalBackend
 from disagg.copies import CopyBatch
-from disagg.device import GPU_STAGING, GpuPacker, PoolMemory
-from disagg.errors import ConfigError
+from disagg.device import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
+from disagg.errors import BackendError, ConfigError
 from disagg.memory import Device, MemoryRegion
 from disagg.spans import SpanBatch, SpanShape
 from disagg.testing.twins_gpu import SpanLaunch, span_pieces
-from tests.support.cluster import Side, cluster
+from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 TILE = 256
 HND = "page kv_head token dim"
@@ -61,10 +61,30 @@ class Twin:
         return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
 
 
+@dataclass
+class Later:
+    """Copies that are made when somebody has asked for them for the second time."""
+
+    copies: CopyBatch
+    asked: int = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if TwinMover.problem:
+            raise BackendError(TwinMover.problem)
+        if self.asked == 2:
+            columns = (column.tolist() for column in (self.copies.source, self.copies.destination, self.copies.nbytes))
+            for source, destination, nbytes in zip(*columns, strict=True):
+                ctypes.memmove(destination, source, nbytes)
+            TwinMover.moved += self.copies.total_nbytes
+        return self.asked > 1
+
+
 class TwinMover:
     """What `GpuMover` does, in host memory."""
 
     moved = 0
+    problem = ""
 
     def prepare(self, shapes: Sequence[SpanShape]) -> Twin:
         return Twin.of(shapes)
@@ -72,18 +92,11 @@ class TwinMover:
     def upload(self, shapes: Twin, batch: SpanBatch) -> Twin:
         return shapes.upload(batch)
 
-    def gather(self, order: Twin, offset: int, nbytes: int, address: int) -> None:
-        self._copy(order.pieces(offset, offset + nbytes, linear_destination=address))
+    def gather(self, order: Twin, offset: int, nbytes: int, address: int) -> Later:
+        return Later(order.pieces(offset, offset + nbytes, linear_destination=address))
 
-    def scatter(self, order: Twin, offset: int, nbytes: int, address: int) -> None:
-        self._copy(order.pieces(offset, offset + nbytes, linear_source=address))
-
-    def _copy(self, copies: CopyBatch) -> None:
-        for source, destination, nbytes in zip(
-            copies.source.tolist(), copies.destination.tolist(), copies.nbytes.tolist(), strict=True
-        ):
-            ctypes.memmove(destination, source, nbytes)
-        TwinMover.moved += copies.total_nbytes
+    def scatter(self, order: Twin, offset: int, nbytes: int, address: int) -> Later:
+        return Later(order.pieces(offset, offset + nbytes, linear_source=address))
 
     def release(self, order: Twin) -> None:
         """Nothing is held."""
@@ -127,7 +140,8 @@ def test_an_engine_that_computes_addresses(prefill: Side, decode: Side) -> None:
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_packing_by_kernels(prefill: Side, decode: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of 1,000 bytes cut pieces anywhere."""
+    """Slots of 1,000 bytes cut pieces anywhere; threads stay awake, as for pools on a GPU."""
+    monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
     monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
     before = TwinMover.moved
     with cluster(prefill, decode, settings={"backend": Packing}, num_layers=3) as made:
@@ -136,11 +150,36 @@ def test_packing_by_kernels(prefill: Side, decode: Side, monkeypatch: pytest.Mon
     assert TwinMover.moved > before
 
 
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_a_kernel_that_fails_ends_its_request(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, nobody hangs; the request after it is served, through the same slots."""
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
+    begin = getattr(TwinMover, way)
+
+    def failing(*arguments: Any) -> Later:
+        monkeypatch.setattr(TwinMover, "problem", "the GPU has fallen off the bus")
+        work: Later = begin(*arguments)
+        return work
+
+    with cluster(Side(), Side(), settings={"backend": Packing}) as made, monkeypatch.context() as patch:
+        patch.setattr(TwinMover, way, failing)
+        request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
+        receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
+        sender = send(made.prefill[0], request, pages[0], 61)
+        ends = receiver.wait(timeout_s=DEADLINE_S), sender.wait(timeout_s=DEADLINE_S)
+        assert not any(event.ok for event in ends)
+        assert any("fallen off the bus" in str(event.error) for event in ends)
+        patch.undo()
+        monkeypatch.setattr(TwinMover, "problem", "")
+        assert all(event.ok for event in made.transfer(61))
+
+
 def test_where_pools_are() -> None:
     gpu = [MemoryRegion(4096, 64, Device("cuda", 1)), MemoryRegion(8192, 64, Device("cuda", 1))]
     host = [MemoryRegion(1 << 20, 64)]
     shape = StagingShape(pack_below=100)
     assert PoolMemory(host).staging(shape) is shape
+    assert (PoolMemory(host).spin_s, PoolMemory(gpu).spin_s) == (0.0, SPIN_S)
     assert PoolMemory(host).beside(64) is None
     assert PoolMemory(host).packer(()) is None
     assert PoolMemory(gpu).staging(shape) == GPU_STAGING

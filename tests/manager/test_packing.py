@@ -19,7 +19,7 @@ from disagg.packing import Packing
 from disagg.plan import TransferPlan
 from disagg.session import Limits, PeerRank, RequestKey, Ticket
 from disagg.session.receive import ReceiveSession
-from disagg.staging import SPARES_PER_SLOT, RemoteRing, Ring, RingPool, SlotPool
+from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from disagg.transfers import SlotFilled, Unpack, Unpacked
@@ -56,13 +56,28 @@ def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
     assert places[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
 
 
+def test_rings_after_the_whole_ones_are_smaller_and_the_largest_is_given_first() -> None:
+    shape = StagingShape(slot_nbytes=512, num_slots=8, num_rings=8, whole_rings=2)
+    assert shape.ring_slots() == (8, 8, 4, 4, 2, 2, 1, 1)
+    rings = RingPool(shape)
+    assert rings.region.nbytes >= 512 * 30
+    taken = [rings.take() for _ in range(8)]
+    assert [ring.num_slots for ring in taken if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
+    places = sorted(ring.slot(n) for ring in taken if ring is not None for n in range(ring.num_slots))
+    assert all(after - before >= 512 for before, after in itertools.pairwise(places))
+    for ring in (taken[4], taken[2], taken[6]):
+        assert ring is not None
+        rings.give_back(ring)
+    assert rings.take() == taken[2]
+
+
 def test_spares_stand_in_for_slots_that_are_held_for_long() -> None:
     slots = SlotPool(SHAPE)
     held = [slots.take(), slots.take()]
     spares = []
     while slots.replace():
         spares.append(slots.take())
-    assert len({*held, *spares}) == SHAPE.num_slots * (1 + SPARES_PER_SLOT)
+    assert len({*held, *spares}) == SHAPE.num_slots + SHAPE.spares
     assert all(slots.region.address <= place < slots.region.address + slots.region.nbytes for place in spares if place)
     for place in held:
         assert place is not None

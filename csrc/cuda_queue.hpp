@@ -1,0 +1,107 @@
+// What starting a kernel takes of the CUDA driver, as one call. The driver is loaded by its name when it is needed: nothing
+// here needs CUDA to be compiled, nor to be there on a machine without a GPU.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace disagg {
+
+// A driver's call that failed, and its status; `call` is nullptr where none did.
+struct CudaStatus {
+    const char* call = nullptr;
+    int status = 0;
+};
+
+// Work for one stream of one context. Handles are the driver's, as numbers.
+class CudaQueue {
+  public:
+    static constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+
+    // Throws std::runtime_error where `library` is no driver.
+    CudaQueue(const std::string& library, std::uintptr_t context, std::uintptr_t stream, std::uintptr_t uploads)
+        : context_{handle(context)}, stream_{handle(stream)}, uploads_{handle(uploads)} {
+        void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!loaded) throw std::runtime_error(std::string("CUDA driver: ") + dlerror());
+        find(loaded, "cuCtxPushCurrent_v2", push_);
+        find(loaded, "cuCtxPopCurrent_v2", pop_);
+        find(loaded, "cuMemcpyHtoDAsync_v2", upload_);
+        find(loaded, "cuStreamWaitEvent", wait_);
+        find(loaded, "cuEventRecord", record_);
+        find(loaded, "cuEventQuery", query_);
+        find(loaded, "cuLaunchKernel", launch_);
+    }
+
+    // Copies `nbytes` bytes from `host` to `device` on the stream for uploads, and has the other wait for it by an event.
+    CudaStatus upload(std::uint64_t device, std::uintptr_t host, std::size_t nbytes, std::uintptr_t uploaded) const {
+        const Current current{*this};
+        if (current.status) return {"cuCtxPushCurrent", current.status};
+        if (int status = upload_(device, handle(host), nbytes, uploads_)) return {"cuMemcpyHtoDAsync", status};
+        if (int status = record_(handle(uploaded), uploads_)) return {"cuEventRecord", status};
+        if (int status = wait_(stream_, handle(uploaded), 0)) return {"cuStreamWaitEvent", status};
+        return {};
+    }
+
+    // Starts a kernel whose parameters are all words of 64 bits, and records `done` behind it.
+    CudaStatus launch(std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments, unsigned blocks, unsigned threads,
+                      std::uintptr_t done) const {
+        std::vector<const void*> pointers;
+        pointers.reserve(arguments.size());
+        for (const std::uint64_t& argument : arguments) pointers.push_back(&argument);
+        const Current current{*this};
+        if (current.status) return {"cuCtxPushCurrent", current.status};
+        if (int status = launch_(handle(kernel), blocks, 1, 1, threads, 1, 1, 0, stream_, pointers.data(), nullptr))
+            return {"cuLaunchKernel", status};
+        if (done)
+            if (int status = record_(handle(done), stream_)) return {"cuEventRecord", status};
+        return {};
+    }
+
+    // The status of an event: 0 where what was before it is done, kNotReady, or an error.
+    CudaStatus query(std::uintptr_t event) const {
+        const Current current{*this};
+        if (current.status) return {"cuCtxPushCurrent", current.status};
+        return {"cuEventQuery", query_(handle(event))};
+    }
+
+  private:
+    // The context is this thread's while one of these lives.
+    struct Current {
+        explicit Current(const CudaQueue& queue) : owner{queue}, status{queue.push_(queue.context_)} {}
+        ~Current() {
+            void* popped = nullptr;
+            if (!status) owner.pop_(&popped);
+        }
+        Current(const Current&) = delete;
+        Current& operator=(const Current&) = delete;
+        const CudaQueue& owner;
+        int status;
+    };
+
+    static void* handle(std::uintptr_t number) { return reinterpret_cast<void*>(number); }
+
+    template <typename Function>
+    static void find(void* library, const char* name, Function*& found) {
+        found = reinterpret_cast<Function*>(dlsym(library, name));
+        if (!found) throw std::runtime_error(std::string("CUDA driver: it has no ") + name);
+    }
+
+    void* context_;
+    void* stream_;
+    void* uploads_;
+    int (*push_)(void*);
+    int (*pop_)(void**);
+    int (*upload_)(std::uint64_t, const void*, std::size_t, void*);
+    int (*wait_)(void*, void*, unsigned);
+    int (*record_)(void*, void*);
+    int (*query_)(void*);
+    int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, const void* const*,
+                   void**);
+};
+
+}  // namespace disagg
