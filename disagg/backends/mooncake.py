@@ -73,6 +73,8 @@ MAX_OUTSTANDING = 1024
 """Pieces posted to one peer and not ended: beyond its queue the engine rejects pieces and may never serve the peer again."""
 SPLIT_NBYTES = 8 << 20
 """Longer pieces are cut, so that the engine's connections to the peer share them."""
+NVLINK_SPLIT_NBYTES = 1 << 30
+"""Between GPUs there are none; each piece of its own costs 40 us there."""
 _TAIL = 4
 """Tasks of their own at the end of a written chunk: one per connection that the engine keeps to a peer by default."""
 _WARM_S = 10.0
@@ -236,12 +238,12 @@ class _Pieces:
         return self.local[start:stop].tolist(), self.remote[start:stop].tolist(), self.nbytes[start:stop].tolist()
 
 
-def _pieces(op: Op, copies: CopyBatch) -> _Pieces:
-    """The bytes of `copies` in pieces of 1 to `SPLIT_NBYTES` bytes."""
+def _pieces(op: Op, copies: CopyBatch, *, split: int) -> _Pieces:
+    """The bytes of `copies` in pieces of 1 to `split` bytes."""
     local, remote = local_and_remote(op, copies)
     nbytes = copies.nbytes
-    if len(nbytes) and (int(nbytes.max()) > SPLIT_NBYTES or int(nbytes.min()) == 0):
-        limit = np.uint64(SPLIT_NBYTES)
+    if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
+        limit = np.uint64(split)
         counts = ((nbytes + (limit - np.uint64(1))) // limit).astype(np.int64)
         ends = np.cumsum(counts)
         nth = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
@@ -433,6 +435,7 @@ class _PeerQueue:
                 with self._changed:
                     self._waiting.popleft()
                 self._judge(transfer)
+            self._settle_tasks()  # between GPUs a post takes as long as the copy: what has ended is not to wait for the rest
 
     def _post_chunk(self, transfer: MooncakeTransfer) -> None:
         """Post pieces up to half the limit, so that one chunk is under way while the next is prepared."""
@@ -586,6 +589,7 @@ class MooncakeBackend:
         self._engine: _Engine | None = _start_engine(module, options, self._protocol)
         self._descriptor = _Descriptor(options.host, self._engine.get_rpc_port(), self._protocol, ProcessIdentity.own())
         self._limit = _outstanding_limit()
+        self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._index: RegionIndex | None = None
         self._scratch = np.zeros(8, dtype=np.uint8)
         self._queues: dict[str, _PeerQueue] = {}
@@ -654,7 +658,7 @@ class MooncakeBackend:
         local, remote = local_and_remote(op, copies)
         self._registered().check(local, copies.nbytes, side="local")
         peer.index.check(remote, copies.nbytes, side="remote")
-        return MooncakePrepared(peer, op, _pieces(op, copies))
+        return MooncakePrepared(peer, op, _pieces(op, copies, split=self._split))
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` where the peer's process is proved to have ended and nothing of it can arrive any more: see the module."""

@@ -314,7 +314,7 @@ def test_pieces_are_the_same_bytes(op: Op) -> None:
         for here, there, nbytes in rows
         for offset in range(0, nbytes, SPLIT_NBYTES)
     ]
-    pieces = _pieces(op, copies)
+    pieces = _pieces(op, copies, split=SPLIT_NBYTES)
     assert list(zip(*pieces.between(0, len(pieces)), strict=True)) == expected
 
 
