@@ -146,7 +146,9 @@ class Handshake:
         if welcome.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(f"protocol version: {welcome.version} at {who}, {PROTOCOL_VERSION} at {self.me}")
         if welcome.backend != self._backend.name:
-            raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}")
+            names = welcome.backend, self._backend.name
+            several = "; 'auto' is several engines for memory of GPUs: name one, on both sides" if "auto" in names else ""
+            raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}{several}")
         agreement = self._agree(welcome)
         agreement.check_digests(welcome.plans)
         return agreement.num_ranks
