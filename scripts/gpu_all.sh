@@ -39,6 +39,7 @@ for step in ${STEPS:-kill tests bench request}; do
     tests) timeout 280 "$python" -m pytest -q --maxfail=12 -p no:cacheprovider -p no:benchmark tests/gpu ${PYTEST_ARGS:-} 2>&1 | tee "$out/tests.log" | tail -n 60 ;;
     bench) timeout 150 "$python" scripts/gpu_bench.py ${BENCH_ARGS:-} --json "$out/nvlink-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/bench.log" ;;
     engines) MC_INTRANODE_NVLINK=1 timeout 180 "$python" scripts/gpu_request.py --engines ${ENGINES:-nvlink nixl mooncake} --json "$out/gpu-engines-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/engines.log" ;;
+    slots) MC_INTRANODE_NVLINK=1 timeout 120 "$python" scripts/gpu_slots.py --json "$out/gpu-slots-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/slots.log" ;;
     models) timeout 180 "$python" scripts/gpu_models.py --json "$out/gpu-models-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/models.log" ;;
     request) timeout 120 "$python" scripts/gpu_request.py --json "$out/nvlink-2xh200-requests.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/request.log" ;;
   esac

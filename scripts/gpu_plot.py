@@ -43,12 +43,16 @@ def plot_nvlink() -> None:
 
 def plot_engines() -> None:
     """Whole requests by engine and way."""
-    figure, axis = plt.subplots(figsize=(6.4, 3.6))
+    figure, axis = plt.subplots(figsize=(8, 4.4))
     found = rows("gpu-engines-2xh200", "rows")
     for backend, way in sorted({(row["backend"], row["way"]) for row in found}):
         own = [row for row in found if (row["backend"], row["way"]) == (backend, way)]
-        axis.plot([label(row["piece"]) for row in own], [row["gbps"] for row in own], marker="o", label=f"{backend}, {way}")
-    axis.set(yscale="log", xlabel="piece", ylabel="GB/s of a whole request")
+        names = [label(row["piece"]) for row in own]
+        (line,) = axis.plot(names, [row["gbps"] for row in own], marker="o", label=f"{backend}, {way}, one request")
+        if "pipelined_gbps" in own[0]:
+            several = [row["pipelined_gbps"] for row in own]
+            axis.plot(names, several, "--", marker="s", color=line.get_color(), label=f"{backend}, {way}, four at a time")
+    axis.set(yscale="log", xlabel="piece", ylabel="GB/s, from one end to the other")
     axis.grid(visible=True, alpha=0.3, which="both")
     axis.legend(fontsize=8)
     figure.tight_layout()

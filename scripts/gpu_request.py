@@ -7,7 +7,7 @@ Without `--engines`: 32 layers of K and V by `nvlink`, pages of 16 tokens of 512
 a piece is a page of 8 KiB. With it: 8 layers, 8 heads, from tokens-first to heads-first pages, so that a piece is one head of
 one token; each engine as it packs by default, and `direct`, piece by piece, with less data. Pages are random on both sides.
 The receiver has reserved before the clock starts. `contiguous`: the engine alone, 16 blocks of 32 MiB in one call. `plain`: a
-device-to-device copy of as many bytes. `pipelined`: 48 requests of 128 MiB, 6 at a time. `floor`: a message there and back over
+device-to-device copy of as many bytes. `pipelined`: 48 requests of 512 MiB, 4 at a time. `floor`: a message there and back over
 ZeroMQ between the same processes. Medians; the last request of each case is verified byte for byte.
 """
 
@@ -41,8 +41,8 @@ from disagg.state import paged
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
 ROLES = ("prefill-0", "decode-0")
 PATIENCE_S = 60.0
-IN_FLIGHT = 6
-"""Requests of an eighth of the pools each (128 MiB) that are under way at a time, where they follow each other."""
+IN_FLIGHT, IN_A_ROW = 4, 48
+"""Requests of a quarter of the pools each (512 MiB) that are under way at a time, where they follow each other."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def nvlink_cases() -> list[Case]:
 def engine_cases(engines: list[str]) -> list[Case]:
     """0.5 GiB for each engine and piece; directly only what ends soon."""
     cases = []
-    for engine, dim in itertools.product(engines, (128, 512, 2048, 8192, 32768)):
+    for engine, dim in itertools.product(engines, (128 << i for i in range(9))):
         page = 16 * 8 * dim * 2
-        cases.append(Case(engine, 8, 8, dim, (64 << 20) // page, (32 << 20) // page, 7, mixed=True))
+        cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, (32 << 20) // page, 15, mixed=True))
         if engine != "nvlink":
             count = max(1, min(32 << 20, 2048 * dim * 2) // page)
-            cases.append(Case(engine, 8, 8, dim, (64 << 20) // page, count, 2, mixed=True, direct=True))
+            cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, count, 2, mixed=True, direct=True))
     return cases
 
 
@@ -150,9 +150,9 @@ class Rank:
         return all(bool((self.pools[layer][role][self.at] == self.content(layer, role)).all()) for layer, role in pairs)
 
     def share(self, number: int) -> tuple[dict[str, Pages], int]:
-        """An eighth of the pool's pages, and how many tokens that is."""
-        count = self.case.pool_pages // 8
-        ids = np.random.default_rng(self.role).permutation(self.case.pool_pages)[number % 8 * count :][:count]
+        """A quarter of the pool's pages, and how many tokens that is."""
+        count = self.case.pool_pages // 4
+        ids = np.random.default_rng(self.role).permutation(self.case.pool_pages)[number % 4 * count :][:count]
         return {"kv": Pages(ids.astype(np.int32), 0)}, count * 16
 
     def send_many(self, requests: tuple[bytes, ...]) -> None:
@@ -178,7 +178,7 @@ class Rank:
             for event in self.manager.events():
                 assert event.ok, event.error
                 under_way -= 1
-        nbytes = self.case.nbytes * self.case.pool_pages // self.case.num_pages // 8
+        nbytes = self.case.nbytes * self.case.pool_pages // self.case.num_pages // 4
         return len(requests) * nbytes / (time.monotonic() - started) / 1e9
 
     def send(self, request: bytes) -> tuple[float, ...]:
@@ -324,7 +324,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     rate = None
     if case.mixed and not case.direct:
         rank.manager.events()
-        pipe.send(many := tuple(new_request_id() for _ in range(48)))
+        pipe.send(many := tuple(new_request_id() for _ in range(IN_A_ROW)))
         time.sleep(0.3)
         rate = rank.receive_many(many)
         receive(pipe)
@@ -396,16 +396,17 @@ def main() -> None:
             failed.append(f"{case}: {type(error).__name__}: {error}")
             print(failed[-1], flush=True)
             break
-    if arguments.json:
-        result = {
-            "date": arguments.date,
-            "what": __doc__.split("\n", 1)[0],
-            "floor_us": floor,
-            "versions": {name: versions(name) for name in arguments.engines or ["nvlink"]},
-            "rows": rows,
-            "failed": failed,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        finally:
+            if arguments.json:
+                result = {
+                    "date": arguments.date,
+                    "what": __doc__.split("\n", 1)[0],
+                    "floor_us": floor,
+                    "versions": {name: versions(name) for name in arguments.engines or ["nvlink"]},
+                    "rows": rows,
+                    "failed": failed,
+                }
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     pipe.send(None)
     process.join(10)
     sys.exit(bool(failed))
