@@ -290,14 +290,14 @@ class Hub:
 
     def _turn(self) -> None:
         """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
-        moved = False
-        for arrived in self._channel.poll(self._idle_s()):
-            self._take(arrived, time.monotonic())
-            moved = True
+        arrived = work = False
+        for each in self._channel.poll(self._idle_s()):
+            work = self._take(each, time.monotonic()) or work
+            arrived = True
         now = time.monotonic()
-        if moved or self._commands or self._worker.has_reports:
+        if work or self._commands or self._worker.has_reports:
             self._awake_until = now + self._spin_s
-        elif now < min(self._awake_until, self._due) and not self._rows_waiting:
+        elif not arrived and now < min(self._awake_until, self._due) and not self._rows_waiting:
             _core.linger(LINGER_S)
             return
         for _ in range(len(self._commands)):
@@ -327,16 +327,18 @@ class Hub:
         idle_s = self._due - now
         return min(idle_s, READY_POLL_S) if self._rows_waiting else idle_s
 
-    def _take(self, arrived: Inbound | Reply, now: float) -> None:
-        """One message; what cannot be read, or breaks the protocol, is refused and changes nothing."""
+    def _take(self, arrived: Inbound | Reply, now: float) -> bool:
+        """One message, and whether it was about a request; what cannot be read, or breaks the protocol, is refused and changes
+        nothing.
+        """
         try:
             message = decode(arrived.data)
             if isinstance(arrived, Reply):
                 self._links.on_reply(arrived.address, message, now)
-                return
+                return False
             peer = self._links.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
-                return
+                return False
             if isinstance(message, Complete):
                 self._take_filled(peer, message)
             if isinstance(message, Credit):
@@ -346,6 +348,8 @@ class Hub:
         except RemoteProtocolError as error:
             self.refused_messages += 1
             self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
+            return False
+        return True
 
     def _take_filled(self, peer: PeerRank, message: Complete) -> None:
         """Have what a writer has put into this rank's ring scattered."""

@@ -359,14 +359,20 @@ class TransferWorker:
             if time.monotonic() - moved_at < self._spin_s:
                 _core.linger(LINGER_S)
                 continue
-            if self._waiting or self._unpacking or any(a.in_flight() and not a.told_unsettled for a in self._active):
+            if self._is_under_way():
                 sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
                 time.sleep(sleep_s)
                 continue
-            if self._wake.wait(self._idle_s()):
+            if self._wake.wait(self._idle_s()) and self._is_under_way():  # begun by whoever handed it over
                 sleep_s, moved_at = MIN_SLEEP_S, time.monotonic()
             if self._progressive is not None:
                 self._progressive.progress()
+
+    def _is_under_way(self) -> bool:
+        """Whether something goes on that is to be looked at again soon."""
+        if self._waiting or self._unpacking:
+            return True
+        return any(active.in_flight() and not active.told_unsettled for active in self._active)
 
     def _turn(self) -> int:
         """Unpack, begin and advance what there is; how much has changed. One thread at a time."""
