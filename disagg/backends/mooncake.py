@@ -4,7 +4,8 @@ A batch goes out in chunks. Of each chunk all but the last few pieces are one as
 tasks of their own, because the status of a batch of one task is all that this engine tells without blocking and without
 giving up. When these have ended, the batch before them in the engine's first-in first-out queue has ended too, or is about
 to, and the call that waits for it returns at once. One thread per peer posts and asks; nobody spins, and no caller waits.
-A few pieces are posted by the caller, and asked for by whoever polls: a thread's turn would take longer than they do.
+Over TCP a few pieces are posted by the caller, and asked for by whoever polls: a thread's turn would take longer than they do.
+Between GPUs only the thread calls the engine, which has refused pieces once when several threads did.
 
 Pieces that are read are tasks of their own, all of them: after a failure it must be known of every one whether the engine
 may still write to local memory, and of a batch with a failed piece the engine tells nothing about the others.
@@ -300,8 +301,11 @@ class _Flight:
 class _PeerQueue:
     """Everything that this engine does with one peer's engine, and the thread that does it."""
 
-    def __init__(self, engine: _Engine, opcodes: Mapping[Op, object], descriptor: _Descriptor, limit: int) -> None:
+    def __init__(
+        self, engine: _Engine, opcodes: Mapping[Op, object], descriptor: _Descriptor, limit: int, *, by_caller: bool
+    ) -> None:
         self._engine = engine
+        self._by_caller = by_caller
         self._opcodes = opcodes
         self._descriptor = descriptor
         self._limit = limit
@@ -342,15 +346,19 @@ class _PeerQueue:
             if not self._open:
                 raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
             self._waiting.append(transfer)
-            if len(self._waiting) > 1 or len(transfer.pieces) > _TAIL or not self._turn.acquire(blocking=False):
+            if len(self._waiting) > 1 or len(transfer.pieces) > _TAIL or not self._gets_turn():
                 self._changed.notify()
                 return
         self._take_turn(self._post)
 
     def look(self) -> None:
         """Take what has ended, without waiting: for batches the thread asks, as the engine's answer may take long."""
-        if self._flights and self._turn.acquire(blocking=False):
+        if self._flights and self._gets_turn():
             self._take_turn(self._settle_tasks)
+
+    def _gets_turn(self) -> bool:
+        """Whether a caller may do the thread's work now."""
+        return self._by_caller and self._turn.acquire(blocking=False)
 
     def _take_turn(self, work: Callable[[], None]) -> None:
         """Do `work` in the caller, which has the turn. The thread hears of what is left to it, and of what went wrong; of
@@ -716,7 +724,9 @@ class MooncakeBackend:
             queue = self._queues.get(descriptor.session)
             if queue is None or not queue.acquire():
                 self._queues = {session: queue for session, queue in self._queues.items() if queue.is_open}
-                queue = self._queues[descriptor.session] = _PeerQueue(engine, self._opcodes, descriptor, self._limit)
+                queue = self._queues[descriptor.session] = _PeerQueue(
+                    engine, self._opcodes, descriptor, self._limit, by_caller=self._protocol == "tcp"
+                )
             return queue
 
     def _warm(self, peer: MooncakePeer, descriptor: _Descriptor) -> None:
