@@ -1,0 +1,149 @@
+"""What requests cost that follow each other without a pause: `python benchmarks/back_to_back.py --pair 2 1 --pair 4 2`.
+
+A process for each rank of both sides; every rank sends or receives its share of the same requests, one after the other, and
+says how long each took and which of its threads computed for how long. Nothing is compared: `disagg-bench` does that.
+"""
+# ruff: noqa: INP001 - a script
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from disagg import KVManager, ModelId, Pages, RawTensor, Topology, new_request_id
+from disagg.state import paged
+
+LAYERS, HEADS, DIM, PAGE = 4, 8, 128, 16
+WARM_UP = 20
+TIMEOUT_S = 60.0
+
+
+def rank(role: str, number: int, num_ranks: int, tokens: int, backend: str, transport: str, pipe: Connection) -> None:
+    """One rank of one side, in a process of its own."""
+    heads, pages = HEADS // num_ranks, tokens // PAGE
+    one = pages * PAGE * heads * DIM * 2
+    memory = np.ones(2 * LAYERS * one, dtype=np.uint8)
+    strides = (PAGE * heads * DIM, heads * DIM, DIM, 1)
+    tensors = [
+        RawTensor(memory.ctypes.data + i * one, (pages, PAGE, heads, DIM), strides, "bfloat16") for i in range(2 * LAYERS)
+    ]
+    topology = Topology(tp=num_ranks, tp_rank=number)
+    layers = {layer: (tensors[2 * layer], tensors[2 * layer + 1]) for layer in range(LAYERS)}
+    kv = paged.gqa(layers, axes=paged.ORDERS["nhd"], num_kv_heads=HEADS, topology=topology)
+    leader = pipe.recv() if number else None
+    with KVManager(
+        name=role,
+        topology=topology,
+        components=[kv],
+        model=ModelId("back-to-back"),
+        backend=backend,
+        transport=transport,
+        leader=leader,
+    ) as manager:
+        pipe.send(manager.address)
+        other = "decode" if role == "prefill" else "prefill"
+        manager.add_peer(other, address=pipe.recv())
+        manager.wait_ready(other, timeout_s=TIMEOUT_S)
+        pipe.send("ready")
+        pipe.send(requests(manager, role, other, pipe.recv(), tokens))
+        pipe.recv()
+
+
+def requests(manager: KVManager, role: str, other: str, ids: list[bytes], tokens: int) -> dict[str, Any]:
+    """Send or receive them all; milliseconds for each request, and of each thread."""
+    order = np.random.default_rng(1).permutation(tokens // PAGE).astype(np.int32)
+    took, before, began = [], Counter[str](), 0.0
+    for number, request in enumerate(ids):
+        if number == WARM_UP:
+            before, began = busy(), time.perf_counter()
+        started = time.perf_counter()
+        if role == "decode":
+            receiver = manager.receiver(request, peer=other, rows={"kv": Pages(order[::-1])}, need={"kv": (0, tokens)})
+            event = receiver.wait(timeout_s=TIMEOUT_S)
+        else:
+            sender = manager.sender(request, peer=other)
+            sender.finish({"kv": Pages(order)})
+            event = sender.wait(timeout_s=TIMEOUT_S)
+        if not event.ok:
+            raise SystemExit(f"a request failed: {event.error}")
+        manager.events()
+        event.lease.release()
+        took.append(time.perf_counter() - started)
+    count = len(ids) - WARM_UP
+    threads = {name: ns / count / 1e6 for name, ns in (busy() - before).items()}
+    wall = (time.perf_counter() - began) / count * 1e3
+    return {"rank": role, "wall_ms": wall, "p50_ms": float(np.median(took[WARM_UP:])) * 1e3, "threads_ms": threads}
+
+
+def busy() -> Counter[str]:
+    """Nanoseconds on a core of each thread of this process, by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+        found[name] += int((task / "schedstat").read_text().split()[0])
+    return found
+
+
+def measure(pair: tuple[int, int], tokens: int, count: int, backend: str, transport: str) -> dict[str, Any]:
+    """One pair of sides."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes: list[tuple[str, Connection]] = []
+    addresses: dict[str, str] = {}
+    for role, num_ranks in zip(("prefill", "decode"), pair, strict=True):
+        for number in range(num_ranks):
+            ours, theirs = spawn.Pipe()
+            arguments = (role, number, num_ranks, tokens, backend, transport, theirs)
+            spawn.Process(target=rank, args=arguments, daemon=True).start()
+            if number:
+                ours.send(addresses[role])
+            addresses.setdefault(role, ours.recv())
+            pipes.append((role, ours))
+    for role, pipe in pipes:
+        pipe.send(addresses["decode" if role == "prefill" else "prefill"])
+    for _, pipe in pipes:
+        pipe.recv()
+    ids = [new_request_id() for _ in range(count + WARM_UP)]
+    for _, pipe in pipes:
+        pipe.send(ids)
+    ranks = [pipe.recv() for _, pipe in pipes]
+    for _, pipe in pipes:
+        pipe.send("over")
+    cores = sum(sum(found["threads_ms"].values()) for found in ranks)
+    nbytes = tokens * HEADS * DIM * 2 * 2 * LAYERS
+    return {"prefill": pair[0], "decode": pair[1], "bytes": nbytes, "core_ms_per_request": cores, "ranks": ranks}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--pair", "pairs", type=(int, int), multiple=True, default=((2, 1),), help="TP of prefill and of decode.")
+@click.option("--tokens", type=click.IntRange(PAGE), default=4096, help="Of a request, whole pages of 16.")
+@click.option("--count", type=click.IntRange(1), default=200, help="Requests that are counted.")
+@click.option("--backend", default="nixl", help="Engine.")
+@click.option("--transport", default="shm", help="What it may use.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def main(
+    *, pairs: tuple[tuple[int, int], ...], tokens: int, count: int, backend: str, transport: str, json_file: Path | None
+) -> None:
+    """Measure requests back to back."""
+    rows = [measure(pair, tokens, count, backend, transport) for pair in pairs]
+    for row in rows:
+        slowest = max(found["p50_ms"] for found in row["ranks"])
+        click.echo(
+            f"TP {row['prefill']} to {row['decode']}, {row['bytes'] / 1e6:.1f} MB: "
+            f"{row['core_ms_per_request']:.1f} ms of a core, {slowest:.1f} ms from one request to the next (p50)"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps({"backend": backend, "transport": transport, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
