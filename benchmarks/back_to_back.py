@@ -27,8 +27,8 @@ WARM_UP = 20
 TIMEOUT_S = 60.0
 
 
-def rank(role: str, number: int, num_ranks: int, tokens: int, backend: str, transport: str, pipe: Connection) -> None:
-    """One rank of one side, in a process of its own."""
+def rank(role: str, number: int, num_ranks: int, tokens: int, engine: tuple[str, str], pipe: Connection) -> None:
+    """One rank of one side, in a process of its own; `engine` is a backend and its transport."""
     heads, pages = HEADS // num_ranks, tokens // PAGE
     one = pages * PAGE * heads * DIM * 2
     memory = np.ones(2 * LAYERS * one, dtype=np.uint8)
@@ -45,8 +45,8 @@ def rank(role: str, number: int, num_ranks: int, tokens: int, backend: str, tran
         topology=topology,
         components=[kv],
         model=ModelId("back-to-back"),
-        backend=backend,
-        transport=transport,
+        backend=engine[0],
+        transport=engine[1],
         leader=leader,
     ) as manager:
         pipe.send(manager.address)
@@ -94,7 +94,7 @@ def busy() -> Counter[str]:
     return found
 
 
-def measure(pair: tuple[int, int], tokens: int, count: int, backend: str, transport: str) -> dict[str, Any]:
+def measure(pair: tuple[int, int], tokens: int, count: int, engine: tuple[str, str]) -> dict[str, Any]:
     """One pair of sides."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[tuple[str, Connection]] = []
@@ -102,7 +102,7 @@ def measure(pair: tuple[int, int], tokens: int, count: int, backend: str, transp
     for role, num_ranks in zip(("prefill", "decode"), pair, strict=True):
         for number in range(num_ranks):
             ours, theirs = spawn.Pipe()
-            arguments = (role, number, num_ranks, tokens, backend, transport, theirs)
+            arguments = (role, number, num_ranks, tokens, engine, theirs)
             spawn.Process(target=rank, args=arguments, daemon=True).start()
             if number:
                 ours.send(addresses[role])
@@ -134,7 +134,7 @@ def main(
     *, pairs: tuple[tuple[int, int], ...], tokens: int, count: int, backend: str, transport: str, json_file: Path | None
 ) -> None:
     """Measure requests back to back."""
-    rows = [measure(pair, tokens, count, backend, transport) for pair in pairs]
+    rows = [measure(pair, tokens, count, (backend, transport)) for pair in pairs]
     for row in rows:
         slowest = max(found["p50_ms"] for found in row["ranks"])
         click.echo(
