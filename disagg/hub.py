@@ -42,15 +42,13 @@ from disagg.session.types import NEVER
 from disagg.spanwise import bind_prepared
 from disagg.staging import SlotPool
 from disagg.sums import Digest
-from disagg.transfers import Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
+from disagg.transfers import LINGER_S, Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
 from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, Welcome, decode, encode
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.0005
-LINGER_S = 20e-6
-"""Between looks without a sleep; the other threads have the interpreter meanwhile."""
 JOIN_TIMEOUT_S = 10.0
 MAX_CONNECTING = 1
 """Ranks that the engine is being connected to at a time. With eight, a process with NIXL's engine ended with SIGSEGV once, in a

@@ -124,6 +124,14 @@ def test_other_integers_gaps_and_read_only_arrays() -> None:
     assert as_runs(group_concurrent_contiguous(wide[::-1][:2], [4, 5])) == [(19, 4, 1), (18, 5, 1)]
 
 
+def test_int32_with_gaps_is_taken_as_it_is_meant() -> None:
+    sparse = np.arange(20, dtype=np.int32)[::2]
+    starts, to, lengths = group_concurrent_contiguous(sparse, sparse // 2)
+    assert (starts.tolist(), to.tolist(), lengths.tolist()) == (sparse.tolist(), list(range(10)), [1] * 10)
+    starts, to, lengths = group_concurrent_contiguous(np.arange(40, dtype=np.int32)[::2] // 2, np.arange(5, 25))
+    assert (starts.tolist(), to.tolist(), lengths.tolist()) == ([0], [5], [20])
+
+
 def test_results_outlive_each_other() -> None:
     ids = np.arange(0, 4000, 2)
     _, destinations, _ = group_concurrent_contiguous(ids, ids)
