@@ -135,17 +135,17 @@ class BreakEven:
         """Seconds from a post to its end."""
         started = time.perf_counter()
         transfer = self._backend.submit(Op.WRITE, peer, copies)
-        while not transfer.poll().settled:
-            if transfer.poll() is TransferStatus.UNSETTLED or time.perf_counter() - started > TIMEOUT_S:
+        while not (status := transfer.poll()).settled:
+            if status is TransferStatus.UNSETTLED or time.perf_counter() - started > TIMEOUT_S:
                 raise BackendError(transfer.error or f"a write of {copies.total_nbytes} bytes did not end in {TIMEOUT_S} s")
             if isinstance(self._backend, Progressive):
                 self._backend.progress()
             time.sleep(0)
         seconds = time.perf_counter() - started
-        failed = transfer.error or "a write failed" if transfer.poll() is TransferStatus.FAILED else ""
+        problem = transfer.error
         transfer.close()
-        if failed:
-            raise BackendError(failed)
+        if status is TransferStatus.FAILED:
+            raise BackendError(problem or "a write failed")
         return seconds
 
 

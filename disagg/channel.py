@@ -182,7 +182,6 @@ class Channel:
         self._woken = False
         self._poller = zmq.Poller()
         self._dialled: dict[str, _Dialled] = {}
-        self._unsent: set[str] = set()
         self._users: OrderedDict[bytes, str] = OrderedDict()
         self._lanes = Listener()
         try:
@@ -248,7 +247,6 @@ class Channel:
         if dialled is None:
             return False
         dialled.unsent.append(data)
-        self._unsent.add(address)
         return True
 
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool:
@@ -287,9 +285,8 @@ class Channel:
 
     def flush(self) -> None:
         """Send what was queued, as `poll` does first; what one address gets goes together."""
-        for address in self._unsent:
-            dialled = self._dialled.get(address)
-            if dialled is None:
+        for dialled in self._dialled.values():
+            if not dialled.unsent:
                 continue
             messages, dialled.unsent = dialled.unsent, []
             if dialled.lane is not None:
@@ -299,7 +296,6 @@ class Channel:
                     self._leave(dialled)
             for start in range(0, len(messages), MAX_FRAMES):
                 _send(dialled.socket, messages[start : start + MAX_FRAMES])
-        self._unsent.clear()
 
     def _replies(self, address: str, dialled: _Dialled) -> Iterator[Reply]:
         for frames in _frames(dialled.socket):

@@ -85,8 +85,8 @@ class KVManager:
     it takes `keys`, or `insecure=True`; an engine with an open TCP data plane takes `trusted_network=True` as well. Pieces
     below `pack_below` bytes travel packed (0: never; `None`: as measured towards each peer, or as is known of the engine).
     What this rank receives is compared with what its writers sent as `verify` says: `"off"`, some pages of each request
-    (`"sample"`), or `"full"`. With
-    `metrics_port` (0: any) Prometheus metrics are served at `metrics_url`, to whoever reaches `metrics_host`.
+    (`"sample"`), or `"full"`. With `metrics_port` (0: any) Prometheus metrics are served at `metrics_url`, to whoever reaches
+    `metrics_host`.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` where the engine cannot be used.
     """

@@ -44,23 +44,26 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
 
 
 class Way(enum.Enum):
-    """How bytes go: piece by piece; packed at the source and written where they belong; or packed into the peer's ring."""
+    """How bytes go: piece by piece; piece by piece because the engine collects them; packed at the source and written where
+    they belong; or packed into the peer's ring.
+    """
 
     DIRECT = "direct"
+    COLLECTED = "collected"
     SOURCE = "source"
     RING = "packed"
 
 
 def way_of(small: Placed, pack_below: int, gathers_from: int | None = None) -> Way:
     """How small pieces of a request go: directly where neighbours joined are long on the average; packed at the source where
-    they lie together at their destination alone, or directly as well if the engine collects pieces of that length.
+    they lie together at their destination alone, unless the engine collects pieces of that length.
     """
     destination = destination_stream([("", small)])
     if destination.total >= small.num_copies() * pack_below:
         return Way.DIRECT
     if destination.total < destination.num_pieces * pack_below:
         return Way.RING
-    return Way.DIRECT if _collects(source_stream([("", small)]), gathers_from) else Way.SOURCE
+    return Way.COLLECTED if _collects(source_stream([("", small)]), gathers_from) else Way.SOURCE
 
 
 def bind_outgoing(
@@ -99,13 +102,12 @@ def bind_outgoing(
         chosen = placed(small) if large else whole
         # Only streams of host memory say where their bytes lie; elsewhere looking at every piece takes longer than packing.
         way = way_of(chosen, pack_below, gathers_from) if stream_of is source_stream else Way.RING
-        at_source = way is Way.SOURCE
-        if way is Way.DIRECT or not (at_source or has_ring):
+        if way in (Way.DIRECT, Way.COLLECTED) or (way is Way.RING and not has_ring):
             direct.append(whole.copies())
             continue
         if large:
             direct.append(placed(large).copies())
-        if at_source:
+        if way is Way.SOURCE:
             gathered.append((written.component, chosen))
         else:
             packed.append((written.component, chosen))

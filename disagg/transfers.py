@@ -465,9 +465,7 @@ class TransferWorker:
             assert isinstance(self._backend, SpanWriter)
             assert prepared is not None
             transfer = self._backend.submit_spans(prepared, copies)
-        report.post_s += time.perf_counter() - started
-        report.nbytes += copies.total_nbytes
-        report.pieces += len(copies)
+        _count_post(report, started, copies.total_nbytes, pieces=len(copies))
         return transfer
 
     def _advance(self, active: _Active) -> int:
@@ -530,19 +528,17 @@ class TransferWorker:
             return False
         started, offset = time.perf_counter(), active.source_offset
         nbytes = min(self._slots.slot_nbytes, stream.total - offset)
+        slot = _Slot(local, None, started, None)
         try:
             stream.gather(offset, nbytes, local)
             active.report.pack_s += time.perf_counter() - started
-            transfer = self._post(active.job, stream.copies(offset, nbytes, local), active.report)
+            slot.transfer = self._post(active.job, stream.copies(offset, nbytes, local), active.report)
         except DisaggError as error:
-            self._give_back(local)
-            active.error = str(error)
-            if not active.in_flight():
-                self._finish(active)
+            self._fail_slot(active, slot, error)
             return False
         active.report.source_packed += nbytes
         active.source_offset += nbytes
-        active.slots.append(_Slot(local, None, started, None, transfer))
+        active.slots.append(slot)
         return True
 
     def _pack_one(self, active: _Active) -> bool:
@@ -573,9 +569,7 @@ class TransferWorker:
                 if slot.packing is None:
                     slot.transfer = self._post_slot(active, slot)
         except DisaggError as error:
-            self._drop_slot(active, slot, error)
-            if not active.in_flight():
-                self._finish(active)
+            self._fail_slot(active, slot, error)
             return False
         active.offset += nbytes
         active.slots.append(slot)
@@ -594,11 +588,15 @@ class TransferWorker:
         transfer = self._backend.submit(
             Op.WRITE, active.job.peer, CopyBatch.of_columns(*listed.copies(active.offset, nbytes, address))
         )
-        report.post_s += time.perf_counter() - started
-        report.nbytes += nbytes
+        _count_post(report, started, nbytes)
         report.packed += nbytes
-        report.pieces += 1
         return transfer
+
+    def _fail_slot(self, active: _Active, slot: _Slot, error: DisaggError) -> None:
+        """A slot could not be packed or posted, so nothing more of its job is."""
+        self._drop_slot(active, slot, error)
+        if not active.in_flight():
+            self._finish(active)
 
     def _drop_slot(self, active: _Active, slot: _Slot, error: Exception | None = None) -> None:
         """Nothing was written from a slot, nor will be: both sides' slots are free again."""
@@ -627,9 +625,7 @@ class TransferWorker:
                 copies = _one(local, ring.ring.slot(slot), nbytes)
                 prepared = ring.prepared[local, slot] = self._preparing.prepare(Op.WRITE, active.job.peer, copies)
             transfer = prepared.post()
-        active.report.post_s += time.perf_counter() - started
-        active.report.nbytes += nbytes
-        active.report.pieces += 1
+        _count_post(active.report, started, nbytes)
         return transfer
 
     def _poll(self, active: _Active) -> int:
@@ -705,6 +701,12 @@ class TransferWorker:
         active.report.error = active.error
         active.report.wire_s = time.perf_counter() - active.started_at
         self._reports.append(active.report)
+
+
+def _count_post(report: Settled, started: float, nbytes: int, *, pieces: int = 1) -> None:
+    report.post_s += time.perf_counter() - started
+    report.nbytes += nbytes
+    report.pieces += pieces
 
 
 def _one(source: int, destination: int, nbytes: int) -> CopyBatch:

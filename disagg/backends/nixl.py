@@ -402,8 +402,8 @@ class NixlBackend:
     @staticmethod
     def staging_for(options: BackendOptions) -> StagingShape:
         """Break-even with single pieces: about 4 KiB over shared memory, where they are copied in vectors, and about 256 KiB
-        over a network. Smaller slots than these copy faster, as they stay in a nearer cache, and cost as much more in what
-        is said about them.
+        over a network. There smaller slots copy faster, as they stay in a nearer cache, and cost as much more in what is said
+        about them; over shared memory, where pieces are collected straight into the peer's slots, larger ones do better.
         """
         if _is_shm_expected(options):
             return StagingShape(pack_below=8 << 10, slot_nbytes=8 << 20, num_slots=4, measure=True, gathers_from=GATHER_FROM)

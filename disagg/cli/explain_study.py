@@ -368,20 +368,20 @@ def _share(
     if not below:
         return _Sharing((nbytes, runs), (0, 0), f"{why}; nothing is packed with {setting.backend} unless it is asked for")
     way = Way.DIRECT if small_ones is None else way_of(small_ones, below, setting.staging.gathers_from)
-    destination = None if small_ones is None else destination_stream([(component.name, small_ones)])
-    together = size(destination.total / destination.num_pieces) if destination is not None and destination.total else ""
-    if way is Way.DIRECT and small_ones is not None and runs >= MIN_PIECES and way_of(small_ones, below) is Way.SOURCE:
-        collected = f"at the destination {together} lie together, and the engine collects them from where they lie"
-        return _Sharing((nbytes, runs), (0, 0), f"{why}; {collected}")
     if not any(small) or (all(small) and way is Way.DIRECT and runs >= MIN_PIECES):
         return _Sharing((nbytes, runs), (0, 0), f"{why}; not below {setting.threshold}")
     if runs < MIN_PIECES:
         return _Sharing((nbytes, runs), (0, 0), f"{why}; fewer than {MIN_PIECES} runs are not worth a slot's two messages")
     if way is Way.DIRECT:
         return _Sharing((nbytes, runs), (0, 0), f"{why}; most of them are not below {setting.threshold}")
-    at_source = destination if way is Way.SOURCE else None
+    at_source = None
+    if way in (Way.COLLECTED, Way.SOURCE) and small_ones is not None:
+        at_source = destination_stream([(component.name, small_ones)])
+        why = f"{why}; at the destination {size(at_source.total / at_source.num_pieces)} lie together"
+    if way is Way.COLLECTED:
+        return _Sharing((nbytes, runs), (0, 0), f"{why}, and the engine collects them from where they lie")
     if at_source is not None:
-        why = f"{why}; at the destination {together} lie together, so that nothing is unpacked there"
+        why = f"{why}, so that nothing is unpacked there"
     if all(small):
         return _Sharing((0, 0), (nbytes, runs), f"{why}; below {setting.threshold}", at_source)
     parts = [count(found for found, is_so in zip(counts, small, strict=True) if is_so is wanted) for wanted in (False, True)]

@@ -501,9 +501,7 @@ class Sends:
         """Release the source rows when nothing reads them any more; report when every destination has ended."""
         destinations = session.destinations.values()
         all_known = session.error is not None or len(session.destinations) >= len(session.expected)
-        ended = all_known
-        for destination in destinations:
-            ended = ended and destination.ended
+        ended = all_known and all(d.ended for d in destinations)
         if ended and not session.reported:
             worst = next((d for d in destinations if not d.ok), None)
             if worst is not None:

@@ -48,6 +48,8 @@ GRACE_S = 30.0
 """How long after its deadline a request may take to be reported, and how long rows may take to come back in the end."""
 TRANSPORTS = {"nixl": "tcp", "mooncake": "tcp"}
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
+LIES_S = 30.0
+"""How long lying engines are loaded at most, until bytes are wrong: how much a machine does in a while is its own matter."""
 LYING = {"unsettle": 0.3, "delay": 0.3, "delay_s": (0.02, 0.3), "fencing": False}
 
 
@@ -432,7 +434,10 @@ class Chaos:
             self._loaded = True
             for _ in range(self.report.rounds):
                 self.round()
-            self._pump(lambda: False, 0.5, "")
+            if self._faults:
+                self._pump(lambda: bool(self.report.wrong), LIES_S, "")
+            else:
+                self._pump(lambda: False, 0.5, "")
             self._finish_up()
         finally:
             self._note(time.monotonic() - began)

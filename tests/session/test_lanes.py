@@ -190,6 +190,13 @@ def let_in(server: Channel, client: Channel) -> bytes:
     return hello.connection
 
 
+def carried(server: Channel, client: Channel, said: bytes) -> list[bytes]:
+    """What arrives of one message."""
+    client.send(server.address, said)
+    client.flush()
+    return [found.data for found in until(server, 1)]
+
+
 def test_messages_for_one_address_leave_together_and_arrive_one_by_one(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     said = [str(number).encode() for number in range(200)]
@@ -220,9 +227,7 @@ def test_after_a_welcome_messages_take_the_lane_as_from_the_same_connection(chan
 def test_a_message_in_a_lane_wakes_whoever_polls(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     let_in(server, client)
-    client.send(server.address, b"first")
-    client.flush()
-    assert len(until(server, 1)) == 1
+    assert carried(server, client, b"first") == [b"first"]
     client.send(server.address, b"second")
     client.flush()
     assert len(list(server.poll(30.0))) == 1
@@ -231,23 +236,17 @@ def test_a_message_in_a_lane_wakes_whoever_polls(channels: tuple[Channel, Channe
 def test_where_a_lane_has_ended_messages_go_by_tcp(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     let_in(server, client)
-    client.send(server.address, b"by lane")
-    client.flush()
-    assert len(until(server, 1)) == 1
+    assert carried(server, client, b"by lane") == [b"by lane"]
     for descriptor in list(server._lanes._lanes):
         server._close_lane(descriptor)
-    client.send(server.address, b"by tcp")
-    client.flush()
-    assert [found.data for found in until(server, 1)] == [b"by tcp"]
+    assert carried(server, client, b"by tcp") == [b"by tcp"]
     assert client._dialled[server.address].lane is None
 
 
 def test_hanging_up_closes_the_lane_and_its_far_end(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     let_in(server, client)
-    client.send(server.address, b"by lane")
-    client.flush()
-    assert len(until(server, 1)) == 1
+    assert carried(server, client, b"by lane") == [b"by lane"]
     (descriptor,) = server._lanes._lanes
     client.disconnect(server.address)
     assert select.select([descriptor], [], [], 20)[0]
@@ -265,8 +264,6 @@ def test_a_crowd_of_silent_strangers_is_kept_small(channels: tuple[Channel, Chan
         found.connect(f"\0{name}")
         list(server.poll(0.1))
     assert len(server._lanes._unproved) <= MAX_UNPROVED
-    client.send(server.address, b"still heard")
-    client.flush()
-    assert [found.data for found in until(server, 1)] == [b"still heard"]
+    assert carried(server, client, b"still heard") == [b"still heard"]
     for found in crowd:
         found.close()
