@@ -231,6 +231,7 @@ class _Active:
     posted: bool = False
     direct: Transfer | None = None
     slots: list[_Slot] = field(default_factory=list)
+    filled: list[SlotFilled] = field(default_factory=list)  # written, and not told yet
     source_offset: int = 0
     offset: int = 0
     error: str = ""
@@ -499,8 +500,7 @@ class TransferWorker:
             return sum(itertools.takewhile(bool, (self._pack_one_at_source(active) for _ in range(MOST_AT_ONCE))))
         ring = active.job.ring
         assert ring is not None
-        assert self._slots is not None
-        wanted = min(self._slots.at_once, max(1, ring.ring.num_slots // 2))
+        wanted = self._told_at_once(active.job)
         left = -(-(active.bound.stream.total - active.offset) // ring.ring.slot_nbytes)
         if ring.num_free < min(wanted, left):
             return 0
@@ -508,6 +508,12 @@ class TransferWorker:
         while packed < wanted and self._pack_one(active):
             packed += 1
         return packed
+
+    def _told_at_once(self, job: Job) -> int:
+        """How many slots are packed, and written, before their receiver is told, where so many are left."""
+        assert job.ring is not None
+        assert self._slots is not None
+        return min(self._slots.at_once, max(1, job.ring.ring.num_slots // 2))
 
     def _fail_if_cancelled(self, active: _Active) -> bool:
         if active.job.cancelled():
@@ -651,6 +657,9 @@ class TransferWorker:
             else:
                 self._settle_slot(active, slot, slot.transfer)
                 settled += 1
+        if active.filled and (not active.slots or active.error or len(active.filled) >= self._told_at_once(active.job)):
+            self._reports += active.filled
+            active.filled.clear()
         if not active.in_flight() and not active.packing:
             self._finish(active)
         return settled
@@ -674,13 +683,13 @@ class TransferWorker:
         return True
 
     def _settle_slot(self, active: _Active, slot: _Slot, transfer: Transfer) -> None:
-        """The engine has let go of a slot: its receiver is told, where it was written."""
+        """The engine has let go of a slot: its receiver is to be told, where it was written."""
         if transfer.poll() is not TransferStatus.DONE:
             self._drop_slot(active, slot)
             return
         self._give_back(slot.local, replaced=slot.replaced)
         if slot.filled is not None:
-            self._reports.append(slot.filled)
+            active.filled.append(slot.filled)
 
     def _take_status(self, active: _Active, transfer: Transfer) -> bool:
         """Whether a transfer has settled; its error becomes the job's."""

@@ -131,6 +131,9 @@ ERRORS: Mapping[str, type[DisaggError]] = {
 }
 """NIXL's exception classes, which have no common base, by name."""
 
+NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX"})
+"""Settings that leave UCX every transport that was asked for, whatever their value."""
+
 _environment_lock = threading.Lock()  # the environment is the process's, so its lock is too
 
 
@@ -216,7 +219,8 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
     """
     wanted = options.wanted
     loopback = _is_loopback(options.host)
-    settings: dict[str, str] = {}
+    # Its progress thread and whoever posts share a lock, under which bytes are copied: nobody should spin on that.
+    settings = {"UCX_USE_MT_MUTEX": "y"}
     if not rdma:
         # UCX's RDMA module brings a second libnl into the process, which then ends in SIGSEGV.
         settings["UCX_MODULES"] = "^ib"
@@ -242,7 +246,7 @@ def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[s
     return [
         f"{name}={environ[name]!r} is set, {value!r} was asked for"
         for name, value in settings.items()
-        if name in environ and environ[name] != value and name != "UCX_MODULES"
+        if name in environ and environ[name] != value and name not in NOT_TRANSPORTS
     ]
 
 

@@ -259,7 +259,7 @@ def test_an_engine_does_not_connect_to_itself(stack: ExitStack) -> None:
     ],
 )
 def test_what_ucx_is_told(options: BackendOptions, rdma: bool, gpus: bool, expected: dict[str, str]) -> None:
-    assert ucx_settings(options, rdma=rdma, gpus=gpus) == expected
+    assert ucx_settings(options, rdma=rdma, gpus=gpus) == {"UCX_USE_MT_MUTEX": "y", **expected}
 
 
 @pytest.mark.parametrize("transport", [Transport.AUTO, Transport.TCP])
@@ -346,3 +346,4 @@ def test_what_the_user_has_set_stays_and_is_reported(monkeypatch: pytest.MonkeyP
 
 def test_the_same_setting_is_no_conflict() -> None:
     assert conflicts({"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}, {"UCX_TLS": "tcp", "UCX_MODULES": "^ib,cuda"}) == []
+    assert conflicts({"UCX_USE_MT_MUTEX": "y"}, {"UCX_USE_MT_MUTEX": "n"}) == []
