@@ -185,9 +185,11 @@ def vectors_table() -> Iterator[Row]:
             copies = both.pieces(nbytes, total // nbytes, RNG)
 
             def vectors(num_threads: int, copies: CopyBatch = copies) -> None:
-                ours = both.backend._local.describe(copies.source, copies.nbytes, side="local")
-                theirs = both.peer.index.describe(copies.destination, copies.nbytes, side="remote")  # type: ignore[attr-defined]
-                error = _core.copy_between_processes(both.pid, ours, theirs, write=True, num_threads=num_threads)
+                both.backend._local.require(copies.source, copies.nbytes, side="local")
+                both.peer.index.require(copies.destination, copies.nbytes, side="remote")  # type: ignore[attr-defined]
+                error = _core.copy_between_processes(
+                    both.pid, copies.source, copies.destination, copies.nbytes, write=True, num_threads=num_threads
+                )
                 assert error == 0, os.strerror(error)
 
             functions: list[Callable[[], object]] = [
@@ -241,13 +243,14 @@ def pages_table() -> Iterator[Row]:
             sides = [_arena(2 * slot, huge=huge), _arena(ring, huge=huge)]
             sizes = np.full(ring // slot, slot, np.uint64)
             steps = np.arange(ring // slot, dtype=np.uint64)
-            local = _rows(np.uint64(sides[0][1]) + steps % np.uint64(2) * np.uint64(slot), sizes)
-            remote = _rows(np.uint64(sides[1][1]) + steps * np.uint64(slot), sizes)
+            local = np.uint64(sides[0][1]) + steps % np.uint64(2) * np.uint64(slot)
+            remote = np.uint64(sides[1][1]) + steps * np.uint64(slot)
 
             def run() -> None:
                 assert sides  # kept mapped
                 for at in range(len(steps)):  # one call a slot, as slots are posted
-                    _core.copy_between_processes(os.getpid(), local[at : at + 1], remote[at : at + 1], write=True)
+                    one = slice(at, at + 1)
+                    _core.copy_between_processes(os.getpid(), local[one], remote[one], sizes[one], write=True)
 
             return run
 

@@ -283,15 +283,16 @@ std::size_t describe(const Regions& self, const Addresses& addresses, const Addr
     return disagg::describe(self.columns(), {view(addresses), view(nbytes)}, {rows, out.shape(0)});
 }
 
-using ReadDescriptors = nb::ndarray<const std::uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+std::size_t count_held(const Regions& self, const Addresses& addresses, const Addresses& nbytes) {
+    const Released released(addresses.shape(0));
+    return disagg::count_held(self.columns(), {view(addresses), view(nbytes)});
+}
 
-int copy_between_processes(int pid, const ReadDescriptors& local, const ReadDescriptors& remote, bool write,
+int copy_between_processes(int pid, const Addresses& local, const Addresses& remote, const Addresses& nbytes, bool write,
                            std::int64_t num_threads) {
-    const auto rows = [](const ReadDescriptors& table) {
-        return std::span(reinterpret_cast<const disagg::Descriptor*>(table.data()), table.shape(0));
-    };
+    const disagg::ProcessCopies pieces{view(local), view(remote), view(nbytes)};
     const nb::gil_scoped_release released;
-    return disagg::copy_between_processes(pid, rows(local), rows(remote), write, num_threads);
+    return disagg::copy_between_processes(pid, pieces, write, num_threads);
 }
 
 using Sums = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -358,17 +359,19 @@ NB_MODULE(_core, m) {
              "Which region holds each range of memory whole goes to `out`, int64; returns how many come before the first\n"
              "that none holds, from which on nothing is written. ValueError: columns of different lengths.")
         .def("describe", &describe, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "out"_a.noconvert(),
-             "As locate; `out` are uint64 rows (address, length, device number).");
+             "As locate; `out` are uint64 rows (address, length, device number).")
+        .def("count_held", &count_held, "addresses"_a.noconvert(), "nbytes"_a.noconvert(),
+             "How many ranges come before the first that no region holds whole. ValueError as for locate.");
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
           "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
           "ValueError: columns of different lengths, or num_threads below 1.");
     m.def("copy_between_processes", &copy_between_processes, "pid"_a, "local"_a.noconvert(), "remote"_a.noconvert(),
-          nb::kw_only(), "write"_a, "num_threads"_a = 1,
-          "Copy between rows (address, length, device) of this process and of process `pid`, to it or from it.\n\n"
+          "nbytes"_a.noconvert(), nb::kw_only(), "write"_a, "num_threads"_a = 1,
+          "Copy between addresses of this process and of process `pid`, to it or from it; three columns of one length.\n\n"
           "Returns 0, or the system's error number, any part having been copied; nothing is under way any more. Local memory\n"
-          "must be mapped: nothing checks that here. ValueError: sides that do not match, or num_threads below 1.");
+          "must be mapped: nothing checks that here. ValueError: columns of different lengths, or num_threads below 1.");
     nb::class_<disagg::Stream>(m, "Stream",
                                "One side's bytes of a request in an order that both sides know: spans, layers, runs, dims.\n\n"
                                "Holds one layer's pieces of each shape. Memory must be mapped: nothing checks that here.")

@@ -14,13 +14,20 @@
 #include <sys/uio.h>
 #endif
 
-#include "regions.hpp"
+#include "copy.hpp"
 #include "threads.hpp"
 
 namespace disagg {
 
 // Less than this is not worth a thread of its own.
 inline constexpr std::uint64_t kProcessBytesPerThread = std::uint64_t{2} << 20;
+
+// Three columns of one length: addresses here, addresses in another process, bytes.
+struct ProcessCopies {
+    std::span<const std::uint64_t> local;
+    std::span<const std::uint64_t> remote;
+    std::span<const std::uint64_t> nbytes;
+};
 
 namespace detail {
 
@@ -50,17 +57,17 @@ class Vectors {
     std::uint64_t end_ = 0;
 };
 
-// Copies pieces until all are, or one fails; 0 or the system's error number.
-inline int copy_pieces(int pid, std::span<const Descriptor> local, std::span<const Descriptor> remote, bool write) {
-    std::size_t index = 0;
+// Copies pieces `[index, stop)` until all are copied, or one fails; 0 or the system's error number.
+inline int copy_pieces(int pid, const ProcessCopies& pieces, std::size_t index, std::size_t stop, bool write) {
+    const auto& [local, remote, sizes] = pieces;
     std::uint64_t offset = 0;  // how much of piece `index` has been copied
-    while (index < local.size()) {
+    while (index < stop) {
         Vectors ours, theirs;
         std::uint64_t total = 0, begin = offset;
-        for (std::size_t i = index; i < local.size() && !ours.full() && !theirs.full() && total < kMostBytes; ++i) {
-            const std::uint64_t nbytes = std::min(local[i].nbytes - begin, kMostBytes - total);
-            ours.add(local[i].address + begin, nbytes);
-            theirs.add(remote[i].address + begin, nbytes);
+        for (std::size_t i = index; i < stop && !ours.full() && !theirs.full() && total < kMostBytes; ++i) {
+            const std::uint64_t nbytes = std::min(sizes[i] - begin, kMostBytes - total);
+            ours.add(local[i] + begin, nbytes);
+            theirs.add(remote[i] + begin, nbytes);
             total += nbytes;
             begin = 0;
         }
@@ -70,8 +77,8 @@ inline int copy_pieces(int pid, std::span<const Descriptor> local, std::span<con
         if (found == 0 && total > 0) return EIO;
         // Fewer than were asked for: the next call says why.
         auto done = static_cast<std::uint64_t>(found);
-        while (index < local.size() && done >= local[index].nbytes - offset) {
-            done -= local[index].nbytes - offset;
+        while (index < stop && done >= sizes[index] - offset) {
+            done -= sizes[index] - offset;
             offset = 0;
             ++index;
         }
@@ -80,33 +87,27 @@ inline int copy_pieces(int pid, std::span<const Descriptor> local, std::span<con
     return 0;
 }
 #else
-inline int copy_pieces(int, std::span<const Descriptor>, std::span<const Descriptor>, bool) { return ENOSYS; }
+inline int copy_pieces(int, const ProcessCopies&, std::size_t, std::size_t, bool) { return ENOSYS; }
 #endif
 
 }  // namespace detail
 
-// Copies `local[i]` to `remote[i]` (or back, unless `write`), memory of process `pid`, on up to `num_threads` threads. Returns
-// 0 when all is copied, or the system's error number: then any part may have been, and in either case nothing is under way
-// any more. Pairs are of one length, none overlap at the destination. Throws `std::invalid_argument` where the sides do not
-// match or there is no thread at all, with nothing copied.
-inline int copy_between_processes(int pid, std::span<const Descriptor> local, std::span<const Descriptor> remote, bool write,
-                                  std::int64_t num_threads) {
+// Copies `nbytes[i]` bytes from address `local[i]` to address `remote[i]` of process `pid` (or back, unless `write`), on up to
+// `num_threads` threads. Returns 0 when all is copied, or the system's error number: then any part may have been, and in
+// either case nothing is under way any more. None overlap at the destination. Throws `std::invalid_argument` where columns
+// are not of one length or there is no thread at all, with nothing copied.
+inline int copy_between_processes(int pid, const ProcessCopies& pieces, bool write, std::int64_t num_threads) {
     check_num_threads(num_threads);
-    if (local.size() != remote.size()) throw std::invalid_argument("descriptors: expected as many on each side");
-    std::uint64_t total = 0;
-    for (std::size_t i = 0; i < local.size(); ++i) {
-        if (local[i].nbytes != remote[i].nbytes) throw std::invalid_argument("descriptors: expected the same lengths");
-        if (__builtin_add_overflow(total, local[i].nbytes, &total)) {
-            throw std::invalid_argument("nbytes: the sum is not below 2**64");
-        }
+    const std::size_t count = pieces.nbytes.size();
+    if (pieces.local.size() != count || pieces.remote.size() != count) {
+        throw std::invalid_argument("copies: expected columns of one length");
     }
+    const std::uint64_t total = detail::total_nbytes(pieces.nbytes);
     const std::size_t shares =
-        std::min(num_shares(total, kProcessBytesPerThread, num_threads), std::max<std::size_t>(local.size(), 1));
+        std::min(num_shares(total, kProcessBytesPerThread, num_threads), std::max<std::size_t>(count, 1));
     std::atomic<int> error = 0;
     run_shares(shares, [&](std::size_t k) {
-        const std::size_t start = local.size() * k / shares, stop = local.size() * (k + 1) / shares;
-        const int found =
-            detail::copy_pieces(pid, local.subspan(start, stop - start), remote.subspan(start, stop - start), write);
+        const int found = detail::copy_pieces(pid, pieces, count * k / shares, count * (k + 1) / shares, write);
         int none = 0;
         if (found != 0) error.compare_exchange_strong(none, found);
     });

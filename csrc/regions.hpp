@@ -64,6 +64,13 @@ inline void check_lengths(const RegionColumns& regions, const RangeColumns& rang
 
 }  // namespace detail
 
+// How many ranges come before the first that no region holds whole. Throws `std::invalid_argument` for columns of different
+// lengths.
+inline std::size_t count_held(const RegionColumns& regions, const RangeColumns& ranges) {
+    detail::check_lengths(regions, ranges, ranges.addresses.size());
+    return detail::each_located(regions, ranges, [](std::size_t, std::size_t) {});
+}
+
 // The region of each range goes to `found`. Returns how many were found before the first that no region holds whole, from
 // which on nothing is written. Throws `std::invalid_argument` for columns of different lengths.
 inline std::size_t locate(const RegionColumns& regions, const RangeColumns& ranges, std::span<std::int64_t> found) {

@@ -154,6 +154,9 @@ class Regions:
     def describe(self, addresses: _Addresses, nbytes: _Addresses, out: _Addresses) -> int:
         """As `locate`, but `out` is `[ranges, 3]` and gets `address, length, device number`."""
 
+    def count_held(self, addresses: _Addresses, nbytes: _Addresses) -> int:
+        """How many ranges come before the first that no region holds whole. Raises as `locate` does."""
+
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
 
@@ -161,12 +164,15 @@ def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, 
     different lengths, a sum of 2**64 and more, or `num_threads` below 1, with nothing copied.
     """
 
-def copy_between_processes(pid: int, local: _Addresses, remote: _Addresses, *, write: bool, num_threads: int = 1) -> int:
-    """Copy between `local[i]` in this process and `remote[i]` in process `pid` of this machine: to it, or from it.
+def copy_between_processes(
+    pid: int, local: _Addresses, remote: _Addresses, nbytes: _Addresses, *, write: bool, num_threads: int = 1
+) -> int:
+    """Copy `nbytes[i]` bytes between address `local[i]` of this process and `remote[i]` of process `pid` of this machine, both
+    of host memory: to it, or from it.
 
-    Both are rows as of `Regions.describe`, of host memory and of the same lengths. Returns 0 or the system's error number (3:
-    no such process; 14: memory that is not mapped), with any part copied; in either case nothing is under way any more.
-    Raises `ValueError` for sides that do not match or `num_threads` below 1, with nothing copied.
+    Returns 0 or the system's error number (3: no such process; 14: memory that is not mapped), with any part copied; in either
+    case nothing is under way any more. Raises `ValueError` for columns of different lengths, a sum of 2**64 and more, or
+    `num_threads` below 1, with nothing copied.
     """
 
 def digest(

@@ -702,6 +702,7 @@ void test_located_ranges(std::mt19937_64& random) {
         std::vector<disagg::Descriptor> rows(count, {7, 7, 7});
         CHECK(disagg::locate(regions, ranges, where) == expected);
         CHECK(disagg::describe(regions, ranges, rows) == expected);
+        CHECK(disagg::count_held(regions, ranges) == expected);
         for (std::size_t i = 0; i < count; ++i) {
             if (i >= expected) {
                 CHECK(where[i] == -7 && rows[i].address == 7 && rows[i].nbytes == 7 && rows[i].device == 7);
@@ -735,22 +736,28 @@ void test_process_copies(std::mt19937_64& random) {
     constexpr std::size_t kCount = 5000, kSize = 3;
     std::vector<unsigned char> from(kCount * kSize), to(2 * kCount * kSize, 7), back(kCount * kSize);
     for (auto& byte : from) byte = static_cast<unsigned char>(random());
-    std::vector<disagg::Descriptor> local(kCount), remote(kCount), returned(kCount);
+    Words local(kCount), remote(kCount), returned(kCount);
+    const Words sizes(kCount, kSize);
     for (std::size_t i = 0; i < kCount; ++i) {
-        local[i] = {reinterpret_cast<std::uintptr_t>(from.data()) + i * kSize, kSize, 0};
-        remote[i] = {reinterpret_cast<std::uintptr_t>(to.data()) + 2 * ((i * 7) % kCount) * kSize, kSize, 0};
-        returned[i] = {reinterpret_cast<std::uintptr_t>(back.data()) + i * kSize, kSize, 0};
+        local[i] = reinterpret_cast<std::uintptr_t>(from.data()) + i * kSize;
+        remote[i] = reinterpret_cast<std::uintptr_t>(to.data()) + 2 * ((i * 7) % kCount) * kSize;
+        returned[i] = reinterpret_cast<std::uintptr_t>(back.data()) + i * kSize;
     }
-    CHECK(disagg::copy_between_processes(getpid(), local, remote, true, 2) == 0);
+    CHECK(disagg::copy_between_processes(getpid(), {local, remote, sizes}, true, 2) == 0);
     for (std::size_t i = 0; i < kCount; ++i) {
         const std::size_t at = 2 * ((i * 7) % kCount) * kSize;
         CHECK(std::memcmp(&to[at], &from[i * kSize], kSize) == 0 && to[at + kSize] == 7);
     }
-    CHECK(disagg::copy_between_processes(getpid(), returned, remote, false, 2) == 0);
+    CHECK(disagg::copy_between_processes(getpid(), {returned, remote, sizes}, false, 2) == 0);
     CHECK(back == from);
-    remote[kCount - 1].address = 16;
-    CHECK(disagg::copy_between_processes(getpid(), local, remote, true, 1) == EFAULT);
-    CHECK(refuses([&] { disagg::copy_between_processes(getpid(), std::span(local).first(1), remote, true, 1); }));
+    remote[kCount - 1] = 16;
+    CHECK(disagg::copy_between_processes(getpid(), {local, remote, sizes}, true, 1) == EFAULT);
+    const auto refused = [&](const disagg::ProcessCopies& pieces) {
+        return refuses([&] { disagg::copy_between_processes(getpid(), pieces, true, 1); });
+    };
+    CHECK(refused({std::span(local).first(1), remote, sizes}));
+    CHECK(refused({local, std::span(remote).first(1), sizes}));
+    CHECK(refused({local, remote, std::span(sizes).first(1)}));
 }
 
 }  // namespace

@@ -321,8 +321,14 @@ class RegionIndex:
         columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
         self._core = _core.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
 
+    def require(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> None:
+        """Raises `NotRegistered` naming the first copy outside all regions."""
+        inside = self._core.count_held(addresses, nbytes)
+        if inside < len(addresses):
+            raise self._outside(addresses, nbytes, inside, side)
+
     def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
-        """The index, in `regions`, of each copy's region; raises `NotRegistered` naming the first copy outside all."""
+        """The index, in `regions`, of each copy's region; raises as `require` does."""
         where = np.empty(len(addresses), dtype=np.int64)
         inside = self._core.locate(addresses, nbytes, where)
         if inside < len(addresses):
@@ -330,7 +336,7 @@ class RegionIndex:
         return where
 
     def describe(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.uint64]:
-        """Rows `(address, length, device number)`, N x 3; raises as `check` does."""
+        """Rows `(address, length, device number)`, N x 3; raises as `require` does."""
         rows = np.empty((len(addresses), 3), dtype=np.uint64)
         inside = self._core.describe(addresses, nbytes, rows)
         if inside < len(addresses):

@@ -615,12 +615,14 @@ class NixlBackend:
     def _copy(self, op: Op, peer: NixlPeer, copies: CopyBatch) -> NixlTransfer:
         """Copy by the call that UCX makes for each descriptor, with many of them in each; all is over on return."""
         local, remote = local_and_remote(op, copies)
-        ours = self._own_index().describe(local, copies.nbytes, side="local")
-        theirs = peer.index.describe(remote, copies.nbytes, side="remote")
+        self._own_index().require(local, copies.nbytes, side="local")
+        peer.index.require(remote, copies.nbytes, side="remote")
         transfer = NixlTransfer(self, peer, [])
         found = errno.ESRCH  # of a process that has the peer's number only
         if peer.process.lives():
-            found = _core.copy_between_processes(peer.process.pid, ours, theirs, write=op is Op.WRITE, num_threads=COPY_THREADS)
+            found = _core.copy_between_processes(
+                peer.process.pid, local, remote, copies.nbytes, write=op is Op.WRITE, num_threads=COPY_THREADS
+            )
         if found:
             transfer.status, transfer.error = TransferStatus.FAILED, f"copying: {os.strerror(found)}"
             if found == errno.ESRCH:

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from disagg import _core
 
-Rows = npt.NDArray[np.uint64]
+Column = npt.NDArray[np.uint64]
 
 
-def rows_of(memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], sizes: list[int]) -> Rows:
-    rows = np.zeros((len(sizes), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1] = offsets + memory.ctypes.data, sizes
-    return rows
+def addresses(memory: npt.NDArray[np.uint8], offsets: npt.ArrayLike) -> Column:
+    return (np.asarray(offsets, dtype=np.int64) + memory.ctypes.data).astype(np.uint64)
+
+
+def column(values: list[int]) -> Column:
+    return np.array(values, dtype=np.uint64)
 
 
 def apart(sizes: list[int], rng: np.random.Generator, *, gap: int) -> npt.NDArray[np.int64]:
@@ -47,8 +49,8 @@ def test_every_piece_is_copied_and_nothing_else(sizes: list[int], write: bool, g
     expected, unchanged = destination.copy(), source.copy()
     for start, stop, size in zip(starts.tolist(), stops.tolist(), sizes, strict=True):
         expected[stop : stop + size] = source[start : start + size]
-    local, remote = rows_of(ours, here, sizes), rows_of(theirs, there, sizes)
-    assert _core.copy_between_processes(os.getpid(), local, remote, write=write) == 0
+    local, remote = addresses(ours, here), addresses(theirs, there)
+    assert _core.copy_between_processes(os.getpid(), local, remote, column(sizes), write=write) == 0
     assert (destination == expected).all()
     assert (source == unchanged).all()
 
@@ -58,35 +60,31 @@ def test_threads_share_what_is_large(size: int) -> None:
     count = 20_000_000 // size
     source, destination = np.arange(count * size // 8, dtype=np.uint64), np.zeros(count * size // 8, dtype=np.uint64)
     order = np.random.default_rng(0).permutation(count) * size
-    local, remote = (
-        rows_of(source.view(np.uint8), order, [size] * count),
-        rows_of(destination.view(np.uint8), order, [size] * count),
-    )
-    assert _core.copy_between_processes(os.getpid(), local, remote, write=True, num_threads=3) == 0
+    local, remote = addresses(source.view(np.uint8), order), addresses(destination.view(np.uint8), order)
+    sizes = column([size] * count)
+    assert _core.copy_between_processes(os.getpid(), local, remote, sizes, write=True, num_threads=3) == 0
     assert (source == destination).all()
 
 
 def test_the_systems_error_comes_back() -> None:
     memory = np.zeros(8192, dtype=np.uint8)
-    local = rows_of(memory, np.array([0, 100]), [100, 100])
-    nowhere = local.copy()
-    nowhere[1, 0] = 4096
-    assert _core.copy_between_processes(os.getpid(), local, nowhere, write=True) == errno.EFAULT
-    assert _core.copy_between_processes(2**22 + 1, local, local, write=True) == errno.ESRCH
-    assert _core.copy_between_processes(os.getpid(), local[:0], local[:0], write=True) == 0
+    local, sizes = addresses(memory, [0, 100]), column([100, 100])
+    nowhere = column([int(local[0]), 4096])
+    assert _core.copy_between_processes(os.getpid(), local, nowhere, sizes, write=True) == errno.EFAULT
+    assert _core.copy_between_processes(2**22 + 1, local, local, sizes, write=True) == errno.ESRCH
+    assert _core.copy_between_processes(os.getpid(), local[:0], local[:0], sizes[:0], write=True) == 0
 
 
-def test_sides_that_do_not_match_are_refused() -> None:
+def test_columns_that_do_not_match_are_refused() -> None:
     memory = np.zeros(64, dtype=np.uint8)
-    one, two = rows_of(memory, np.array([0]), [8]), rows_of(memory, np.array([0, 8]), [8, 8])
-    longer = rows_of(memory, np.array([0]), [9])
-    endless = rows_of(memory, np.array([0, 0]), [2**63, 2**63])
-    for local, remote, num_threads, message in (
-        (one, two, 1, "as many"),
-        (one, longer, 1, "same lengths"),
-        (endless, endless, 1, "2\\*\\*64"),
-        (one, one, 0, "num_threads"),
+    one, two = addresses(memory, [0]), addresses(memory, [0, 8])
+    for local, remote, sizes, num_threads, message in (
+        (one, two, [8], 1, "one length"),
+        (two, one, [8], 1, "one length"),
+        (two, two, [8], 1, "one length"),
+        (two, two, [2**63, 2**63], 1, "2\\*\\*64"),
+        (one, one, [8], 0, "num_threads"),
     ):
         with pytest.raises(ValueError, match=message):
-            _core.copy_between_processes(os.getpid(), local, remote, write=True, num_threads=num_threads)
+            _core.copy_between_processes(os.getpid(), local, remote, column(sizes), write=True, num_threads=num_threads)
     assert not memory.any()

@@ -51,6 +51,7 @@ def test_ranges_are_located_as_by_the_twin(rows: list[Row], base: int, data: st.
     core = _core.Regions(starts, stops, devices)
     assert core.locate(addresses, nbytes, found) == first
     assert core.describe(addresses, nbytes, described) == first
+    assert core.count_held(addresses, nbytes) == first
     assert (found[:first] == where[:first]).all()
     assert (found[first:] == -7).all()
     assert (described[:first] == np.stack((addresses, nbytes, devices[where] if rows else addresses), axis=1)[:first]).all()
@@ -86,6 +87,9 @@ def test_columns_of_other_lengths_and_types_are_refused() -> None:
             regions.locate(addresses, nbytes, place)
         with pytest.raises(ValueError, match="one length"):
             regions.describe(addresses, nbytes, row)
+        if len(addresses) != len(nbytes):
+            with pytest.raises(ValueError, match="one length"):
+                regions.count_held(addresses, nbytes)
     with pytest.raises(TypeError):
         regions.locate(one, one, row)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
