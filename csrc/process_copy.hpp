@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 
@@ -57,16 +58,55 @@ class Vectors {
     std::uint64_t end_ = 0;
 };
 
+// The kernel takes longer over a vector of its own than this process over a piece of less than this.
+inline constexpr std::uint64_t kGatherBelow = 1024;
+// As much as stays in a core's cache until the kernel reads it, and is not mapped anew each time.
+inline constexpr std::uint64_t kRoomNbytes = std::uint64_t{96} << 10;
+
+// Where short pieces of this process lie one behind the other, on their way to another.
+class Room {
+  public:
+    explicit Room(std::uint64_t most) : nbytes_(std::min(most, kRoomNbytes)) {}
+    bool fits(std::uint64_t nbytes) const { return used_ + nbytes <= nbytes_; }
+    // Copies a piece behind the others, and begins to fetch what is at `next`; where the copy lies.
+    std::uint64_t take(std::uint64_t from, std::uint64_t nbytes, std::uint64_t next) {
+        if (bytes_ == nullptr) bytes_ = std::make_unique_for_overwrite<unsigned char[]>(nbytes_);
+        const std::uint64_t to = reinterpret_cast<std::uintptr_t>(bytes_.get()) + used_;
+        prefetch<false>(next, nbytes);
+        copy_piece<false>(to, from, nbytes);
+        used_ += nbytes;
+        return to;
+    }
+    void clear() { used_ = 0; }
+
+  private:
+    std::unique_ptr<unsigned char[]> bytes_;
+    std::uint64_t nbytes_;
+    std::uint64_t used_ = 0;
+};
+
 // Copies pieces `[index, stop)` until all are copied, or one fails; 0 or the system's error number.
 inline int copy_pieces(int pid, const ProcessCopies& pieces, std::size_t index, std::size_t stop, bool write) {
     const auto& [local, remote, sizes] = pieces;
+    // Neighbours are one vector as they lie.
+    const auto is_alone = [&](std::size_t i) {
+        return (i == 0 || local[i - 1] + sizes[i - 1] != local[i]) &&
+               (i + 1 == local.size() || local[i] + sizes[i] != local[i + 1]);
+    };
+    Room room((stop - index) * kGatherBelow);
     std::uint64_t offset = 0;  // how much of piece `index` has been copied
     while (index < stop) {
         Vectors ours, theirs;
         std::uint64_t total = 0, begin = offset;
+        room.clear();
         for (std::size_t i = index; i < stop && !ours.full() && !theirs.full() && total < kMostBytes; ++i) {
             const std::uint64_t nbytes = std::min(sizes[i] - begin, kMostBytes - total);
-            ours.add(local[i] + begin, nbytes);
+            std::uint64_t from = local[i] + begin;
+            if (write && nbytes < kGatherBelow && is_alone(i)) {
+                if (!room.fits(nbytes)) break;
+                from = room.take(from, nbytes, local[std::min(i + kPiecesAhead, stop - 1)]);
+            }
+            ours.add(from, nbytes);
             theirs.add(remote[i] + begin, nbytes);
             total += nbytes;
             begin = 0;

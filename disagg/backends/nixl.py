@@ -104,8 +104,8 @@ it for as long as the copy takes. Messages wake it at once in either case.
 """
 MIN_VECTORS = 16
 """Batches of so many copies and more between processes that may copy from each other go in vectors."""
-GATHER_FROM = 512
-"""Bytes of a piece from which on the kernel collects pieces faster than this process does, to write them in one then."""
+GATHER_FROM = 256
+"""Bytes of a piece from which on pieces are written from where they lie: shorter ones are better packed into a slot first."""
 COPY_THREADS = 2
 """For these. More would take cores that others want."""
 _BY_CMA = "shm (cma, inferred)"

@@ -47,7 +47,7 @@ class Costs(msgspec.Struct, frozen=True):
     packed_gbps: float
 
     def seconds(self, way: str, nbytes: int, descriptors: int) -> float:
-        """Of so many bytes that travel one way; packed at the source is taken to cost as much as through a ring."""
+        """Of so many bytes that travel one way; packed at the source, or collected, is taken to cost as much as by a ring."""
         if way != "direct":
             return nbytes / self.packed_gbps / 1e9
         return nbytes / self.gbps / 1e9 + descriptors * self.piece_s
@@ -284,13 +284,14 @@ def _in_order(item: Item) -> Item:
 
 class _Sharing(NamedTuple):
     """How a component is shared out over ways: bytes and runs of each, and the reason. `at_source`: what is packed goes right
-    where it belongs, in this order.
+    where it belongs, in this order; `collected`: the engine collects what goes directly.
     """
 
     direct: tuple[int, int]
     packed: tuple[int, int]
     reason: str
     at_source: Stream | None = None
+    collected: bool = False
 
 
 def _pair(
@@ -350,7 +351,7 @@ def _part(name: str, sharing: _Sharing, posts: int, setting: Setting) -> Part:
         way="mixed" if len(ways) > 1 else next(iter(ways)),
         reason=sharing.reason,
         ways=ways,
-        seconds=setting.seconds(ways),
+        seconds=setting.seconds({"collected" if sharing.collected else way: share for way, share in ways.items()}),
     )
 
 
@@ -379,7 +380,8 @@ def _share(
         at_source = destination_stream([(component.name, small_ones)])
         why = f"{why}; at the destination {size(at_source.total / at_source.num_pieces)} lie together"
     if way is Way.COLLECTED:
-        return _Sharing((nbytes, runs), (0, 0), f"{why}, and the engine collects them from where they lie")
+        why = f"{why}, and the engine collects them from where they lie"
+        return _Sharing((nbytes, runs), (0, 0), why, collected=True)
     if at_source is not None:
         why = f"{why}, so that nothing is unpacked there"
     if all(small):

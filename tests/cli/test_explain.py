@@ -166,6 +166,15 @@ def test_pools_that_are_not_there_lie_as_real_ones_do() -> None:
             assert [b - (1 << 40) for b in tensor.bases] == [b - base for b in other.bases]
 
 
+@pytest.mark.parametrize(("page", "way"), [(16, "direct"), (8, "packed")])
+def test_pieces_are_collected_where_half_the_threshold_lies_together_at_the_destination(page: int, way: str) -> None:
+    """Heads of 256 bytes, one in each decode rank: 4 KiB and 2 KiB together in its pages, and 8 KiB are the threshold."""
+    spread = case(f"tp=4,page={page}", f"tp=8,page={page}", model="llama-3-8b", backend="nixl", transport="shm", tokens=256)
+    parts = [pair.components[0] for pair in study(Question(case=spread)).explanation.pairs]
+    assert {part.way for part in parts} == {way}
+    assert all(("collects them" in part.reason) is (way == "direct") for part in parts)
+
+
 def test_consecutive_pages_are_longer_runs() -> None:
     same = case("tp=1", "tp=1", tokens=256)
     one_page, whole = (study(Question(case=same, consecutive=flag)).explanation for flag in (False, True))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from disagg import new_request_id
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
-from disagg.copies import CopyBatch
+from disagg.copies import Addresses, CopyBatch
 from disagg.errors import PeerUnreachable
 from disagg.packing import MIN_PIECES, bind_incoming, bind_outgoing
 from disagg.plan import TransferPlan
@@ -59,23 +59,36 @@ class Carrier:
         assert incoming.total == bound.stream.total
         for offset in range(0, incoming.total, room):
             nbytes = min(room, incoming.total - offset)
-            bound.stream.gather(offset, nbytes, at)
+            if bound.listed is None:
+                bound.stream.gather(offset, nbytes, at)
+            else:
+                self.copy(*bound.listed.copies(offset, nbytes, at))
             incoming.scatter(offset, nbytes, at)
 
     def write(self, copies: CopyBatch) -> None:
         """Make copies whose every byte must lie in the destination's pools."""
         assert self.scene.destination.holds(self.destination, copies.destination, copies.nbytes)
-        for where, target, nbytes in zip(
-            copies.source.tolist(), copies.destination.tolist(), copies.nbytes.tolist(), strict=True
-        ):
+        self.copy(copies.source, copies.destination, copies.nbytes)
+
+    @staticmethod
+    def copy(*columns: Addresses) -> None:
+        """As an engine does, be it that it collects pieces."""
+        for where, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
             ctypes.memmove(target, where, nbytes)
 
 
-@given(cases(), st.sampled_from((0, 1, 2, 7, 32, 100, 1 << 20)), st.sampled_from((1, 13, 64, 1000)), st.booleans(), st.data())
+@given(
+    cases(),
+    st.sampled_from((0, 1, 2, 7, 32, 100, 1 << 20)),
+    st.sampled_from((None, 1, 8, 100)),
+    st.sampled_from((1, 13, 64, 1000)),
+    st.booleans(),
+    st.data(),
+)
 def test_all_ways_together_write_every_needed_byte_and_no_other(
-    case: Any, pack_below: int, slot_nbytes: int, has_ring: bool, data: st.DataObject
+    case: Any, pack_below: int, gathers_from: int | None, slot_nbytes: int, has_ring: bool, data: st.DataObject
 ) -> None:
-    """In chunks too; whatever the threshold, the slots, and whether there is a ring."""
+    """In chunks too; whatever the threshold, the slots, whether there is a ring, and whether the engine collects pieces."""
     scene = Scene(case)
     cut = data.draw(st.integers(case.need, case.num_tokens), label="cut")
     name = case.model.component
@@ -95,8 +108,9 @@ def test_all_ways_together_write_every_needed_byte_and_no_other(
         for start, stop in ((case.need, cut), (cut, case.num_tokens)):
             written = Written(0, name, None, start, stop)
             begun = StartTransfer(ticket, Chunk(0, {name: ours}, (start, stop), None), reserve, (written,))
-            bound = bind_outgoing(plan, begun, pack_below=pack_below, has_ring=has_ring)
+            bound = bind_outgoing(plan, begun, pack_below=pack_below, has_ring=has_ring, gathers_from=gathers_from)
             assert has_ring or not bound.parts
+            assert gathers_from is not None or bound.listed is None
             if bound.source is not None:
                 pieces = bound.source.copies(0, bound.source.total, 0)
                 assert bound.source.total >= pack_below * len(pieces), "runs that are worth a write each"
