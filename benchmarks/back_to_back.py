@@ -79,18 +79,19 @@ def requests(manager: KVManager, role: str, other: str, ids: list[bytes], tokens
         event.lease.release()
         took.append(time.perf_counter() - started)
     count = len(ids) - WARM_UP
-    threads = {name: ns / count / 1e6 for name, ns in (busy() - before).items()}
+    threads = {name: (ns - before[name]) / count / 1e6 for name, ns in busy().items()}
     wall = (time.perf_counter() - began) / count * 1e3
     return {"rank": role, "wall_ms": wall, "p50_ms": float(np.median(took[WARM_UP:])) * 1e3, "threads_ms": threads}
 
 
 def busy() -> Counter[str]:
-    """Nanoseconds on a core of each thread of this process, by name."""
+    """Nanoseconds on a core of each thread of this process, by name, and of those that have ended."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         name = names.get(int(task.name)) or (task / "comm").read_text().strip()
         found[name] += int((task / "schedstat").read_text().split()[0])
+    found["ended"] = time.process_time_ns() - found.total()
     return found
 
 

@@ -33,6 +33,7 @@ from disagg.state import paged
 Samples = npt.NDArray[np.float64]
 TIMEOUT_S = 120.0
 SHORT_DEADLINE_S = 20.0
+QUIET_S = 2e-3
 PAGE, HEADS, DIM = 8, 8, 128
 NUM_PAGES = 4096
 
@@ -75,6 +76,7 @@ def decode(pipe: Connection, backend: str, transport: str) -> None:
     """Reserves what it is told to, echoes, and says how it is."""
     context = zmq.Context()
     echo = context.socket(zmq.ROUTER)
+    echo.set_hwm(0)  # a full ROUTER loses what it is given
     port = echo.bind_to_random_port("tcp://127.0.0.1")
     threading.Thread(target=_echo, args=(echo,), daemon=True).start()
     pool = small_pool()
@@ -145,7 +147,7 @@ class Prefill:
         senders = [self.manager.sender(request, peer="decode", deadline_s=deadline_s) for request in ids]
         while any(sender.needed("kv") is None for sender in senders):
             time.sleep(1e-3)
-        time.sleep(2e-3)
+        time.sleep(QUIET_S)
         return senders
 
     def end(self, senders: list[Sender]) -> None:
@@ -159,7 +161,7 @@ class Prefill:
     # -- figures
 
     def hand_over(self, rounds: int) -> dict[str, Any]:
-        """From `finish` of a page to success here, beside a bare round trip."""
+        """From `finish` of a page to success here, beside a bare round trip; both after everyone has slept for `QUIET_S`."""
         ours, bare = [], []
         message = bytes(100)
         for number in range(rounds):
@@ -170,6 +172,7 @@ class Prefill:
             sender.wait(timeout_s=TIMEOUT_S)
             ours.append(time.perf_counter() - began)
             self.end(senders)
+            time.sleep(QUIET_S)
             began = time.perf_counter()
             self.echo.send(message)
             self.echo.recv()
@@ -345,6 +348,7 @@ def between_processes(backend: str, transport: str, rounds: int, requests: int) 
     address, port = ours.recv()
     context = zmq.Context()
     echo = context.socket(zmq.DEALER)
+    echo.set_hwm(0)
     echo.connect(f"tcp://127.0.0.1:{port}")
     pool = small_pool()
     try:
