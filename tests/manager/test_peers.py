@@ -162,10 +162,9 @@ def test_a_restarted_peer_is_taken_back_at_another_address_without_others_restar
         assert all(event.ok for event in made.transfer(20))
         old, side = made.decode[0], Side()
         old.manager.close()
-        waiting = made.prefill[0].manager
-        until(lambda: not waiting.health().peers["decode-0"].ready)
+        until(lambda: not any(rank.manager.health().peers["decode-0"].ready for rank in made.prefill))
         with pytest.raises(PeerUnreachable, match="peer 'decode-0' is not ready"):
-            waiting.sender(new_request_id(), peer="decode-0")
+            made.prefill[0].manager.sender(new_request_id(), peer="decode-0")
         made.decode = start_side(made.model, side, "decode-0", num_layers=3)
         introduce(made.prefill, made.decode)
         for rank in made.prefill:
