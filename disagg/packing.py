@@ -61,7 +61,7 @@ def way_of(small: Placed, pack_below: int, gathers_from: int | None = None) -> W
     destination = destination_stream([("", small)])
     if destination.total >= small.num_copies() * pack_below:
         return Way.DIRECT
-    collected = _collects(source_stream([("", small)]), gathers_from)
+    collected = gathers_from is not None and _collects(source_stream([("", small)]), gathers_from)
     # The threshold is for pieces that lie apart on both sides; of collected ones the source's side costs no more than packing.
     if destination.total < destination.num_pieces * (pack_below / 2 if collected else pack_below):
         return Way.RING

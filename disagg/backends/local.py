@@ -150,8 +150,8 @@ class LocalBackend:
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
         target = self._own(peer)
         local, remote = local_and_remote(op, copies)
-        self.index.check(local, copies.nbytes, side="local")
-        target.index.check(remote, copies.nbytes, side="remote")
+        self.index.require(local, copies.nbytes, side="local")
+        target.index.require(remote, copies.nbytes, side="remote")
         # Regions were registered on both sides: neither may be given back while they are copied.
         with self._busy(target.target._token), target.target._busy(self._token, generation=target.generation):
             _copy(copies)

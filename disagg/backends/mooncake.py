@@ -664,8 +664,8 @@ class MooncakeBackend:
         if not peer.connected:
             raise PeerUnreachable(f"backend 'mooncake': the peer of epoch {peer.epoch} was disconnected")
         local, remote = local_and_remote(op, copies)
-        self._registered().check(local, copies.nbytes, side="local")
-        peer.index.check(remote, copies.nbytes, side="remote")
+        self._registered().require(local, copies.nbytes, side="local")
+        peer.index.require(remote, copies.nbytes, side="remote")
         return MooncakePrepared(peer, op, _pieces(op, copies, split=self._split))
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:

@@ -351,14 +351,14 @@ class NvlinkBackend:
         with self._lock:
             own, engine = self._reachable(peer), self._own_engine()
             local, remote = local_and_remote(op, copies)
-            self._own_index().check(local, copies.nbytes, side="local")
-            own.index.check(remote, copies.nbytes, side="remote")
+            self._own_index().require(local, copies.nbytes, side="local")
+            own.index.require(remote, copies.nbytes, side="remote")
             return self._post(own, bool(len(copies)), lambda transfer: engine.post(transfer, op, copies))
 
     def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
         with self._lock:
             own, engine = self._reachable(peer), self._own_engine()
-            self._own_index().check(copies.source, copies.nbytes, side="local")
+            self._own_index().require(copies.source, copies.nbytes, side="local")
             where = own.index.check(copies.destination, copies.nbytes, side="remote")
             here = CopyBatch(copies.source, copies.destination + own.deltas[where], copies.nbytes)
             return self._post(own, bool(len(copies)), lambda transfer: engine.post_plain(transfer, here))
@@ -371,7 +371,7 @@ class NvlinkBackend:
             def translate(addresses: Addresses, nbytes: int, side: int) -> Addresses:
                 sizes = np.full(len(addresses), nbytes, np.uint64)
                 if side != remote_side:
-                    self._own_index().check(addresses, sizes, side="local")
+                    self._own_index().require(addresses, sizes, side="local")
                     return addresses
                 deltas: Addresses = own.deltas[own.index.check(addresses, sizes, side="remote")]
                 return addresses + deltas

@@ -134,8 +134,8 @@ class CmaBackend:
         if not peer.connected:
             raise PeerUnreachable(f"backend 'cma': the peer of epoch {peer.epoch} was disconnected")
         local, remote = local_and_remote(op, copies)
-        index.check(local, copies.nbytes, side="local")
-        peer.index.check(remote, copies.nbytes, side="remote")
+        index.require(local, copies.nbytes, side="local")
+        peer.index.require(remote, copies.nbytes, side="remote")
         self._check_alive(peer)
         with self._changed:
             self._busy += 1
