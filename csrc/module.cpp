@@ -243,6 +243,11 @@ std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, 
     return disagg::copy_batch({view(source), view(destination), view(nbytes)}, num_threads);
 }
 
+std::uint64_t total_nbytes(const Addresses& nbytes) {
+    const Released released(nbytes.shape(0));
+    return disagg::detail::total_nbytes(view(nbytes));
+}
+
 void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTable>& runs,
             const std::optional<Column<std::int64_t>>& layers) {
     const Shapes shapes(spans, runs, layers);
@@ -367,6 +372,8 @@ NB_MODULE(_core, m) {
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
           "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
           "ValueError: columns of different lengths, or num_threads below 1.");
+    m.def("total_nbytes", &total_nbytes, "nbytes"_a.noconvert(),
+          "The sum of a contiguous uint64 column. ValueError where it is not below 2**64.");
     m.def("copy_between_processes", &copy_between_processes, "pid"_a, "local"_a.noconvert(), "remote"_a.noconvert(),
           "nbytes"_a.noconvert(), nb::kw_only(), "write"_a, "num_threads"_a = 1,
           "Copy between addresses of this process and of process `pid`, to it or from it; three columns of one length.\n\n"

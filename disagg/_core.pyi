@@ -157,6 +157,9 @@ class Regions:
     def count_held(self, addresses: _Addresses, nbytes: _Addresses) -> int:
         """How many ranges come before the first that no region holds whole. Raises as `locate` does."""
 
+def total_nbytes(nbytes: _Addresses) -> int:
+    """The sum. Raises `ValueError` where it is not below 2**64."""
+
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
 

@@ -52,7 +52,7 @@ class CopyBatch:
 
     @functools.cached_property
     def total_nbytes(self) -> int:
-        return int(self.nbytes.sum(dtype=np.uint64))
+        return _core.total_nbytes(self.nbytes)
 
     def coalesced(self) -> CopyBatch:
         """The same copies, with neighbours joined where both sides go on without a gap."""

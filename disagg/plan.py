@@ -262,6 +262,11 @@ class RowSpace:
     num_rows: int
     tokens: Owned | None
 
+    @cached_property
+    def fixed_edges(self) -> tuple[Ints, int] | None:
+        """The tokens that it owns of every request, as the compiled core takes them; `None` where that depends on its length."""
+        return _edges(self.tokens) if isinstance(self.tokens, Intervals | Periodic) else None
+
 
 @dataclass(frozen=True, eq=False)
 class ComponentPlan:
@@ -271,6 +276,11 @@ class ComponentPlan:
     source: RowSpace
     destination: RowSpace
     spans: tuple[SpanClass, ...]
+
+    @cached_property
+    def cores(self) -> list[_core.Span]:
+        """The span classes, for the compiled core."""
+        return [span.core for span in self.spans]
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -410,7 +420,11 @@ class Placed:
     @property
     def spans(self) -> list[_core.Span]:
         """The span classes, for the compiled core."""
-        return [self.plan.spans[number].core for number in self.numbers]
+        return (
+            self.plan.cores
+            if self.numbers == range(len(self.plan.spans))
+            else [self.plan.cores[number] for number in self.numbers]
+        )
 
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
         """The same over `span_shapes(plan)`, the first of which is number `first`."""
@@ -537,10 +551,11 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, *, where:
         raise LayoutError(f"{where}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
         raise LayoutError(f"{where}: a granule of {granule} tokens does not divide the page of {space.page_size}")
-    edges, period = _edges(_owned(space, num_tokens))
+    edges, period = space.fixed_edges or _edges(_owned(space, num_tokens))
+    first = int(rows.first_token)
     return _core.PageList(
-        np.asarray(rows.ids, dtype=np.int32),
-        first_page=min(first_page(space, int(rows.first_token), num_tokens), 2**62),
+        rows.ids,
+        first_page=min(first_page(space, first, num_tokens), 2**62) if first else 0,
         page_size=space.page_size,
         num_rows=space.num_rows,
         edges=edges,
@@ -548,16 +563,11 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, *, where:
     )
 
 
-@functools.lru_cache(maxsize=256)
 def _edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
     """What a side owns, for the compiled core: where intervals start and stop, and their period."""
     if isinstance(owned, Periodic):
-        edges, period = [owned.offset, owned.offset + owned.run], owned.period
-    else:
-        edges, period = [edge for part in owned.parts for edge in part], 0
-    found = np.array(edges, dtype=np.int64)
-    found.flags.writeable = False
-    return found, period
+        return np.array([owned.offset, owned.offset + owned.run]), owned.period
+    return np.array(owned.parts, dtype=np.int64).reshape(-1), 0
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _core.Fault, *, where: str) -> LayoutError:

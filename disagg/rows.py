@@ -36,6 +36,13 @@ class Pages:
         copy.flags.writeable = False
         object.__setattr__(self, "ids", copy)
 
+    @classmethod
+    def of_ids(cls, ids: npt.NDArray[np.int32], first_token: int) -> Pages:
+        """Of a read-only list that nothing changes any more, which is held as it is."""
+        made = cls.__new__(cls)
+        made.__dict__.update(ids=ids, first_token=first_token)
+        return made
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pages) and self.first_token == other.first_token and np.array_equal(self.ids, other.ids)
 

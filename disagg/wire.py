@@ -7,13 +7,12 @@ bytes give a message or `RemoteProtocolError`, within bounds on size and nesting
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, TypeVar
 
-import msgpack
 import msgspec
 import numpy as np
 
-from disagg.errors import LayoutError, RemoteProtocolError
+from disagg.errors import RemoteProtocolError
 from disagg.rows import Pages, Rows, Slot
 
 PROTOCOL_VERSION = 1
@@ -33,6 +32,9 @@ Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_NBYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 TokenRange = tuple[Tokens, Tokens]
+_T = TypeVar("_T")
+Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+Named = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_ITEMS)]
 Verify = Literal["off", "sample", "full"]
 """Of how much the two sides compare sums."""
 
@@ -93,7 +95,7 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
     revision: Reason
     table: bytes
     plans: bytes
-    members: tuple[Member, ...]
+    members: Many[Member]
     placements: bytes
     backend: Name
     endpoint: bytes
@@ -138,8 +140,8 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     nonce: Nonce
     source_group: Small
     destination_group: Small
-    rows: dict[Name, PagesRow | SlotRow]
-    need: dict[Name, TokenRange]
+    rows: Named[PagesRow | SlotRow]
+    need: Named[TokenRange]
     verify: Verify = "off"
 
 
@@ -158,7 +160,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
     chunk: Small
     component: Name
-    layers: tuple[Small, ...] | None
+    layers: Many[Small] | None
     start: Tokens
     stop: Tokens
 
@@ -167,8 +169,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """A part of a packed stream: span classes of a component's plan, in `layers` (all: `None`) and tokens `[start, stop)`."""
 
     component: Name
-    spans: tuple[Small, ...]
-    layers: tuple[Small, ...] | None
+    spans: Many[Small]
+    layers: Many[Small] | None
     start: Tokens
     stop: Tokens
 
@@ -181,7 +183,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     slot: Small
     sequence: Nonce
     chunk: Small
-    parts: tuple[Part, ...]
+    parts: Many[Part]
     offset: Tokens
     nbytes: Small
     ring: RingAddress
@@ -204,12 +206,12 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """
 
     nonce: Nonce
-    written: tuple[Written, ...] = ()
+    written: Many[Written] = ()
     payload: Payload = b""
     final: bool = True
-    filled: tuple[Filled, ...] = ()
-    packed: tuple[tuple[Small, Tokens], ...] = ()
-    sums: tuple[PartialSums, ...] = ()
+    filled: Many[Filled] = ()
+    packed: Many[tuple[Small, Tokens]] = ()
+    sums: Many[PartialSums] = ()
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
@@ -239,7 +241,7 @@ class Credit(Message, frozen=True, tag="credit", kw_only=True):
     """Slots of the receiver's ring at `ring` that have been unpacked, each with the sequence number of that use."""
 
     ring: RingAddress
-    slots: tuple[tuple[Small, Nonce], ...]
+    slots: Many[tuple[Small, Nonce]]
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat", kw_only=True):
@@ -256,8 +258,8 @@ class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
 
 AnyMessage = Hello | Welcome | Reject | Reserve | Busy | Complete | Abort | Drained | Outcome | Credit | Heartbeat | Goodbye
 
-_BY_TAG: dict[Any, type[AnyMessage]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyMessage)}
 _ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
@@ -270,18 +272,8 @@ def decode(data: bytes) -> AnyMessage:
     if len(data) > MAX_MESSAGE_NBYTES:
         raise RemoteProtocolError(f"message of {len(data)} bytes: expected {MAX_MESSAGE_NBYTES} at most")
     try:
-        plain = msgpack.unpackb(
-            data,
-            max_array_len=min(MAX_ITEMS, len(data)),
-            max_map_len=min(MAX_ITEMS, len(data)),
-            max_ext_len=0,
-            strict_map_key=True,
-        )
-        # By its own type: for a union msgspec would look at all of them again at every call.
-        named = _BY_TAG.get(plain.get("type")) if isinstance(plain, dict) else None
-        message: AnyMessage = msgspec.convert(plain, type=named or AnyMessage, builtin_types=(bytes,))
-        return message
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException, msgspec.ValidationError) as error:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -296,7 +288,6 @@ def unpack_rows(row: PagesRow | SlotRow) -> Rows:
     """Rows of a reserve; raises `RemoteProtocolError` where they are none."""
     if isinstance(row, SlotRow):
         return Slot(row.id)
-    try:
-        return Pages(np.frombuffer(row.ids, dtype="<i4"), row.first_token)
-    except (ValueError, LayoutError) as error:
-        raise RemoteProtocolError(f"reserve: {len(row.ids)} bytes of page ids: {error}") from error
+    if len(row.ids) % 4:
+        raise RemoteProtocolError(f"reserve: {len(row.ids)} bytes of page ids: expected four for each")
+    return Pages.of_ids(np.frombuffer(row.ids, dtype="<i4"), row.first_token)

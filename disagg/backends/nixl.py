@@ -31,9 +31,10 @@ That is as fast as no progress thread at all (13 GB/s contiguous on two cores, a
 1.4% of a core idle against 99%), and a peer needs nobody to call it: so this backend is not `Progressive`.
 
 Batches over shared memory. UCX's CMA is one `process_vm_writev` for each descriptor, made by the poster. From `MIN_VECTORS`
-copies on, where it has been tried at `connect` that this process may copy to the peer, the backend makes the same call
-itself, with up to 1,024 of them in each: 2 to 6 times as fast for pieces below 64 KiB. What it says of such a batch is
-`DONE` or `FAILED`: nothing is under way when the call returns.
+copies on, and up to `SMALL_NBYTES`, where it has been tried at `connect` that this process may copy to the peer, the backend
+makes the same call itself, with up to 1,024 of them in each: 2 to 6 times as fast for pieces below 64 KiB, and without the
+objects and calls that a request of NIXL's takes. What it says of such a batch is `DONE` or `FAILED`: nothing is under way
+when the call returns.
 
 Sizes: a batch costs one descriptor per copy, without a Python loop. Posting over shared memory copies in the caller,
 without the GIL; other calls into this engine wait meanwhile.
@@ -78,7 +79,7 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
-from disagg.backends.processes import ProcessIdentity, host_identity
+from disagg.backends.processes import ProcessIdentity, ProcessWatch, host_identity
 from disagg.copies import CopyBatch
 from disagg.errors import (
     BackendError,
@@ -103,7 +104,8 @@ SHM_PROGRESS_DELAY_US = 20_000
 it for as long as the copy takes. Messages wake it at once in either case.
 """
 MIN_VECTORS = 16
-"""Batches of so many copies and more between processes that may copy from each other go in vectors."""
+SMALL_NBYTES = 256 << 10
+"""Batches of so many copies and more, or of so few bytes, between processes that may copy from each other go in vectors."""
 GATHER_FROM = 256
 """Bytes of a piece from which on pieces are written from where they lie: shorter ones are better packed into a slot first."""
 COPY_THREADS = 2
@@ -296,7 +298,7 @@ class NixlPeer:
         self.connected = True
         self.lost: str | None = None  # the engine's words when the connection broke
         self.prepared: list[NixlPrepared] = []
-        self.copied_by_kernel = False  # whether this process may copy to and from it
+        self.watch: ProcessWatch | None = None  # of a process that this one may copy to and from
 
     @property
     def regions(self) -> Sequence[RemoteRegion]:
@@ -474,7 +476,8 @@ class NixlBackend:
         try:
             transport = self._infer(descriptor, peer)
             both_on_host = self._own_index().kind == peer.index.kind == CPU.kind
-            peer.copied_by_kernel = transport == _BY_CMA and both_on_host and not self._conflicts
+            if transport == _BY_CMA and both_on_host and not self._conflicts:
+                peer.watch = ProcessWatch(descriptor.process)
             self._warm_up(peer)
         except BaseException:
             self.disconnect(peer)
@@ -553,6 +556,8 @@ class NixlBackend:
             if not isinstance(peer, NixlPeer) or not peer.connected:
                 return
             peer.connected = False
+            if peer.watch is not None:
+                peer.watch.close()
             for prepared in peer.prepared:
                 if prepared.posted is None or prepared.posted.status is TransferStatus.DONE:
                     self._discard(prepared.handles)
@@ -608,18 +613,18 @@ class NixlBackend:
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
         with self._lock:
             own = self._reachable(peer)
-            if own.copied_by_kernel and len(copies) >= MIN_VECTORS:
-                return self._copy(op, own, copies)
+            if own.watch is not None and (len(copies) >= MIN_VECTORS or copies.total_nbytes <= SMALL_NBYTES):
+                return self._copy(op, own, own.watch, copies)
             return self._post(own, self._prepare_all(op, own, copies), op)
 
-    def _copy(self, op: Op, peer: NixlPeer, copies: CopyBatch) -> NixlTransfer:
+    def _copy(self, op: Op, peer: NixlPeer, watch: ProcessWatch, copies: CopyBatch) -> NixlTransfer:
         """Copy by the call that UCX makes for each descriptor, with many of them in each; all is over on return."""
         local, remote = local_and_remote(op, copies)
         self._own_index().require(local, copies.nbytes, side="local")
         peer.index.require(remote, copies.nbytes, side="remote")
         transfer = NixlTransfer(self, peer, [])
         found = errno.ESRCH  # of a process that has the peer's number only
-        if peer.process.lives():
+        if not watch.has_ended():
             found = _core.copy_between_processes(
                 peer.process.pid, local, remote, copies.nbytes, write=op is Op.WRITE, num_threads=COPY_THREADS
             )
@@ -631,7 +636,7 @@ class NixlBackend:
 
     def gathers_from(self, peer: RemotePeer) -> int | None:
         """See `Gathering`: where batches go in vectors, the kernel reads the pieces as they lie."""
-        return GATHER_FROM if isinstance(peer, NixlPeer) and peer.copied_by_kernel else None
+        return GATHER_FROM if isinstance(peer, NixlPeer) and peer.watch is not None else None
 
     def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlPrepared:
         """See `Preparing`: a post again pays for neither checks nor a new request (`docs/engines.md`)."""

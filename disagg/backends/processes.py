@@ -64,11 +64,6 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         threads = list((_PROC / str(self.pid) / "task").glob("*/stat"))
         return fields[_STATE] in "ZX" and all((stat := _stat(path)) is None or stat[_STATE] in "ZX" for path in threads)
 
-    def lives(self) -> bool:
-        """Whether this process, of this machine, goes on: another one may have its number by now."""
-        fields = _stat(_PROC / str(self.pid) / "stat")
-        return fields is not None and int(fields[_STARTED]) == self.started and fields[_STATE] not in "ZX"
-
     def is_quiet(self, *, by_accepted: bool = False) -> bool:
         """Whether it has ended and nothing that it sent over TCP can arrive here any more; `by_accepted`: nothing arrives but
         by connections that this process has accepted.

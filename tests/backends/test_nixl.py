@@ -28,6 +28,7 @@ from disagg.backends.nixl import (
     load_bindings,
     ucx_settings,
 )
+from disagg.backends.processes import ProcessWatch
 from disagg.errors import (
     BackendUnavailable,
     ConfigError,
@@ -129,16 +130,15 @@ def test_batches_in_vectors_reach_no_process_but_the_peers_own(stack: ExitStack)
     stack.callback(target.close)
     backend, arena = _opened(SHM, stack)
     peer = backend.connect(target.endpoint, epoch=1)
-    assert peer.copied_by_kernel
+    assert peer.watch is not None
     after = expected_after(Op.WRITE, arena, target.arena, MANY)
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, MANY))
     assert transfer.poll() is TransferStatus.DONE
     np.testing.assert_array_equal(target.arena.memory, after)
 
     arena.scramble(5)
-    peer.process = msgspec.structs.replace(
-        peer.process, started=peer.process.started + 1
-    )  # as if its number had been given anew
+    # As if the peer's number had been given to another process.
+    peer.watch = ProcessWatch(msgspec.structs.replace(peer.process, started=peer.process.started + 1))
     batch = batch_of(Op.WRITE, arena, target.arena, MANY)
     transfer = backend.submit(Op.WRITE, peer, batch)
     assert transfer.poll() is TransferStatus.FAILED
