@@ -264,7 +264,7 @@ class RowSpace:
 
     @cached_property
     def fixed_edges(self) -> tuple[Ints, int] | None:
-        """The tokens that it owns of every request, as the compiled core takes them; `None` where that depends on its length."""
+        """The tokens that it owns of every request, for the compiled core; `None` where that depends on its length."""
         return _edges(self.tokens) if isinstance(self.tokens, Intervals | Periodic) else None
 
 
