@@ -9,11 +9,13 @@ ends, and overtakes what still travels over TCP: the protocol allows for both.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
 import socket
 import struct
+import termios
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -33,6 +35,8 @@ MAX_PACKETS = 256
 """Packets that are taken from one lane before another has its turn."""
 _BACKLOG = 64
 _LENGTH = struct.Struct("<I")
+_NOTHING = bytes(4)
+"""No byte that waits, as the system says it."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -112,6 +116,8 @@ class Listener:
                 packet = b""
             if not packet or not _unpack(packet, messages):
                 return (source, messages) if messages else None  # if there are any, the next look finds its end again
+            if fcntl.ioctl(descriptor, termios.FIONREAD, _NOTHING) == _NOTHING:
+                break
         return source, messages
 
     def _prove(self, descriptor: int) -> bool:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -554,7 +555,7 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, *, where:
     edges, period = space.fixed_edges or _edges(_owned(space, num_tokens))
     first = int(rows.first_token)
     return _core.PageList(
-        rows.ids,
+        cast("npt.NDArray[np.int32]", rows.ids),  # as `Pages` makes them
         first_page=min(first_page(space, first, num_tokens), 2**62) if first else 0,
         page_size=space.page_size,
         num_rows=space.num_rows,
