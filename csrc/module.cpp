@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <array>
@@ -316,6 +317,18 @@ std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases,
                           parts);
 }
 
+bool linger(double seconds, const Column<std::int32_t>& descriptors) {
+    std::vector<pollfd> watched;
+    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+    const nb::gil_scoped_release released;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    do {
+        if (poll(watched.data(), watched.size(), 0) > 0) return true;
+        std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -437,12 +450,7 @@ NB_MODULE(_core, m) {
                 return {call, status};
             },
             "event"_a, "The status of an event.");
-    m.def(
-        "linger",
-        [](double seconds) {
-            const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-            while (std::chrono::steady_clock::now() < end) std::this_thread::yield();
-        },
-        nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
-        "Wait for so long without sleeping; other threads have the interpreter meanwhile.");
+    m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(),
+          "Wait for so long without sleeping, or until one of the descriptors is readable or over; other threads have the\n"
+          "interpreter meanwhile. Whether one is.");
 }

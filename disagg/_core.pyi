@@ -224,5 +224,7 @@ class CudaQueue:
     def query(self, event: int) -> tuple[str | None, int]:
         """The status is that of the event: 0 where all before it is done, 600 where it is not, an error otherwise."""
 
-def linger(seconds: float) -> None:
-    """Wait for so long without sleeping, as waking up takes longer; other threads have the interpreter meanwhile."""
+def linger(seconds: float, descriptors: npt.NDArray[np.int32]) -> bool:
+    """Wait for so long without sleeping, as waking up takes longer, or until one of the descriptors is readable or over; other
+    threads have the interpreter meanwhile. Whether one is.
+    """

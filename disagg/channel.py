@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import numpy as np
 import zmq
 import zmq.auth.thread
 import zmq.utils.monitor
 import zmq.utils.z85
 
+from disagg import _core
 from disagg.errors import ConfigError
 from disagg.lanes import MAX_OFFERS, Lane, Listener, Source
 from disagg.wire import MAX_MESSAGE_NBYTES
@@ -205,6 +207,7 @@ class Channel:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._lanes.fileno(), zmq.POLLIN)
+        self._urgent = np.array([self._wake_fd], np.int32)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -283,6 +286,10 @@ class Channel:
         if opened:
             self._take_lanes()
 
+    def linger(self, seconds: float) -> None:
+        """Wait without a sleep for `wake`, or for something from this machine; what has arrived is left to `poll`."""
+        _core.linger(seconds, self._urgent)
+
     def flush(self) -> None:
         """Send what was queued, as `poll` does first; what one address gets goes together."""
         for dialled in self._dialled.values():
@@ -334,6 +341,7 @@ class Channel:
             self._poller.register(descriptor, zmq.POLLIN)
         for descriptor in self._lanes.excess():
             self._close_lane(descriptor)
+        self._urgent = np.array([self._wake_fd, *self._lanes.descriptors()], np.int32)
 
     def _from_lane(self, descriptor: int) -> Iterator[Inbound]:
         found = self._lanes.take(descriptor)
@@ -347,6 +355,7 @@ class Channel:
     def _close_lane(self, descriptor: int) -> None:
         self._poller.unregister(descriptor)
         self._lanes.close_lane(descriptor)
+        self._urgent = self._urgent[self._urgent != descriptor]
 
     def _take_refusals(self) -> None:
         """Count and log connections that did not get as far as a message."""

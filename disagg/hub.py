@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from disagg import _core
 from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
@@ -42,7 +41,7 @@ from disagg.session.types import NEVER
 from disagg.spanwise import bind_prepared
 from disagg.staging import SlotPool
 from disagg.sums import Digest
-from disagg.transfers import LINGER_S, Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
+from disagg.transfers import Begun, Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
 from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, Welcome, decode, encode
 
@@ -56,6 +55,8 @@ dozen rounds of chaos, while it connected to three ranks.
 """
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
+LINGER_S = 10e-6
+"""Between looks without a sleep; a server's own threads have the interpreter meanwhile."""
 MAX_FENCING = 4096
 """Lost ranks that are asked about. Beyond it those that were lost first are asked no more: their rows stay quarantined."""
 
@@ -126,6 +127,7 @@ class Wire(Protocol):
     def send(self, address: str, data: bytes) -> bool: ...
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
     def wake(self) -> None: ...
+    def linger(self, seconds: float) -> None: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -135,7 +137,8 @@ _NOTHING = Work()
 
 class Hub:
     """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies. For
-    `spin_s` after they have last had something to do they look for more without a sleep.
+    `spin_s` after there was last something to do the control thread looks for more without a sleep, and moves bytes as well:
+    of two threads that are awake each would wait for the other's turn at the interpreter.
 
     `problem` says why they died; `over` is set before the last look at who must be told, so that whoever comes later sees it.
     """
@@ -187,7 +190,7 @@ class Hub:
             backend,
             name=str(handshake.me),
             slots=slots,
-            spin_s=spin_s,
+            calls_turns=spin_s > 0,
             on_reports=self._wake,
             on_death=self._on_worker_death,
         )
@@ -289,14 +292,17 @@ class Hub:
     def _turn(self) -> None:
         """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
         arrived = work = False
-        for each in self._channel.poll(self._idle_s()):
+        idle_s = self._idle_s()
+        if self._spin_s and idle_s > 0:
+            self._worker.take_over()
+        for each in self._channel.poll(idle_s):
             work = self._take(each, time.monotonic()) or work
             arrived = True
         now = time.monotonic()
-        if work or self._commands or self._worker.has_reports:
+        if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
             self._awake_until = now + self._spin_s
         elif not arrived and now < min(self._awake_until, self._due) and not self._rows_waiting:
-            _core.linger(LINGER_S)
+            self._channel.linger(LINGER_S)
             return
         for _ in range(len(self._commands)):
             self._commands.popleft()(now)
@@ -579,6 +585,9 @@ class Hub:
         if isinstance(report, SlotFilled):
             self._tell_filled(ticket, report, now)
             return
+        if isinstance(report, Begun):
+            self._tell_begun(ticket)
+            return
         if not report.unsettled:
             self.stats.add(report)
             sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
@@ -594,6 +603,15 @@ class Hub:
 
     def _work_of(self, direction: str, session: SendSession | ReceiveSession) -> Work:
         return self._work.setdefault((direction, session.peer, session.key), Work())
+
+    def _tell_begun(self, ticket: Ticket) -> None:
+        """Have a receiver that sleeps wake up meanwhile: nothing has landed yet."""
+        session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+        destination = session.destinations.get(ticket.peer) if session is not None else None
+        if destination is not None and destination.reserve is not None:
+            request_id, attempt = ticket.key
+            nonce = destination.reserve.nonce
+            self._say(ticket.peer, Complete(request_id=request_id, attempt=attempt, nonce=nonce, final=False))
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
         session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))

@@ -133,6 +133,10 @@ class Listener:
         self._lanes[descriptor] = self._unproved.pop(descriptor), source
         return True
 
+    def descriptors(self) -> list[int]:
+        """Of everything that has been accepted and not closed."""
+        return [*self._unproved, *self._lanes]
+
     def close_lane(self, descriptor: int) -> None:
         """Close a lane, or what has not become one."""
         found = self._unproved.pop(descriptor, None)
@@ -142,7 +146,7 @@ class Listener:
 
     def close(self) -> None:
         """Close all of them."""
-        for descriptor in [*self._unproved, *self._lanes]:
+        for descriptor in self.descriptors():
             self.close_lane(descriptor)
         self._socket.close()
 

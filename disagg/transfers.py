@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from disagg import _core
 from disagg.backends.base import (
     Backend,
     Op,
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LINGER_S = 20e-6
-"""Between looks without a sleep. Shorter, and the thread that has to carry out what was seen does not get the interpreter."""
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
@@ -166,6 +163,13 @@ class SlotFilled:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Report: the engine computes the addresses of a job and copies by itself; its receiver may want to be awake in time."""
+
+    ticket: Hashable
+
+
+@dataclass(frozen=True)
 class Unpacked:
     """Report: a slot was scattered, or could not be."""
 
@@ -194,7 +198,7 @@ class Settled:
     wire_s: float = 0.0
 
 
-Report = Settled | SlotFilled | Unpacked
+Report = Settled | SlotFilled | Begun | Unpacked
 
 
 @dataclass
@@ -251,10 +255,11 @@ class _Active:
 
 class TransferWorker:
     """One supervised thread over one backend. `on_reports` is called in it when there is something to report; `on_death` if
-    it fails. For `spin_s` after it has last got on with something it looks again without a sleep.
+    it fails.
 
     Whoever hands over work calls `attend` next: what is quick is done there and then, in the caller's thread, unless this
-    one is at it; a request of a few pages wakes no thread that way.
+    one is at it; a request of a few pages wakes no thread that way. With `calls_turns` everything is quick, and the caller
+    looks after it by `turn`, until it has better to do and says so by `take_over`.
     """
 
     def __init__(
@@ -263,7 +268,7 @@ class TransferWorker:
         *,
         name: str,
         slots: SlotPool | None,
-        spin_s: float = 0.0,
+        calls_turns: bool = False,
         on_reports: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
@@ -271,7 +276,7 @@ class TransferWorker:
         self._progressive = backend if isinstance(backend, Progressive) else None
         self._preparing = backend if isinstance(backend, Preparing) else None
         self._slots = slots
-        self._spin_s = spin_s
+        self._calls_turns = calls_turns
         self._on_reports = on_reports
         self._reports: deque[Report] = deque()
         self._on_death = on_death
@@ -310,7 +315,9 @@ class TransferWorker:
         """Do at once what is quick of what was handed over, have the thread see to the rest, and take the reports so far; in
         one thread, always the same.
         """
-        if self._is_quick() and self._turning.acquire(blocking=False):
+        if self._calls_turns:
+            self.turn()
+        elif self._is_quick() and self._turning.acquire(blocking=False):
             try:
                 self._unpack_some()
                 for active in self._take_new():
@@ -319,9 +326,26 @@ class TransferWorker:
                 self._drop_ended()
             finally:
                 self._turning.release()
-        if self._new or self._unpacks or self._waiting or self._active or self._unpacking:
-            self._wake.set()
+        if not self._calls_turns:
+            self.take_over()
         return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def turn(self) -> bool:
+        """Get on with what there is in the caller's thread, unless this one is at it; whether anything has changed."""
+        if not self._has_work() or not self._turning.acquire(blocking=False):
+            return False
+        try:
+            return self._turn() > 0
+        finally:
+            self._turning.release()
+
+    def take_over(self) -> None:
+        """Have the thread see to what there is."""
+        if self._has_work():
+            self._wake.set()
+
+    def _has_work(self) -> bool:
+        return bool(self._new or self._unpacks or self._waiting or self._active or self._unpacking)
 
     def _is_quick(self) -> bool:
         """Whether binding the new jobs and unpacking what has arrived does not hold up the caller."""
@@ -345,7 +369,7 @@ class TransferWorker:
             self._on_death(error)
 
     def _loop(self) -> None:
-        sleep_s, moved_at = MIN_SLEEP_S, 0.0
+        sleep_s = MIN_SLEEP_S
         while True:
             self._wake.clear()
             if self._stopping:  # looked at after the clear, or the wake that says so could be lost
@@ -355,17 +379,14 @@ class TransferWorker:
             if self._reports:
                 self._on_reports()
             if busy:
-                sleep_s, moved_at = MIN_SLEEP_S, time.monotonic()
-                continue
-            if time.monotonic() - moved_at < self._spin_s:
-                _core.linger(LINGER_S)
+                sleep_s = MIN_SLEEP_S
                 continue
             if self._is_under_way():
                 sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
                 time.sleep(sleep_s)
                 continue
             if self._wake.wait(self._idle_s()) and self._is_under_way():  # begun by whoever handed it over
-                sleep_s, moved_at = MIN_SLEEP_S, time.monotonic()
+                sleep_s = MIN_SLEEP_S
             if self._progressive is not None:
                 self._progressive.progress()
 
@@ -485,6 +506,8 @@ class TransferWorker:
             post = functools.partial(self._post, active.job, bound.direct, active.report, bound.prepared)
             active.direct = self._attempt(post, active.report)
             active.error = active.report.error
+            if bound.prepared is not None and not active.error:
+                self._reports.append(Begun(active.job.ticket))
         return 1
 
     def _drop_ended(self) -> None:

@@ -371,6 +371,9 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
+    def linger(self, seconds: float) -> None:
+        self.inner.linger(seconds)
+
     def flush(self) -> None:
         self.inner.flush()
 
