@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -30,6 +31,7 @@
 #include "cuda_queue.hpp"
 #include "digest.hpp"
 #include "group_runs.hpp"
+#include "orders.hpp"
 #include "pack.hpp"
 #include "process_copy.hpp"
 #include "regions.hpp"
@@ -317,17 +319,63 @@ std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases,
                           parts);
 }
 
-bool linger(double seconds, const Column<std::int32_t>& descriptors) {
-    std::vector<pollfd> watched;
-    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+// Span classes, as far as sizes go.
+struct SpanSizes {
+    std::vector<disagg::SpanSize> sizes;
+
+    SpanSizes(const Addresses& steps, const Addresses& nbytes, const Addresses& num_bases, const Column<bool>& dense) {
+        if (nbytes.shape(0) != steps.shape(0) || num_bases.shape(0) != steps.shape(0) || dense.shape(0) != steps.shape(0)) {
+            throw std::invalid_argument("span classes: expected columns of one length");
+        }
+        for (std::size_t i = 0; i < steps.shape(0); ++i) {
+            sizes.push_back({steps.data()[i], nbytes.data()[i], num_bases.data()[i], dense.data()[i]});
+        }
+    }
+};
+
+// A `disagg::Order`, which keeps what it was made of.
+struct Order {
+    using Part = std::tuple<std::size_t, std::optional<Column<std::int64_t>>, RunTable>;
+    std::vector<Part> held;
+    disagg::Order order;
+
+    Order(const SpanSizes& sizes, std::vector<Part> parts) : held(std::move(parts)), order(sizes.sizes, views()) {}
+
+    std::vector<disagg::OrderPart> views() const {
+        std::vector<disagg::OrderPart> found;
+        for (const auto& [span, bases, runs] : held) {
+            if (!runs.is_valid()) throw nb::type_error("runs: expected int64 tables");  // None, inside a tuple
+            found.push_back({span, std::nullopt, view(runs)});
+            if (bases) found.back().bases = view(*bases);
+        }
+        return found;
+    }
+};
+
+using Words = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Asks again and again for so long, without the GIL and without sleeping; whether `is_over` said so.
+template <typename IsOver>
+bool ask_for(double seconds, const IsOver& is_over) {
     const nb::gil_scoped_release released;
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     do {
-        if (poll(watched.data(), watched.size(), 0) > 0) return true;
+        if (is_over()) return true;
         std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < end);
     return false;
 }
+
+bool linger(double seconds, const Column<std::int32_t>& descriptors) {
+    std::vector<pollfd> watched;
+    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+    return ask_for(seconds, [&] { return poll(watched.data(), watched.size(), 0) > 0; });
+}
+
+// Set once, by one thread, and waited for by others.
+struct Flag {
+    std::atomic<bool> is_set = false;
+};
 
 }  // namespace
 
@@ -419,6 +467,28 @@ NB_MODULE(_core, m) {
           "Sum modulo 2**64 of every element times an odd weight for each of its global coordinates; its parts by layer\n"
           "and by destination row are added to the arrays given.\n"
           "ValueError: columns of different lengths, empty runs, another item size than 1, 2, 4 or 8.");
+    nb::class_<SpanSizes>(m, "SpanSizes", "How much one position of each span class moves, by columns.")
+        .def(nb::init<Addresses, Addresses, Addresses, Column<bool>>(), "steps"_a.noconvert(), "nbytes"_a.noconvert(),
+             "num_bases"_a.noconvert(), "dense"_a.noconvert());
+    nb::class_<Order>(m, "Order",
+                      "A request over span classes, of parts (span class, numbers of its bases or None for all, token runs).\n\n"
+                      "ValueError: no such span class, a run without a position, or 2**64 bytes.")
+        .def(nb::init<const SpanSizes&, std::vector<Order::Part>>(), "sizes"_a, "parts"_a.noconvert())
+        .def_prop_ro("num_pieces", [](const Order& self) { return self.order.num_pieces(); })
+        .def_prop_ro("total_nbytes", [](const Order& self) { return self.order.total_nbytes(); })
+        .def_prop_ro("num_words", [](const Order& self) { return self.order.num_words(); })
+        .def(
+            "encode",
+            [](Order& self, const Column<std::int64_t>& at, std::uint64_t tile, const Words& out) {
+                return self.order.encode(view(at), tile, {out.data(), out.shape(0)});
+            },
+            "at"_a.noconvert(), "tile"_a, "out"_a.noconvert(),
+            "Write it as the kernel reads it, up to num_words words, in tiles of so many bytes; `at` are the words at which\n"
+            "span classes begin. The bytes written. ValueError: `out` or `at` too short, or too many pieces or tiles.")
+        .def(
+            "tiles", [](const Order& self, std::uint64_t low, std::uint64_t high) { return self.order.tiles(low, high); },
+            "low"_a, "high"_a,
+            "The tiles [first, end) that hold bytes [low, high) of the stream, once encoded. ValueError where there are none.");
     using Status = std::tuple<const char*, int>;
     nb::class_<disagg::CudaQueue>(m, "CudaQueue",
                                   "Work for one stream of a CUDA context, by the driver that is loaded by name.")
@@ -450,6 +520,12 @@ NB_MODULE(_core, m) {
                 return {call, status};
             },
             "event"_a, "The status of an event.");
+    nb::class_<Flag>(m, "Flag", "Set once, by any thread.")
+        .def(nb::init<>())
+        .def("set", [](Flag& self) { self.is_set.store(true); })
+        .def(
+            "linger", [](const Flag& self, double seconds) { return ask_for(seconds, [&] { return self.is_set.load(); }); },
+            "seconds"_a, "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
     m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(),
           "Wait for so long without sleeping, or until one of the descriptors is readable or over; other threads have the\n"
           "interpreter meanwhile. Whether one is.");

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 _Ids = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 _Addresses = npt.NDArray[np.uint64]
+_Ints = npt.NDArray[np.int64]
 
 Fault = tuple[int, bool, int, int]
 """`(side, listed, token, row)`: the first needed token of side 0 (source) or 1 that is in no listed page, or in page `row`,
@@ -204,6 +205,40 @@ def digest(
     than 1, 2, 4 or 8, or more than 2**48 bytes; then nothing was added.
     """
 
+class SpanSizes:
+    """How much one position of each span class moves: runs of bytes in one position (or token run, where `dense`), their
+    length, pairs of bases.
+    """
+
+    def __init__(self, steps: _Addresses, nbytes: _Addresses, num_bases: _Addresses, dense: npt.NDArray[np.bool_]) -> None: ...
+
+class Order:
+    """A request over span classes, in parts: the number of a class, those of its bases (`None`: all), and token runs.
+
+    Raises `ValueError` for a span class that there is not, a run without a position, or 2**64 bytes.
+    """
+
+    def __init__(self, sizes: SpanSizes, parts: Sequence[tuple[int, _Ints | None, _Ints]]) -> None: ...
+    @property
+    def num_pieces(self) -> int: ...
+    @property
+    def total_nbytes(self) -> int: ...
+    @property
+    def num_words(self) -> int:
+        """Words of 8 bytes that `encode` writes, at most."""
+
+    def encode(self, at: _Ints, tile: int, out: _Addresses) -> int:
+        """Write it as the kernel reads it, in tiles of `tile` bytes; `at` are the words at which span classes begin.
+
+        Returns the bytes written. Raises `ValueError` where `out` or `at` is too short, or for more pieces of a layer, or
+        tiles, than the kernel counts.
+        """
+
+    def tiles(self, low: int, high: int) -> tuple[int, int]:
+        """The tiles `[first, end)` that hold bytes `[low, high)` of the stream. Raises `ValueError` where it has none of
+        them, or was not encoded.
+        """
+
 class CudaQueue:
     """What starting a kernel takes of the CUDA driver, in one call. Handles are the driver's, as numbers.
 
@@ -223,6 +258,14 @@ class CudaQueue:
 
     def query(self, event: int) -> tuple[str | None, int]:
         """The status is that of the event: 0 where all before it is done, 600 where it is not, an error otherwise."""
+
+class Flag:
+    """Set once, by any thread."""
+
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    def linger(self, seconds: float) -> bool:
+        """Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is set."""
 
 def linger(seconds: float, descriptors: npt.NDArray[np.int32]) -> bool:
     """Wait for so long without sleeping, as waking up takes longer, or until one of the descriptors is readable or over; other

@@ -286,9 +286,9 @@ class Channel:
         if opened:
             self._take_lanes()
 
-    def linger(self, seconds: float) -> None:
-        """Wait without a sleep for `wake`, or for something from this machine; what has arrived is left to `poll`."""
-        _core.linger(seconds, self._urgent)
+    def linger(self, seconds: float) -> bool:
+        """Wait without a sleep for `wake`, or for something from this machine, which is left to `poll`; whether there is."""
+        return _core.linger(seconds, self._urgent)
 
     def flush(self) -> None:
         """Send what was queued, as `poll` does first; what one address gets goes together."""

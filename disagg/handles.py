@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from disagg import _core
 from disagg.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.rows import Rows
 from disagg.session import Chunk, Event, ReceiveSession, RequestKey, SendSession
@@ -25,6 +28,10 @@ def combine(events: Iterable[Event]) -> DisaggError | None:
 class Requests(Protocol):
     """What handles ask of their manager. Nothing blocks; steps are taken in the control thread."""
 
+    @property
+    def spin_s(self) -> float:
+        """For how long a thread that waits for a request looks at it without a sleep, in seconds."""
+
     def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
     def send(self, sender: Sender, chunk: Chunk) -> None: ...
     def finish(self, sender: Sender, payload: bytes) -> None: ...
@@ -36,6 +43,8 @@ class RequestHandle:
 
     def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any) -> None:
         self._requests = requests
+        self._spin_s = requests.spin_s
+        self._over = _core.Flag()
         self.key = key
         self.peer = peer
         self.tag = tag
@@ -54,17 +63,31 @@ class RequestHandle:
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
         """How the request ended; raises `TimeoutError` where it has not within `timeout_s`."""
-        if self._event is None:
-            if not self._pending.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0), threading.TIMEOUT_MAX)):
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (event := self.poll()) is None:
+            if self._spin_s and self._over.linger(min(self._spin_s, until - time.monotonic())):
+                continue
+            left_s = until - time.monotonic()
+            if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
                 raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
-            self._pending.release()  # for whoever else waits
-        assert self._event is not None
-        return self._event
+            if self.poll() is not None:
+                self._wake()  # whoever else waits
+        return event
+
+    def begin(self) -> None:
+        """Called by the manager: the request will end soon, so whoever waits for it should be awake."""
+        if self._spin_s:
+            self._wake()
 
     def end(self, event: Event) -> None:
         """Called by the manager, once: the request has ended."""
         self._event = event
-        self._pending.release()
+        self._over.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody has seen yet that it was let go of before
+            self._pending.release()
 
 
 class Receiver(RequestHandle):

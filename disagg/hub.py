@@ -37,7 +37,7 @@ from disagg.session import (
     StartVerify,
     Ticket,
 )
-from disagg.session.types import NEVER
+from disagg.session.types import NEVER, key_of
 from disagg.spanwise import bind_prepared
 from disagg.staging import SlotPool
 from disagg.sums import Digest
@@ -57,6 +57,8 @@ FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
 LINGER_S = 10e-6
 """Between looks without a sleep; a server's own threads have the interpreter meanwhile."""
+LOOKS = 4
+"""At lanes and work under way, for one at what may come over TCP."""
 MAX_FENCING = 4096
 """Lost ranks that are asked about. Beyond it those that were lost first are asked no more: their rows stay quarantined."""
 
@@ -127,7 +129,7 @@ class Wire(Protocol):
     def send(self, address: str, data: bytes) -> bool: ...
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
     def wake(self) -> None: ...
-    def linger(self, seconds: float) -> None: ...
+    def linger(self, seconds: float) -> bool: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -136,7 +138,8 @@ _NOTHING = Work()
 
 
 class Hub:
-    """The threads of one manager. `on_event` is called in them when a request ends, `on_death` when one of them dies. For
+    """The threads of one manager. `on_event` is called in them when a request ends, `on_begin` when copying begins for one that
+    is received, where the writer says so, and `on_death` when one of them dies. For
     `spin_s` after there was last something to do the control thread looks for more without a sleep, and moves bytes as well:
     of two threads that are awake each would wait for the other's turn at the interpreter.
 
@@ -156,6 +159,7 @@ class Hub:
         spin_s: float,
         local: LocalRank,
         digest: Digest,
+        on_begin: Callable[[str, RequestKey], None],
         on_event: Callable[[Event, Work], None],
         on_death: Callable[[str], None],
     ) -> None:
@@ -167,6 +171,7 @@ class Hub:
         self.changed = threading.Condition()
         self.problem = ""
         self.over = False
+        self._on_begin = on_begin
         self._on_event = on_event
         self._on_death = on_death
         self._commands: deque[Callable[[float], None]] = deque()
@@ -302,7 +307,7 @@ class Hub:
         if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
             self._awake_until = now + self._spin_s
         elif not arrived and now < min(self._awake_until, self._due) and not self._rows_waiting:
-            self._channel.linger(LINGER_S)
+            self._look()
             return
         for _ in range(len(self._commands)):
             self._commands.popleft()(now)
@@ -322,6 +327,15 @@ class Hub:
             self._say(peer, message)
         fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
         self._due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at)
+
+    def _look(self) -> None:
+        """Without a sleep, at what is likely to come next; the next turn carries it out."""
+        for _ in range(LOOKS):
+            if self._channel.linger(LINGER_S) or self._commands:
+                return
+            if self._worker.turn():
+                self._awake_until = time.monotonic() + self._spin_s
+                return
 
     def _idle_s(self) -> float:
         """How long nothing is due."""
@@ -360,6 +374,8 @@ class Hub:
         rank = self._handshake.rank(peer)
         if rank is None:
             return
+        if not (message.final or message.filled):
+            self._on_begin(peer.instance, key_of(message))
         begin = functools.partial(self.sessions.receives.begin_unpack, peer, message)
         unpacks = [self._packing.take(peer, filled, begin, rank.incoming, rank.unpack) for filled in message.filled]
         self._worker.unpack(unpack for unpack in unpacks if unpack is not None)

@@ -171,6 +171,7 @@ class KVManager:
         )
         held = self._local.table.ranks[topology.group_rank].by_name
         self._sizes = {name: HeldSize(layout) for name, layout in held.items()}
+        self.spin_s = memory.spin_s
         self._handles: dict[tuple[str, str, RequestKey], Receiver | Sender] = {}
         self._leases: dict[Lease, Session] = {}
         self._events: deque[Event] = deque()
@@ -185,9 +186,10 @@ class KVManager:
             backend=self.backend,
             packing=packing,
             slots=slots,
-            spin_s=memory.spin_s,
+            spin_s=self.spin_s,
             local=self._local,
             digest=memory.digest,
+            on_begin=self._begin_request,
             on_event=self._end_request,
             on_death=self._fail_everything,
         )
@@ -498,6 +500,12 @@ class KVManager:
         return "" if self._is_ready(name) else instance.problem
 
     # -- ends, in the hub's threads ----------------------------------------------------------------------------------
+
+    def _begin_request(self, peer: str, key: RequestKey) -> None:
+        """Have a receiver's waiting threads ready."""
+        handle = self._handles.get((Receiver.direction, peer, key))
+        if handle is not None:
+            handle.begin()
 
     def _end_request(self, event: Event, work: Work) -> None:
         """Tell the server, the log and the metrics."""

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from disagg import _core
 from disagg.copies import Addresses
 
 Ints = npt.NDArray[np.int64]
@@ -51,6 +52,18 @@ class SpanShape:
         return (self.source_bases, self.destination_bases)[side], nbytes
 
 
+class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
+    """Span classes, by number."""
+
+    @cached_property
+    def sizes(self) -> _core.SpanSizes:
+        """How much they move, for the compiled core."""
+        steps = np.array([shape.steps for shape in self], dtype=np.uint64)
+        nbytes = np.array([shape.nbytes for shape in self], dtype=np.uint64)
+        num_bases = np.array([len(shape.source_bases) for shape in self], dtype=np.uint64)
+        return _core.SpanSizes(steps, nbytes, num_bases, np.array([shape.dense for shape in self], dtype=np.bool_))
+
+
 @dataclass(frozen=True, eq=False)
 class SpanRuns:
     """A part of a request: the bases `bases` (numbers; `None`: all) of span class `span`, over token runs.
@@ -72,20 +85,15 @@ class SpanBatch:
     parts: tuple[SpanRuns, ...]
 
     @cached_property
-    def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Of each part: its bases, and the pieces and bytes of one of them."""
-        found, positions = [], {id(part.runs): int(part.runs[:, 4].sum()) for part in self.parts}
-        for part in self.parts:
-            shape, length = self.shapes[part.span], positions[id(part.runs)]
-            pieces = (len(part.runs) if shape.dense else length) * shape.steps
-            bases = len(shape.source_bases) if part.bases is None else len(part.bases)
-            found.append((bases, pieces, length * shape.steps * shape.nbytes))
-        return tuple(found)
+    def core(self) -> _core.Order:
+        """The same for the compiled core."""
+        shapes = self.shapes if isinstance(self.shapes, SpanShapes) else SpanShapes(self.shapes)
+        return _core.Order(shapes.sizes, [(part.span, part.bases, part.runs) for part in self.parts])
 
     def __len__(self) -> int:
         """Pieces, neighbours not joined."""
-        return sum(bases * pieces for bases, pieces, _ in self.sizes)
+        return self.core.num_pieces
 
     @property
     def total_nbytes(self) -> int:
-        return sum(bases * nbytes for bases, _, nbytes in self.sizes)
+        return self.core.total_nbytes

@@ -371,8 +371,8 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
-    def linger(self, seconds: float) -> None:
-        self.inner.linger(seconds)
+    def linger(self, seconds: float) -> bool:
+        return self.inner.linger(seconds)
 
     def flush(self) -> None:
         self.inner.flush()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from disagg.backends.local import LocalBackend
 from disagg.copies import CopyBatch
 from disagg.device import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from disagg.errors import BackendError, ConfigError
+from disagg.handles import RequestHandle
+from disagg.leases import Lease
 from disagg.memory import Device, MemoryRegion
+from disagg.session import Event, RequestKey
 from disagg.spans import SpanBatch, SpanShape
 from disagg.testing.twins_gpu import SpanLaunch, span_pieces
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
@@ -128,8 +132,10 @@ class Packing(LocalBackend):
         return StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=3, num_rings=8)
 
 
+@pytest.mark.parametrize("spin_s", [0.0, 5e-3])
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
-def test_an_engine_that_computes_addresses(prefill: Side, decode: Side) -> None:
+def test_an_engine_that_computes_addresses(prefill: Side, decode: Side, spin_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolMemory, "spin_s", spin_s)
     before = Spans.posted
     with cluster(prefill, decode, settings={"backend": Spans}) as made:
         for first_token, num_tokens in ((0, 37), (5, 61)):
@@ -172,6 +178,26 @@ def test_a_kernel_that_fails_ends_its_request(way: str, monkeypatch: pytest.Monk
         patch.undo()
         monkeypatch.setattr(TwinMover, "problem", "")
         assert all(event.ok for event in made.transfer(61))
+
+
+def test_threads_that_wait_are_woken_when_copying_begins_and_when_it_is_over() -> None:
+    handle = RequestHandle(cast("Any", SimpleNamespace(spin_s=1e-3)), RequestKey(b"0" * 16, 0), "prefill", None)
+    ended: list[Event] = []
+    threads = [threading.Thread(target=lambda: ended.append(handle.wait(timeout_s=DEADLINE_S))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    handle.begin()
+    handle.begin()
+    with pytest.raises(TimeoutError, match="not ended within"):
+        handle.wait(timeout_s=0.02)
+    assert not ended
+    event = Event(handle.key, "prefill", "receive", ok=True, payload=b"", error=None, lease=Lease(), tag=None)
+    handle.begin()
+    handle.end(event)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert ended == [event] * 3
+    assert handle.wait(timeout_s=0) is event
 
 
 def test_where_pools_are() -> None:
