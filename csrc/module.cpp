@@ -470,9 +470,10 @@ NB_MODULE(_core, m) {
     nb::class_<SpanSizes>(m, "SpanSizes", "How much one position of each span class moves, by columns.")
         .def(nb::init<Addresses, Addresses, Addresses, Column<bool>>(), "steps"_a.noconvert(), "nbytes"_a.noconvert(),
              "num_bases"_a.noconvert(), "dense"_a.noconvert());
-    nb::class_<Order>(m, "Order",
-                      "A request over span classes, of parts (span class, numbers of its bases or None for all, token runs).\n\n"
-                      "ValueError: no such span class, a run without a position, or 2**64 bytes.")
+    nb::class_<Order>(
+        m, "Order",
+        "A request over span classes, of parts (span class, numbers of its bases or None for all, token runs).\n\n"
+        "ValueError: no such span class, a run without a position, or 2**64 bytes.")
         .def(nb::init<const SpanSizes&, std::vector<Order::Part>>(), "sizes"_a, "parts"_a.noconvert())
         .def_prop_ro("num_pieces", [](const Order& self) { return self.order.num_pieces(); })
         .def_prop_ro("total_nbytes", [](const Order& self) { return self.order.total_nbytes(); })
@@ -525,7 +526,8 @@ NB_MODULE(_core, m) {
         .def("set", [](Flag& self) { self.is_set.store(true); })
         .def(
             "linger", [](const Flag& self, double seconds) { return ask_for(seconds, [&] { return self.is_set.load(); }); },
-            "seconds"_a, "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
+            "seconds"_a,
+            "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
     m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(),
           "Wait for so long without sleeping, or until one of the descriptors is readable or over; other threads have the\n"
           "interpreter meanwhile. Whether one is.");

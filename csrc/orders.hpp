@@ -46,10 +46,12 @@ inline std::uint64_t checked(std::uint64_t a, std::uint64_t b, bool (*wraps)(std
     return found;
 }
 inline std::uint64_t times(std::uint64_t a, std::uint64_t b) {
-    return checked(a, b, [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_mul_overflow(x, y, out); });
+    return checked(a, b,
+                   [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_mul_overflow(x, y, out); });
 }
 inline std::uint64_t plus(std::uint64_t a, std::uint64_t b) {
-    return checked(a, b, [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_add_overflow(x, y, out); });
+    return checked(a, b,
+                   [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_add_overflow(x, y, out); });
 }
 
 }  // namespace detail
@@ -177,7 +179,9 @@ class Order {
     };
 
     std::size_t find(std::span<const TokenRun> runs) const {
-        const auto same = [&](const auto& other) { return other.first.data() == runs.data() && other.first.size() == runs.size(); };
+        const auto same = [&](const auto& other) {
+            return other.first.data() == runs.data() && other.first.size() == runs.size();
+        };
         return static_cast<std::size_t>(std::find_if(known_.begin(), known_.end(), same) - known_.begin());
     }
 
