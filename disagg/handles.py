@@ -34,7 +34,7 @@ class Requests(Protocol):
 
     def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
     def send(self, sender: Sender, chunk: Chunk) -> None: ...
-    def finish(self, sender: Sender, payload: bytes) -> None: ...
+    def finish(self, sender: Sender, payload: bytes, chunk: Chunk | None) -> None: ...
     def abort(self, handle: Receiver | Sender, error: RequestAborted) -> None: ...
 
 
@@ -133,32 +133,31 @@ class Sender(RequestHandle):
 
         Returns at once. Raises `LocalProtocolError` for a component that was not declared, or after `finish`.
         """
-        self._add(rows, tokens, layers, ready)
+        self._requests.send(self, self._chunk(rows, tokens, layers, ready))
 
     def finish(self, rows: Mapping[str, Rows] | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
         """Send the last rows, and say that nothing more will come. `payload` reaches every receiver with its success."""
         _check_payload(payload)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: finish() was already called")
-        if rows:
-            self._add(rows, None, None, ready)
+        chunk = self._chunk(rows, None, None, ready) if rows else None
         self._finished = True
-        self._requests.finish(self, payload)
+        self._requests.finish(self, payload, chunk)
 
     def abort(self, reason: str) -> None:
         """End the request towards every receiver."""
         self._requests.abort(self, RequestAborted(reason))
 
-    def _add(
+    def _chunk(
         self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
-    ) -> None:
+    ) -> Chunk:
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
         self._requests.check_kinds(rows)
         if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
             raise LocalProtocolError(f"tokens: expected 0 <= start <= stop, found {tokens}")
         chosen = None if layers is None else tuple(int(layer) for layer in layers)
-        self._requests.send(self, Chunk(next(self._numbers), dict(rows), tokens, chosen, ready))
+        return Chunk(next(self._numbers), dict(rows), tokens, chosen, ready)
 
 
 def _check_payload(payload: object) -> None:

@@ -189,6 +189,7 @@ class Hub:
         self._stopping = False
         self._complaints = Complaints(logger)
         self._due = self._awake_until = 0.0
+        self._passes_over = False
         self._spin_s = spin_s
         self._packing = packing
         self._worker = TransferWorker(
@@ -297,12 +298,15 @@ class Hub:
     def _turn(self) -> None:
         """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
         arrived = work = False
-        idle_s = self._idle_s()
-        if self._spin_s and idle_s > 0:
-            self._worker.take_over()
-        for each in self._channel.poll(idle_s):
-            work = self._take(each, time.monotonic()) or work
-            arrived = True
+        # What is there already is carried out first; then it is the channel's turn.
+        self._passes_over = not self._passes_over and bool(self._commands or self._worker.has_reports)
+        if not self._passes_over:
+            idle_s = self._idle_s()
+            if self._spin_s and idle_s > 0:
+                self._worker.take_over()
+            for each in self._channel.poll(idle_s):
+                work = self._take(each, time.monotonic()) or work
+                arrived = True
         now = time.monotonic()
         if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
             self._awake_until = now + self._spin_s
@@ -325,6 +329,7 @@ class Hub:
         self._carry_out_sessions()
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
+        self._channel.flush()
         fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
         self._due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at)
 

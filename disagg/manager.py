@@ -406,11 +406,13 @@ class KVManager:
         self._check_alive()
         self._hub.command(send)
 
-    def finish(self, sender: Sender, payload: bytes) -> None:
+    def finish(self, sender: Sender, payload: bytes, chunk: Chunk | None) -> None:
         """See `Sender.finish`."""
 
         def finish(now: float) -> None:
             if sender.session is not None:
+                if chunk is not None:
+                    self._hub.sessions.sends.send(sender.session, chunk, now)
                 self._hub.sessions.sends.finish(sender.session, payload, now)
 
         self._check_alive()

@@ -36,10 +36,6 @@ MIN_PIECES = 32
 """Fewer pieces than this go one by one: a slot costs two messages."""
 
 
-NOTHING = Stream(source=True)
-"""A stream without a byte."""
-
-
 def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
     """Whether the pieces of a span class are below the threshold; runs of tokens end with the shorter page."""
     if not span.dense:
@@ -118,7 +114,7 @@ def bind_outgoing(
         else:
             packed.append((written.component, chosen))
             parts.append(Part(written.component, small, written.layers, written.start, written.stop))
-    stream = stream_of(packed) if packed else NOTHING
+    stream = stream_of(packed) if packed else None
     return Bound(
         CopyBatch.concatenate(direct),
         stream,

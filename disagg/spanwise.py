@@ -65,7 +65,7 @@ def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransf
             layers=written.layers,
         )
         parts += placed.span_runs(prepared.first[written.component])
-    return Bound(SpanBatch(prepared.spans.shapes, tuple(parts)), Stream(source=True), prepared=prepared.spans)
+    return Bound(SpanBatch(prepared.spans.shapes, tuple(parts)), prepared=prepared.spans)
 
 
 # -- packed streams --------------------------------------------------------------------------------------------------

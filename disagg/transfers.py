@@ -107,7 +107,7 @@ class Bound:
     """
 
     direct: CopyBatch | SpanBatch
-    stream: PackedStream
+    stream: PackedStream | None = None
     parts: Any = ()
     prepared: PreparedSpans | None = None
     source: SourcePacked | None = None
@@ -115,7 +115,12 @@ class Bound:
 
     @property
     def nbytes(self) -> int:
-        return self.direct.total_nbytes + self.stream.total + (self.source.total if self.source is not None else 0)
+        return self.direct.total_nbytes + sum(packed.total for packed in (self.stream, self.source) if packed is not None)
+
+    @property
+    def ring_nbytes(self) -> int:
+        """What goes through the peer's ring."""
+        return self.stream.total if self.stream is not None else 0
 
     @property
     def is_quick(self) -> bool:
@@ -243,7 +248,7 @@ class _Active:
 
     @property
     def packing(self) -> bool:
-        return (self.packing_at_source or self.offset < self.bound.stream.total) and not self.error
+        return (self.packing_at_source or self.offset < self.bound.ring_nbytes) and not self.error
 
     @property
     def packing_at_source(self) -> bool:
@@ -524,7 +529,7 @@ class TransferWorker:
         ring = active.job.ring
         assert ring is not None
         wanted = self._told_at_once(active.job)
-        left = -(-(active.bound.stream.total - active.offset) // ring.ring.slot_nbytes)
+        left = -(-(active.bound.ring_nbytes - active.offset) // ring.ring.slot_nbytes)
         if ring.num_free < min(wanted, left):
             return 0
         packed = 0
@@ -576,6 +581,7 @@ class TransferWorker:
             return False
         ring, stream = active.job.ring, active.bound.stream
         assert ring is not None
+        assert stream is not None
         assert self._slots is not None
         listed = active.bound.listed
         local = self._slots.take() if listed is None else None

@@ -56,10 +56,11 @@ class Carrier:
         _, theirs = self.scene.rows(self.source, self.destination)
         name, case = self.scene.case.model.component, self.scene.case
         incoming = bind_incoming(plan, bound.parts, {name: theirs}, {name: (case.need, case.num_tokens)})
-        assert incoming.total == bound.stream.total
+        assert incoming.total == bound.ring_nbytes
         for offset in range(0, incoming.total, room):
             nbytes = min(room, incoming.total - offset)
             if bound.listed is None:
+                assert bound.stream is not None
                 bound.stream.gather(offset, nbytes, at)
             else:
                 self.copy(*bound.listed.copies(offset, nbytes, at))
