@@ -62,6 +62,9 @@ class CudaQueue {
         return {};
     }
 
+    // Whether what was before an event is done, or has failed.
+    bool is_over(std::uintptr_t event) const { return query(event).status != kNotReady; }
+
     // The status of an event: 0 where what was before it is done, kNotReady, or an error.
     CudaStatus query(std::uintptr_t event) const {
         const Current current{*this};

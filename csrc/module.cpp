@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -248,7 +249,7 @@ std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, 
 
 std::uint64_t total_nbytes(const Addresses& nbytes) {
     const Released released(nbytes.shape(0));
-    return disagg::detail::total_nbytes(view(nbytes));
+    return std::accumulate(nbytes.data(), nbytes.data() + nbytes.shape(0), std::uint64_t{0});
 }
 
 void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTable>& runs,
@@ -366,16 +367,38 @@ bool ask_for(double seconds, const IsOver& is_over) {
     return false;
 }
 
-bool linger(double seconds, const Column<std::int32_t>& descriptors) {
-    std::vector<pollfd> watched;
-    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
-    return ask_for(seconds, [&] { return poll(watched.data(), watched.size(), 0) > 0; });
-}
+// An event of a queue, which it keeps.
+struct CudaEvent {
+    nb::object held;
+    const disagg::CudaQueue* queue;
+    std::uintptr_t event;
+};
 
 // Set once, by one thread, and waited for by others.
 struct Flag {
     std::atomic<bool> is_set = false;
 };
+
+bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
+    std::vector<pollfd> watched;
+    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+    std::vector<nb::object> held;  // whatever becomes of the list meanwhile
+    std::vector<const Flag*> flags;
+    std::vector<CudaEvent> events;
+    for (const nb::handle sign : signs) {
+        held.push_back(nb::borrow(sign));
+        if (nb::isinstance<Flag>(sign)) {
+            flags.push_back(nb::inst_ptr<Flag>(sign));
+        } else {
+            events.push_back(nb::cast<CudaEvent>(sign));
+        }
+    }
+    return ask_for(seconds, [&] {
+        return std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
+               std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
+               poll(watched.data(), watched.size(), 0) > 0;
+    });
+}
 
 }  // namespace
 
@@ -433,8 +456,7 @@ NB_MODULE(_core, m) {
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"
           "Returns the bytes copied. Memory must be mapped and destinations disjoint: nothing checks that here.\n"
           "ValueError: columns of different lengths, or num_threads below 1.");
-    m.def("total_nbytes", &total_nbytes, "nbytes"_a.noconvert(),
-          "The sum of a contiguous uint64 column. ValueError where it is not below 2**64.");
+    m.def("total_nbytes", &total_nbytes, "nbytes"_a.noconvert(), "The sum of a contiguous uint64 column, modulo 2**64.");
     m.def("copy_between_processes", &copy_between_processes, "pid"_a, "local"_a.noconvert(), "remote"_a.noconvert(),
           "nbytes"_a.noconvert(), nb::kw_only(), "write"_a, "num_threads"_a = 1,
           "Copy between addresses of this process and of process `pid`, to it or from it; three columns of one length.\n\n"
@@ -528,7 +550,15 @@ NB_MODULE(_core, m) {
             "linger", [](const Flag& self, double seconds) { return ask_for(seconds, [&] { return self.is_set.load(); }); },
             "seconds"_a,
             "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
-    m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(),
-          "Wait for so long without sleeping, or until one of the descriptors is readable or over; other threads have the\n"
-          "interpreter meanwhile. Whether one is.");
+    nb::class_<CudaEvent>(m, "CudaEvent", "An event that is recorded on a queue's stream.")
+        .def(
+            "__init__",
+            [](CudaEvent* self, nb::object queue, std::uintptr_t event) {
+                const auto* const own = nb::cast<const disagg::CudaQueue*>(queue);
+                new (self) CudaEvent{std::move(queue), own, event};
+            },
+            "queue"_a, "event"_a);
+    m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
+          "Wait for so long without sleeping, or until a descriptor is readable or over, a flag is set, or the work before an\n"
+          "event is over; other threads have the interpreter meanwhile. Whether one is.");
 }

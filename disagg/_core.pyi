@@ -159,7 +159,7 @@ class Regions:
         """How many ranges come before the first that no region holds whole. Raises as `locate` does."""
 
 def total_nbytes(nbytes: _Addresses) -> int:
-    """The sum. Raises `ValueError` where it is not below 2**64."""
+    """The sum, modulo 2**64."""
 
 def copy_batch(source: _Addresses, destination: _Addresses, nbytes: _Addresses, num_threads: int = 1) -> int:
     """Copy `nbytes[i]` bytes from address `source[i]` to address `destination[i]`; returns the bytes copied.
@@ -267,7 +267,15 @@ class Flag:
     def linger(self, seconds: float) -> bool:
         """Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is set."""
 
-def linger(seconds: float, descriptors: npt.NDArray[np.int32]) -> bool:
-    """Wait for so long without sleeping, as waking up takes longer, or until one of the descriptors is readable or over; other
-    threads have the interpreter meanwhile. Whether one is.
+class CudaEvent:
+    """An event that is recorded on a queue's stream."""
+
+    def __init__(self, queue: CudaQueue, event: int) -> None: ...
+
+Sign = Flag | CudaEvent
+"""What can be asked for without the interpreter. Exists for type checkers only."""
+
+def linger(seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
+    """Wait for so long without sleeping, as waking up takes longer, or until a descriptor is readable or over, a flag is set,
+    or the work before an event is over; other threads have the interpreter meanwhile. Whether one is.
     """

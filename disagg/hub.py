@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from disagg import _core
 from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
@@ -55,10 +56,10 @@ dozen rounds of chaos, while it connected to three ranks.
 """
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
-LINGER_S = 10e-6
-"""Between looks without a sleep; a server's own threads have the interpreter meanwhile."""
-LOOKS = 4
-"""At lanes and work under way, for one at what may come over TCP."""
+LINGER_S, TOLD_S = 10e-6, 200e-6
+"""Between looks without a sleep, at work that has to be asked and where all of it says when it is done."""
+LOOKS = 8
+"""At work under way, for one at the control channel."""
 MAX_FENCING = 4096
 """Lost ranks that are asked about. Beyond it those that were lost first are asked no more: their rows stay quarantined."""
 
@@ -129,7 +130,7 @@ class Wire(Protocol):
     def send(self, address: str, data: bytes) -> bool: ...
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
     def wake(self) -> None: ...
-    def linger(self, seconds: float) -> bool: ...
+    def linger(self, seconds: float, signs: list[_core.Sign]) -> bool: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -336,10 +337,12 @@ class Hub:
     def _look(self) -> None:
         """Without a sleep, at what is likely to come next; the next turn carries it out."""
         for _ in range(LOOKS):
-            if self._channel.linger(LINGER_S) or self._commands:
-                return
+            signs, all_told = self._worker.signs()
+            told = self._channel.linger(TOLD_S if all_told else LINGER_S, signs)
             if self._worker.turn():
                 self._awake_until = time.monotonic() + self._spin_s
+                return
+            if told or all_told:
                 return
 
     def _idle_s(self) -> float:

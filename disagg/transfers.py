@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from disagg import _core
 from disagg.backends.base import (
     Backend,
     Op,
@@ -58,7 +59,9 @@ class ReadyEvent(Protocol):
 
 
 class Passing(Protocol):
-    """Work that goes on without this thread; what was begun first passes first."""
+    """Work that goes on without this thread; what was begun first passes first. As a `Transfer` it may have a `sign` that says
+    when it is over.
+    """
 
     def query(self) -> bool:
         """Whether it is done; raises `BackendError` where it will never be."""
@@ -343,6 +346,17 @@ class TransferWorker:
             return self._turn() > 0
         finally:
             self._turning.release()
+
+    def signs(self) -> tuple[list[_core.Sign], bool]:
+        """What says that work under way is done, and whether that is so of all of it."""
+        work: list[Any] = [unpacking.passing for unpacking in tuple(self._unpacking)]
+        for active in tuple(self._active):
+            work += (slot.packing or slot.transfer for slot in active.slots)
+            if active.direct is not None:
+                work.append(active.direct)
+        found = [getattr(each, "sign", None) for each in work]
+        signs = [sign for sign in found if sign is not None]
+        return signs, len(signs) == len(found) and not self._waiting
 
     def take_over(self) -> None:
         """Have the thread see to what there is."""

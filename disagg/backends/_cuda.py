@@ -240,6 +240,10 @@ class Queue:
         """Start `kernel`, whose parameters are all 64-bit words, and record the event `done` behind it."""
         self._check(*self._native.launch(kernel, arguments, blocks, threads, done))
 
+    def sign(self, event: int) -> _core.CudaEvent:
+        """The event, for whoever waits for the work before it."""
+        return _core.CudaEvent(self._native, event)
+
     def is_past(self, event: int) -> bool:
         """Whether the work before the event is done; raises `CudaError` where the context has failed."""
         call, status = self._native.query(event)

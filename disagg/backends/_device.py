@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from disagg import _core
 from disagg.backends._cuda import KERNEL_SOURCE, Buffer, CudaError, Gpu, Queue
 from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
 from disagg.copies import Addresses
@@ -70,9 +71,10 @@ class GpuOrder:
 class GpuWork:
     """Kernels that were started, and the event behind the last of them."""
 
-    def __init__(self, mover: GpuMover, event: int) -> None:
+    def __init__(self, mover: GpuMover, event: int, sign: _core.CudaEvent) -> None:
         self._mover = mover
         self._event: int | None = event
+        self.sign = sign
 
     def query(self) -> bool:
         """Whether they are done; raises `BackendError` where the GPU has failed."""
@@ -163,7 +165,7 @@ class GpuMover:
             self._queue.launch(self._kernels["move_spans"], arguments, blocks=blocks, threads=THREADS, done=event)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
-        return GpuWork(self, event)
+        return GpuWork(self, event, self._queue.sign(event))
 
     def _take_event(self) -> int:
         with self._lock:

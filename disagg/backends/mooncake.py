@@ -49,6 +49,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from disagg import _core
 from disagg.backends.base import (
     BackendOptions,
     Fence,
@@ -263,6 +264,7 @@ class MooncakeTransfer:
         self.pieces = pieces
         self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
         self.error: str | None = None
+        self.sign = None if queue.by_caller else _core.Flag()  # those of a queue by its caller are over when they are asked
         self.num_posted = 0
         self.num_flights = 0
         self.ended_wholly = True
@@ -272,6 +274,12 @@ class MooncakeTransfer:
         if self.status is TransferStatus.PENDING:
             self._queue.look()
         return self.status
+
+    def settle(self, status: TransferStatus) -> None:
+        """How it ended, as far as is known."""
+        self.status = status
+        if self.sign is not None:
+            self.sign.set()
 
     def close(self) -> None:
         """The engine has freed what it held when the transfer settled."""
@@ -305,7 +313,7 @@ class _PeerQueue:
         self, engine: _Engine, opcodes: Mapping[Op, object], descriptor: _Descriptor, limit: int, *, by_caller: bool
     ) -> None:
         self._engine = engine
-        self._by_caller = by_caller
+        self.by_caller = by_caller
         self._opcodes = opcodes
         self._descriptor = descriptor
         self._limit = limit
@@ -358,7 +366,7 @@ class _PeerQueue:
 
     def _gets_turn(self) -> bool:
         """Whether a caller may do the thread's work now."""
-        return self._by_caller and self._turn.acquire(blocking=False)
+        return self.by_caller and self._turn.acquire(blocking=False)
 
     def _take_turn(self, work: Callable[[], None]) -> None:
         """Do `work` in the caller, which has the turn. The thread hears of what is left to it, and of what went wrong; of
@@ -431,7 +439,7 @@ class _PeerQueue:
             if transfer.status is TransferStatus.PENDING:
                 transfer.fail(reason)
                 never_posted = transfer.num_posted == 0
-                transfer.status = TransferStatus.FAILED if never_posted else TransferStatus.UNSETTLED
+                transfer.settle(TransferStatus.FAILED if never_posted else TransferStatus.UNSETTLED)
 
     def _post(self) -> None:
         """Fill the engine's queue with what is waiting, in order."""
@@ -514,7 +522,7 @@ class _PeerQueue:
         if transfer.num_flights or (self._waiting and self._waiting[0] is transfer):
             return
         if transfer.error is None:
-            transfer.status = TransferStatus.DONE
+            transfer.settle(TransferStatus.DONE)
             return
         self._unsettled.append(transfer)
         self._probe_at = 0.0
@@ -526,7 +534,7 @@ class _PeerQueue:
         gone = self._is_gone()
         for transfer in self._unsettled:
             provable = gone and (transfer.ended_wholly or self._descriptor.protocol == "tcp")
-            transfer.status = TransferStatus.FAILED if provable else TransferStatus.UNSETTLED
+            transfer.settle(TransferStatus.FAILED if provable else TransferStatus.UNSETTLED)
         self._unsettled = [t for t in self._unsettled if t.status is TransferStatus.UNSETTLED]
         self._probe_at = time.monotonic() + _PROBE_S
 

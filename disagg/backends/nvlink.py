@@ -50,6 +50,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from disagg import _core
 from disagg.backends._cuda import (
     IPC_HANDLE_NBYTES,
     KERNEL_SOURCE,
@@ -169,6 +170,7 @@ class NvlinkTransfer:
         self.buffers: list[Buffer] = []
         self.posted = False
         self.event: int | None = None
+        self.sign: _core.CudaEvent | None = None
         self.status = TransferStatus.PENDING
         self.error: str | None = None
 
@@ -609,6 +611,8 @@ class _Engine:
         transfer.posted = True
         whole, done = (buffer.device_address, *arguments), transfer.event or 0
         self.queue.launch(self._kernels[name], whole, blocks=blocks, threads=THREADS, done=done)
+        if last:
+            transfer.sign = self.queue.sign(done)
 
     def _event(self) -> int:
         if self._events:

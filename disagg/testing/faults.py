@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disagg import backends
+from disagg import _core, backends
 from disagg.backends.base import (
     Backend,
     BackendOptions,
@@ -371,8 +371,8 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
-    def linger(self, seconds: float) -> bool:
-        return self.inner.linger(seconds)
+    def linger(self, seconds: float, signs: list[_core.Sign]) -> bool:
+        return self.inner.linger(seconds, signs)
 
     def flush(self) -> None:
         self.inner.flush()
