@@ -5,7 +5,9 @@ tasks of their own, because the status of a batch of one task is all that this e
 giving up. When these have ended, the batch before them in the engine's first-in first-out queue has ended too, or is about
 to, and the call that waits for it returns at once. One thread per peer posts and asks; nobody spins, and no caller waits.
 Over TCP a few pieces are posted by the caller, and asked for by whoever polls: a thread's turn would take longer than they do.
-Between GPUs only the thread calls the engine, which has refused pieces once when several threads did.
+Between GPUs only the thread calls the engine, which has refused pieces once when several threads did. There a task is seen to
+have ended only once nothing that was posted behind it is under way: what waits is posted together when that is so, and then
+asked for without a sleep.
 
 Pieces that are read are tasks of their own, all of them: after a failure it must be known of every one whether the engine
 may still write to local memory, and of a batch with a failed piece the engine tells nothing about the others.
@@ -85,6 +87,9 @@ _PROBE_S = 0.5
 _IDLE_S = 1.0
 """How often a thread with nothing to do looks whether the main thread has ended."""
 _PAUSE_S = (1e-4, 2e-3)
+_SPIN_S, _LOOK_S = 5e-3, 10e-6
+"""Between GPUs: for how long work is looked at without a sleep, and how long a look waits."""
+_NO_DESCRIPTORS = np.empty(0, np.int32)
 _REFUSED = (0, 2**64 - 1)
 """What posting returns instead of a batch's number."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
@@ -414,9 +419,11 @@ class _PeerQueue:
         """Sleep while there is nothing to do, shortly between looks at what is in the engine; False when it is over."""
         with self._changed:
             while self._open and threading.main_thread().is_alive():
-                if self._waiting and self._num_outstanding < self._limit:
+                if self._may_post():
                     return True
                 if self._flights:
+                    if not self.by_caller and time.monotonic() - self._moved_at < _SPIN_S:
+                        break
                     least, most = _PAUSE_S
                     self._changed.wait(min(most, max(least, (time.monotonic() - self._moved_at) / 16)))
                     return self._open
@@ -426,8 +433,15 @@ class _PeerQueue:
                     self._open = False
                     return False
                 self._changed.wait(_PROBE_S if self._unsettled else _IDLE_S)
-            self._open = False
-            return False
+            else:
+                self._open = False
+                return False
+        _core.linger(_LOOK_S, _NO_DESCRIPTORS, [])
+        return self._open
+
+    def _may_post(self) -> bool:
+        """Whether something waits and the engine is to have it now."""
+        return bool(self._waiting) and self._num_outstanding < (self._limit if self.by_caller else 1)
 
     def _end(self, reason: str) -> None:
         with self._turn, self._changed:
@@ -443,7 +457,9 @@ class _PeerQueue:
 
     def _post(self) -> None:
         """Fill the engine's queue with what is waiting, in order."""
-        while self._waiting and self._num_outstanding < self._limit:
+        group = len(self._waiting) if self._may_post() else 0
+        while self._waiting and self._num_outstanding < self._limit and (self.by_caller or group > 0):
+            group -= 1
             transfer = self._waiting[0]
             if not transfer.posted_wholly:
                 self._post_chunk(transfer)
@@ -451,7 +467,7 @@ class _PeerQueue:
                 with self._changed:
                     self._waiting.popleft()
                 self._judge(transfer)
-            self._settle_tasks()  # between GPUs a post takes as long as the copy: what has ended is not to wait for the rest
+            self._settle_tasks()
 
     def _post_chunk(self, transfer: MooncakeTransfer) -> None:
         """Post pieces up to half the limit, so that one chunk is under way while the next is prepared."""
