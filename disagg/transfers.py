@@ -395,12 +395,14 @@ class TransferWorker:
                 return
             with self._turning:
                 busy = self._turn()
-            if self._reports:
+            told = bool(self._reports)
+            if told:
                 self._on_reports()
-            if busy:
+            over = told and self._calls_turns  # who calls for turns is awake now, and says so before it sleeps again
+            if busy and not over:
                 sleep_s = MIN_SLEEP_S
                 continue
-            if self._is_under_way():
+            if self._is_under_way() and not over:
                 sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
                 time.sleep(sleep_s)
                 continue
