@@ -46,6 +46,8 @@ MOST_AT_ONCE = 8
 QUICK_ROWS = 256
 QUICK_NBYTES = 1 << 20
 """What is bound, and what is posted or unpacked, in the thread that hands it over; more is left to the worker's own."""
+LONG_NBYTES = 16 << 20
+"""What an engine that computes addresses is given at once, from which on its receiver is told that copying has begun."""
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
 """How long a packed write may take before a spare stands in for its slot, so that its peer does not hold up the others."""
@@ -172,7 +174,7 @@ class SlotFilled:
 
 @dataclass(frozen=True)
 class Begun:
-    """Report: the engine computes the addresses of a job and copies by itself; its receiver may want to be awake in time."""
+    """Report: the engine has begun to copy a job that takes it a while; its receiver may want to be awake in time."""
 
     ticket: Hashable
 
@@ -351,6 +353,8 @@ class TransferWorker:
         """What says that work under way is done, and whether that is so of all of it."""
         work: list[Any] = [unpacking.passing for unpacking in tuple(self._unpacking)]
         for active in tuple(self._active):
+            if active.told_unsettled:
+                continue  # nobody expects its end
             work += (slot.packing or slot.transfer for slot in active.slots)
             if active.direct is not None:
                 work.append(active.direct)
@@ -527,7 +531,7 @@ class TransferWorker:
             post = functools.partial(self._post, active.job, bound.direct, active.report, bound.prepared)
             active.direct = self._attempt(post, active.report)
             active.error = active.report.error
-            if bound.prepared is not None and not active.error:
+            if bound.prepared is not None and bound.nbytes >= LONG_NBYTES and not active.error:
                 self._reports.append(Begun(active.job.ticket))
         return 1
 

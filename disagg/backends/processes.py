@@ -100,6 +100,8 @@ class ProcessWatch:
             os.close(self._descriptor)
             self._descriptor = None
 
+    __del__ = close
+
 
 def host_identity() -> str:
     """Equal for processes that see each other by process id."""
