@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -21,7 +22,13 @@ AUTO_GPU = ("nvlink",)
 
 def available() -> tuple[str, ...]:
     """Names that `load` knows, installed engine or not."""
-    return tuple(sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}))
+    return tuple(sorted({entry.name for entry in _entries()}))
+
+
+@functools.cache
+def _entries() -> importlib.metadata.EntryPoints:
+    """Of all installed packages; reading them takes longer than the rest of a small manager's start."""
+    return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
 def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
@@ -58,8 +65,9 @@ def _try(name: str, options: BackendOptions, reasons: list[str]) -> Backend | No
 
 
 def _factory(name: str) -> Callable[[BackendOptions], Backend]:
-    found = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=name))
+    found = tuple(_entries().select(name=name))
     if not found:
+        _entries.cache_clear()  # for one that is installed before it is asked for again
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(available())}, found {name!r}")
     factory: Callable[[BackendOptions], Backend] = found[0].load()
     return factory
