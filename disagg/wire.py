@@ -202,7 +202,8 @@ class PartialSums(msgspec.Struct, frozen=True, array_like=True):
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """What has landed. `filled` slots are to be unpacked; each is said again until its credit comes. The `final` one says
     which chunks of what the writer has sent, of which chunks how many bytes went packed, and the `sums` that the receiver
-    asked for; then nothing more will come and nothing is in flight.
+    asked for; then nothing more will come and nothing is in flight. One that is neither final nor names a slot says that
+    copying has begun, for a receiver that wants to be awake when it ends.
     """
 
     nonce: Nonce
