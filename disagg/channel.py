@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 import zmq.auth.thread
 import zmq.utils.monitor
@@ -207,7 +208,7 @@ class Channel:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._lanes.fileno(), zmq.POLLIN)
-        self._list_descriptors()
+        self._descriptors: npt.NDArray[np.int32] | None = None  # what `linger` looks at, listed when it is asked
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -233,7 +234,7 @@ class Channel:
         socket.connect(address)
         self._dialled[address] = _Dialled(socket)
         self._poller.register(socket, zmq.POLLIN)
-        self._list_descriptors()
+        self._descriptors = None
 
     def disconnect(self, address: str) -> None:
         """Drop the connection and what it has not sent yet."""
@@ -242,7 +243,7 @@ class Channel:
             self._poller.unregister(dialled.socket)
             dialled.socket.close(0)
             self._leave(dialled)
-            self._list_descriptors()
+            self._descriptors = None
 
     def send(self, address: str, data: bytes) -> bool:
         """Queue `data` for a dialled address, to leave with the next `poll`; whether that is dialled. What is lost is said
@@ -292,12 +293,11 @@ class Channel:
         """Wait without a sleep for something that `poll` is to take, right after it has found nothing, or for a sign; whether
         one of them is there.
         """
+        if self._descriptors is None:
+            sockets = self._router, self._monitor, *(dialled.socket for dialled in self._dialled.values())
+            found = [self._wake_fd, self._lanes.fileno(), *self._lanes.descriptors(), *(each.get(zmq.FD) for each in sockets)]
+            self._descriptors = np.array(found, np.int32)
         return _core.linger(seconds, self._descriptors, signs)
-
-    def _list_descriptors(self) -> None:
-        sockets = self._router, self._monitor, *(dialled.socket for dialled in self._dialled.values())
-        found = [self._wake_fd, self._lanes.fileno(), *self._lanes.descriptors(), *(socket.get(zmq.FD) for socket in sockets)]
-        self._descriptors = np.array(found, np.int32)
 
     def flush(self) -> None:
         """Send what was queued, as `poll` does first; what one address gets goes together."""
@@ -350,7 +350,7 @@ class Channel:
             self._poller.register(descriptor, zmq.POLLIN)
         for descriptor in self._lanes.excess():
             self._close_lane(descriptor)
-        self._list_descriptors()
+        self._descriptors = None
 
     def _from_lane(self, descriptor: int) -> Iterator[Inbound]:
         found = self._lanes.take(descriptor)
@@ -364,7 +364,7 @@ class Channel:
     def _close_lane(self, descriptor: int) -> None:
         self._poller.unregister(descriptor)
         self._lanes.close_lane(descriptor)
-        self._list_descriptors()
+        self._descriptors = None
 
     def _take_refusals(self) -> None:
         """Count and log connections that did not get as far as a message."""

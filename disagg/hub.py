@@ -140,9 +140,9 @@ _NOTHING = Work()
 
 class Hub:
     """The threads of one manager. `on_event` is called in them when a request ends, `on_begin` when copying begins for one that
-    is received, where the writer says so, and `on_death` when one of them dies. For
-    `spin_s` after there was last something to do the control thread looks for more without a sleep, and moves bytes as well:
-    of two threads that are awake each would wait for the other's turn at the interpreter.
+    is received, where the writer says so, and `on_death` when one of them dies. For `spin_s` after there was last something to
+    do the control thread looks for more without a sleep, and moves bytes as well: of two threads that are awake each would
+    wait for the other's turn at the interpreter.
 
     `problem` says why they died; `over` is set before the last look at who must be told, so that whoever comes later sees it.
     """
