@@ -47,6 +47,9 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     secret: bytes
 
 
+_OFFER = msgspec.msgpack.Decoder(Offer)
+
+
 class Source(NamedTuple):
     """The TCP connection that a lane stands beside, and the key that its peer has shown there."""
 
@@ -177,7 +180,7 @@ class Lane:
     def open(cls, offer: bytes) -> Lane | None:
         """The lane that was offered; `None` where this process cannot reach it: it is another host's, say."""
         try:
-            wanted = msgspec.msgpack.decode(offer, type=Offer)
+            wanted = _OFFER.decode(offer)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

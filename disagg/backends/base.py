@@ -289,6 +289,10 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: tuple[_RegionRow, ...]
 
 
+_ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
+"""Made here and not when it is used: two threads that are first to look at one `Struct` end the process (msgspec 0.22)."""
+
+
 def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion]) -> bytes:
     """`Endpoint` as bytes."""
     rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
@@ -298,7 +302,7 @@ def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryReg
 def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
     """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` where it is not one of `backend`."""
     try:
-        endpoint = msgspec.msgpack.decode(data, type=Endpoint)
+        endpoint = _ENDPOINT.decode(data)
         regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
     except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise RemoteProtocolError(

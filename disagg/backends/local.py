@@ -50,6 +50,9 @@ class _Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
 
 
+_DECODER = msgspec.msgpack.Decoder(_Token)
+
+
 def _copy(copies: CopyBatch) -> None:
     """Make the copies; every address has been checked, on both sides."""
     _core.copy_batch(copies.source, copies.destination, copies.nbytes)
@@ -134,7 +137,7 @@ class LocalBackend:
         self._check_open()
         descriptor, _ = decode_endpoint(self.name, endpoint)
         try:
-            token = msgspec.msgpack.decode(descriptor, type=_Token)
+            token = _DECODER.decode(descriptor)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'local': {error}") from error
         if token.pid != os.getpid():

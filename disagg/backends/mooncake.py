@@ -123,6 +123,9 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+_DECODER = msgspec.msgpack.Decoder(_Descriptor)
+
+
 # -- starting the engine ----------------------------------------------------------------------------------------------
 
 
@@ -735,7 +738,7 @@ class MooncakeBackend:
         """Raises `RemoteProtocolError`."""
         data, regions = decode_endpoint(self.name, endpoint)
         try:
-            descriptor = msgspec.msgpack.decode(data, type=_Descriptor)
+            descriptor = _DECODER.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'mooncake': {error}") from error
         if not descriptor.host or not 0 < descriptor.port < 2**16:

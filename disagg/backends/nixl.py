@@ -147,6 +147,9 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: ProcessIdentity
 
 
+_DECODER = msgspec.msgpack.Decoder(_Descriptor)
+
+
 def load_bindings() -> ModuleType:
     """NIXL's own bindings; raises `BackendUnavailable`.
 
@@ -466,7 +469,7 @@ class NixlBackend:
         """Reads one byte of the peer's first region, so that UCX has made its connections, within `WARM_UP_S`."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
-            descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
+            descriptor = _DECODER.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'nixl': {error}") from error
         peer = NixlPeer(descriptor, regions, epoch=epoch)

@@ -126,6 +126,9 @@ class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+_DECODER = msgspec.msgpack.Decoder(_Descriptor)
+
+
 @dataclass(eq=False)
 class NvlinkPeer:
     """One process's memory, mapped, at one epoch. `deltas`: what to add to an address in each region to have it here;
@@ -258,7 +261,7 @@ class NvlinkBackend:
         """Maps the peer's memory, and reads one byte of it through the kernel."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
-            descriptor = msgspec.msgpack.decode(raw, type=_Descriptor)
+            descriptor = _DECODER.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'nvlink': {error}") from error
         holding = {region: descriptor.holding(region) for region in regions}

@@ -63,6 +63,9 @@ class CmaTransfer:
         """Nothing is held."""
 
 
+_PROCESS = msgspec.msgpack.Decoder(ProcessIdentity)
+
+
 class CmaPeer:
     """A process at one epoch."""
 
@@ -113,7 +116,7 @@ class CmaBackend:
         self._registered()
         descriptor, regions = decode_endpoint(self.name, endpoint)
         try:
-            process = msgspec.msgpack.decode(descriptor, type=ProcessIdentity)
+            process = _PROCESS.decode(descriptor)
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"endpoint of backend 'cma': {error}") from error
         if process.host != host_identity():

@@ -1,0 +1,36 @@
+"""Endpoints, whichever engine they are of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FIRST = """
+import sys, threading
+from disagg.backends.base import decode_endpoint, encode_endpoint
+from disagg.memory import MemoryRegion
+
+sys.setswitchinterval(1e-6)
+data = encode_endpoint("any", b"", [MemoryRegion(4096, 64)])
+together = threading.Barrier(8)
+
+def first():
+    together.wait()
+    assert decode_endpoint("any", data)[1][0].nbytes == 64
+
+threads = [threading.Thread(target=first) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("read")
+"""
+
+
+def test_several_threads_may_be_the_first_to_read_an_endpoint() -> None:
+    """Managers of one process connect at once, each in a thread of its own; msgspec ends the process where they make a type's
+    decoder at the same time.
+    """
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr
