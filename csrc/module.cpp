@@ -374,7 +374,7 @@ struct CudaEvent {
     std::uintptr_t event;
 };
 
-// Set once, by one thread, and waited for by others.
+// Set once, by any thread, and waited for by others.
 struct Flag {
     std::atomic<bool> is_set = false;
 };

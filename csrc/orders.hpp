@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -40,18 +39,16 @@ inline constexpr std::uint64_t kOrderHeaderWords = 4, kOrderPartWords = 7;
 inline constexpr std::uint64_t kMostPieces = (std::uint64_t{1} << 31) - 1;
 inline constexpr std::uint32_t kAllBases = 0xFFFFFFFF;
 
-inline std::uint64_t checked(std::uint64_t a, std::uint64_t b, bool (*wraps)(std::uint64_t, std::uint64_t, std::uint64_t*)) {
-    std::uint64_t found = 0;
-    if (wraps(a, b, &found)) throw std::invalid_argument("order: its bytes are not below 2**64");
-    return found;
-}
+[[noreturn]] inline void too_long() { throw std::invalid_argument("order: its bytes are not below 2**64"); }
 inline std::uint64_t times(std::uint64_t a, std::uint64_t b) {
-    return checked(a, b,
-                   [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_mul_overflow(x, y, out); });
+    std::uint64_t product = 0;
+    if (__builtin_mul_overflow(a, b, &product)) too_long();
+    return product;
 }
 inline std::uint64_t plus(std::uint64_t a, std::uint64_t b) {
-    return checked(a, b,
-                   [](std::uint64_t x, std::uint64_t y, std::uint64_t* out) { return __builtin_add_overflow(x, y, out); });
+    std::uint64_t sum = 0;
+    if (__builtin_add_overflow(a, b, &sum)) too_long();
+    return sum;
 }
 
 }  // namespace detail

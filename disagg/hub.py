@@ -38,13 +38,13 @@ from disagg.session import (
     StartVerify,
     Ticket,
 )
-from disagg.session.types import NEVER, key_of
+from disagg.session.types import NEVER, ids, key_of
 from disagg.spanwise import bind_prepared
 from disagg.staging import SlotPool
 from disagg.sums import Digest
 from disagg.transfers import Begun, Job, ReadyEvent, Report, Settled, SlotFilled, TransferWorker, Unpacked
 from disagg.verification import SumWorker, sum_sent, verify_rows
-from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, Welcome, decode, encode
+from disagg.wire import Busy, Complete, Credit, Message, PartialSums, Reject, RequestMessage, Reserve, Welcome, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -630,15 +630,17 @@ class Hub:
 
     def _tell_begun(self, ticket: Ticket) -> None:
         """Have a receiver that sleeps wake up meanwhile: nothing has landed yet."""
-        session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
-        destination = session.destinations.get(ticket.peer) if session is not None else None
-        if destination is not None and destination.reserve is not None:
-            request_id, attempt = ticket.key
-            nonce = destination.reserve.nonce
-            self._say(ticket.peer, Complete(request_id=request_id, attempt=attempt, nonce=nonce, final=False))
+        reserve = self._reserve_of(ticket)
+        if reserve is not None:
+            self._say(ticket.peer, Complete(**ids(ticket.key), nonce=reserve.nonce, final=False))
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
+        reserve = self._reserve_of(ticket)
+        if reserve is not None:
+            self._packing.on_slot_filled(ticket.peer, ticket, reserve.nonce, report, now)
+
+    def _reserve_of(self, ticket: Ticket) -> Reserve | None:
+        """What a transfer is for, if its request is still known."""
         session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
-        if destination is not None and destination.reserve is not None:
-            self._packing.on_slot_filled(ticket.peer, ticket, destination.reserve.nonce, report, now)
+        return destination.reserve if destination is not None else None

@@ -421,11 +421,7 @@ class Placed:
     @property
     def spans(self) -> list[_core.Span]:
         """The span classes, for the compiled core."""
-        return (
-            self.plan.cores
-            if self.numbers == range(len(self.plan.spans))
-            else [self.plan.cores[number] for number in self.numbers]
-        )
+        return [self.plan.cores[number] for number in self.numbers]
 
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
         """The same over `span_shapes(plan)`, the first of which is number `first`."""

@@ -327,18 +327,22 @@ class TransferWorker:
         """
         if self._calls_turns:
             self.turn()
-        elif self._is_quick() and self._turning.acquire(blocking=False):
-            try:
-                self._unpack_some()
-                for active in self._take_new():
-                    if active.bound.is_quick:
-                        self._advance(active)
-                self._drop_ended()
-            finally:
-                self._turning.release()
-        if not self._calls_turns:
+        else:
+            self._do_what_is_quick()
             self.take_over()
         return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def _do_what_is_quick(self) -> None:
+        if not self._is_quick() or not self._turning.acquire(blocking=False):
+            return
+        try:
+            self._unpack_some()
+            for active in self._take_new():
+                if active.bound.is_quick:
+                    self._advance(active)
+            self._drop_ended()
+        finally:
+            self._turning.release()
 
     def turn(self) -> bool:
         """Get on with what there is in the caller's thread, unless this one is at it; whether anything has changed."""
