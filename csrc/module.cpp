@@ -297,6 +297,15 @@ std::size_t count_held(const Regions& self, const Addresses& addresses, const Ad
     return disagg::count_held(self.columns(), {view(addresses), view(nbytes)});
 }
 
+using Indices = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::int32_t place_blocks(const Regions& self, const Addresses& addresses, const Addresses& nbytes, std::uint64_t block,
+                          std::uint64_t per_list, const Addresses& firsts, const Indices& lists, const Indices& indices) {
+    const Released released(addresses.shape(0));
+    return disagg::place_blocks(self.columns(), {view(addresses), view(nbytes)}, {block, per_list, view(firsts)},
+                                {{lists.data(), lists.shape(0)}, {indices.data(), indices.shape(0)}});
+}
+
 int copy_between_processes(int pid, const Addresses& local, const Addresses& remote, const Addresses& nbytes, bool write,
                            std::int64_t num_threads) {
     const disagg::ProcessCopies pieces{view(local), view(remote), view(nbytes)};
@@ -450,7 +459,14 @@ NB_MODULE(_core, m) {
         .def("describe", &describe, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "out"_a.noconvert(),
              "As locate; `out` are uint64 rows (address, length, device number).")
         .def("count_held", &count_held, "addresses"_a.noconvert(), "nbytes"_a.noconvert(),
-             "How many ranges come before the first that no region holds whole. ValueError as for locate.");
+             "How many ranges come before the first that no region holds whole. ValueError as for locate.")
+        .def(
+            "place_blocks", &place_blocks, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "block"_a, "per_list"_a,
+            "firsts"_a.noconvert(), "lists"_a.noconvert(), "indices"_a.noconvert(),
+            "Whether each range is one of the blocks of `block` bytes that regions are cut into from their starts on, counted\n"
+            "from firsts[k] in region k: if so, number // per_list goes to `lists`, the rest to `indices`, both int32, and "
+            "the\n"
+            "highest of `lists` comes back, else -1. ValueError as for locate, and for a block or lists of nothing.");
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"

@@ -158,6 +158,24 @@ class Regions:
     def count_held(self, addresses: _Addresses, nbytes: _Addresses) -> int:
         """How many ranges come before the first that no region holds whole. Raises as `locate` does."""
 
+    def place_blocks(
+        self,
+        addresses: _Addresses,
+        nbytes: _Addresses,
+        block: int,
+        per_list: int,
+        firsts: _Addresses,
+        lists: npt.NDArray[np.int32],
+        indices: npt.NDArray[np.int32],
+    ) -> int:
+        """Whether each of `[addresses[i], + nbytes[i])` is one of the blocks of `block` bytes that the regions are cut into,
+        from their starts on, and which are counted from `firsts[k]` in region `k`.
+
+        If so, the block's number divided by `per_list` goes to `lists` and the rest to `indices`, and the highest of `lists`
+        comes back; -1 if not, and both are undefined. Raises `ValueError` for columns of different lengths, a `block` of 0, a
+        `per_list` that is not in 1 to 2**31 - 1, and more lists than an int32 counts.
+        """
+
 def total_nbytes(nbytes: _Addresses) -> int:
     """The sum, modulo 2**64."""
 

@@ -1,9 +1,10 @@
 """Backend `mooncake`: Mooncake's transfer engine over TCP, RDMA, or NVLink inside a node. Measured with 0.3.13.post1.
 
-A batch goes out in chunks. Of each chunk all but the last few pieces are one asynchronous batch call; the last few are
-tasks of their own, because the status of a batch of one task is all that this engine tells without blocking and without
-giving up. When these have ended, the batch before them in the engine's first-in first-out queue has ended too, or is about
-to, and the call that waits for it returns at once. One thread per peer posts and asks; nobody spins, and no caller waits.
+A batch goes out in chunks. Of each chunk all but the last few pieces are one asynchronous batch call, given arrays where the
+installed version takes them (0.3.14 and later); the last few are tasks of their own, because the status of a batch of one task
+is all that this engine tells without blocking and without giving up. When these have ended, the batch before them in the
+engine's first-in first-out queue has ended too, or is about to, and the call that waits for it returns at once. One thread per
+peer posts and asks; nobody spins, and no caller waits.
 Over TCP a few pieces are posted by the caller, and asked for by whoever polls: a thread's turn would take longer than they do.
 Between GPUs only the thread calls the engine, which has refused pieces once when several threads did. There a task is seen to
 have ended only once nothing that was posted behind it is under way: what waits is posted together when that is so, and then
@@ -106,6 +107,9 @@ class _Engine(Protocol):
     def batch_transfer_async(
         self, session: str, local: list[int], remote: list[int], nbytes: list[int], opcode: object, /
     ) -> int: ...
+    def batch_transfer_async_write_arrays(self, session: str, local: Addresses, remote: Addresses, nbytes: Addresses, /) -> int:
+        """From 0.3.14 on."""
+
     def transfer_check_status(self, batch: int, /) -> int: ...
     def get_batch_transfer_status(self, batches: list[int], /) -> int: ...
 
@@ -244,8 +248,12 @@ class _Pieces:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def between(self, start: int, stop: int) -> tuple[list[int], list[int], list[int]]:
-        return self.local[start:stop].tolist(), self.remote[start:stop].tolist(), self.nbytes[start:stop].tolist()
+    def between(self, start: int, stop: int) -> tuple[Addresses, Addresses, Addresses]:
+        return self.local[start:stop], self.remote[start:stop], self.nbytes[start:stop]
+
+    def listed(self, start: int, stop: int) -> tuple[list[int], list[int], list[int]]:
+        local, remote, nbytes = self.between(start, stop)
+        return local.tolist(), remote.tolist(), nbytes.tolist()
 
 
 def _pieces(op: Op, copies: CopyBatch, *, split: int) -> _Pieces:
@@ -321,6 +329,7 @@ class _PeerQueue:
         self, engine: _Engine, opcodes: Mapping[Op, object], descriptor: _Descriptor, limit: int, *, by_caller: bool
     ) -> None:
         self._engine = engine
+        self._takes_arrays = hasattr(engine, "batch_transfer_async_write_arrays")
         self.by_caller = by_caller
         self._opcodes = opcodes
         self._descriptor = descriptor
@@ -477,25 +486,25 @@ class _PeerQueue:
         start = transfer.num_posted
         room = min(self._limit // 2, self._limit - self._num_outstanding)
         stop = min(len(transfer.pieces), start + room)
-        local, remote, nbytes = transfer.pieces.between(start, stop)
-        num_batched = max(0, stop - start - _TAIL) if transfer.op is Op.WRITE else 0
+        alone = max(start, stop - _TAIL) if transfer.op is Op.WRITE else start  # the first piece that is a task of its own
         flight = _Flight(transfer, stop - start)
         opcode, session = self._opcodes[transfer.op], self._descriptor.session
         transfer.num_posted = stop
-        if num_batched:
-            flight.batch = self._engine.batch_transfer_async(
-                session, local[:num_batched], remote[:num_batched], nbytes[:num_batched], opcode
-            )
+        if alone > start:
+            if self._takes_arrays:
+                flight.batch = self._engine.batch_transfer_async_write_arrays(session, *transfer.pieces.between(start, alone))
+            else:
+                flight.batch = self._engine.batch_transfer_async(session, *transfer.pieces.listed(start, alone), opcode)
             if flight.batch in _REFUSED:
                 flight.batch = 0
                 transfer.ended_wholly = False
-                transfer.fail(f"peer {session}: the engine did not take {num_batched} pieces")
-        for i in range(num_batched, stop - start):
+                transfer.fail(f"peer {session}: the engine did not take {alone - start} pieces")
+        for local, remote, nbytes in zip(*transfer.pieces.listed(alone, stop), strict=True):
             if transfer.error:
                 break
-            task = self._engine.batch_transfer_async(session, local[i : i + 1], remote[i : i + 1], nbytes[i : i + 1], opcode)
+            task = self._engine.batch_transfer_async(session, [local], [remote], [nbytes], opcode)
             if task in _REFUSED:
-                transfer.fail(f"peer {session}: the engine did not take a piece of {nbytes[i]} bytes")
+                transfer.fail(f"peer {session}: the engine did not take a piece of {nbytes} bytes")
             else:
                 flight.tasks.append(task)
         transfer.num_flights += 1

@@ -36,6 +36,10 @@ makes the same call itself, with up to 1,024 of them in each: 2 to 6 times as fa
 objects and calls that a request of NIXL's takes. What it says of such a batch is `DONE` or `FAILED`: nothing is under way
 when the call returns.
 
+Batches of `MIN_SELECTED` blocks of one size and more are requests by indices into lists of all blocks of that size, prepared
+for the peer once as strided rows (`blocks`): they need no rows of their own, and an index cannot lead out of the memory that
+was registered.
+
 Sizes: a batch costs one descriptor per copy, without a Python loop. Posting over shared memory copies in the caller,
 without the GIL; other calls into this engine wait meanwhile.
 """
@@ -79,8 +83,9 @@ from disagg.backends.base import (
     encode_endpoint,
     local_and_remote,
 )
+from disagg.backends.blocks import MAX_INDEX, Blocks, Indices, paired
 from disagg.backends.processes import ProcessIdentity, ProcessWatch, host_identity
-from disagg.copies import CopyBatch
+from disagg.copies import Addresses, CopyBatch
 from disagg.errors import (
     BackendError,
     BackendUnavailable,
@@ -110,6 +115,12 @@ GATHER_FROM = 256
 """Bytes of a piece from which on pieces are written from where they lie: shorter ones are better packed into a slot first."""
 COPY_THREADS = 2
 """For these. More would take cores that others want."""
+MIN_SELECTED = 4096
+"""Batches of so many copies and more are tried as indices into prepared lists. For fewer, rows take no longer."""
+PER_LIST = MAX_INDEX
+"""Blocks of one list."""
+MAX_SIZES = 16
+"""Sizes of blocks for which a peer's memory is listed: the one not used for longest goes when another comes."""
 _BY_CMA = "shm (cma, inferred)"
 CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
 """What leaves UCX no choice; see the module for the others."""
@@ -136,6 +147,8 @@ ERRORS: Mapping[str, type[DisaggError]] = {
 NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX"})
 """Settings that leave UCX every transport that was asked for, whatever their value."""
 
+_NO_AGENT = ""
+"""What NIXL calls this side of a transfer."""
 _environment_lock = threading.Lock()  # the environment is the process's, so its lock is too
 
 
@@ -289,6 +302,38 @@ def cma_refusal(pid: int, address: int) -> str | None:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+class _BlockList:
+    """Blocks of one size, and NIXL's handles of their lists once some are needed."""
+
+    def __init__(self, index: RegionIndex, nbytes: int) -> None:
+        self.blocks = Blocks(index, nbytes, per_list=PER_LIST)
+        self.handles: list[int] = []
+
+
+class _BlockLists:
+    """One agent's memory in prepared lists, by the size of their blocks. Used under the backend's lock."""
+
+    def __init__(self, agent: str, index: RegionIndex) -> None:
+        self.agent = agent
+        self.index = index
+        self._by_size: dict[int, _BlockList] = {}
+
+    def of(self, backend: NixlBackend, nbytes: int) -> _BlockList:
+        """The lists of blocks of `nbytes`."""
+        found = self._by_size.pop(nbytes, None)
+        if found is None:
+            if len(self._by_size) == MAX_SIZES:
+                backend.release_lists(self._by_size.pop(next(iter(self._by_size))).handles)
+            found = _BlockList(self.index, nbytes)
+        self._by_size[nbytes] = found
+        return found
+
+    def clear(self, backend: NixlBackend) -> None:
+        for found in self._by_size.values():
+            backend.release_lists(found.handles)
+        self._by_size.clear()
+
+
 class NixlPeer:
     """One agent at one epoch."""
 
@@ -300,6 +345,7 @@ class NixlPeer:
         self.index = RegionIndex(regions)
         self.connected = True
         self.lost: str | None = None  # the engine's words when the connection broke
+        self.lists = _BlockLists(descriptor.agent, self.index)
         self.prepared: list[NixlPrepared] = []
         self.watch: ProcessWatch | None = None  # of a process that this one may copy to and from
 
@@ -379,6 +425,7 @@ class NixlBackend:
             self._agent, self._ucx = self._start()
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._local: RegionIndex | None = None
+        self._lists: _BlockLists | None = None  # of it; None as well where NIXL takes no strided rows
         self._registered: list[Any] = []
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and how many peers use it
         self._handles: set[int] = set()
@@ -445,6 +492,18 @@ class NixlBackend:
             except self._errors as error:
                 raise ConfigError(f"backend 'nixl': NIXL cannot serve this memory: {error}: {merged}") from error
             self._local = RegionIndex(merged)
+            if self._takes_strided_rows():
+                self._lists = _BlockLists(_NO_AGENT, self._local)
+
+    def _takes_strided_rows(self) -> bool:
+        """From NIXL 1.5 on."""
+        row = np.array([[self._scratch.ctypes.data, 1, 0, 1, self._scratch.nbytes]], dtype=np.uint64)
+        try:
+            self.release_lists([self._agent.prepXferDlist(_NO_AGENT, self._nixl.DRAM_SEG, row, [self._ucx])])
+        except self._errors as error:
+            logger.info("backend 'nixl': no strided lists: %s", error)
+            return False
+        return True
 
     def _register(self, memory_kind: Any, rows: list[tuple[int, int, int]]) -> None:
         descriptors = self._nixl.nixlRegDList(memory_kind, np.array(rows, dtype=np.uint64))
@@ -567,6 +626,7 @@ class NixlBackend:
                 else:
                     prepared.posted.owns_handles = True
             peer.prepared.clear()
+            peer.lists.clear(self)
             self._drop(peer.agent)
 
     def _hold(self, agent: str) -> None:
@@ -658,23 +718,54 @@ class NixlBackend:
         """A request for each pair of memory kinds among `copies`, every address of which is checked."""
         index = self._own_index()
         local, remote = local_and_remote(op, copies)
+        if len(copies) >= MIN_SELECTED:
+            selected = self._select(op, peer, local, remote, copies.nbytes)
+            if selected is not None:
+                return selected
         ours = index.describe(local, copies.nbytes, side="local")
         theirs = peer.index.describe(remote, copies.nbytes, side="remote")
         if not len(ours):
             return []
         if index.kind and peer.index.kind:
             return [self._prepare(op, peer, (index.kind, peer.index.kind), (ours, theirs))]
-        handles: list[int] = []
         on_gpu = (
             _are_on_gpu(index, index.check(local, copies.nbytes, side="local")),
             _are_on_gpu(peer.index, peer.index.check(remote, copies.nbytes, side="remote")),
         )
-        for kinds, chosen in _by_kind(*on_gpu):
-            try:
-                handles.append(self._prepare(op, peer, kinds, (ours[chosen], theirs[chosen])))
-            except BackendError:
-                self._discard(handles)
-                raise
+        return self._all_or_none(
+            self._prepare(op, peer, kinds, (ours[chosen], theirs[chosen])) for kinds, chosen in _by_kind(*on_gpu)
+        )
+
+    def _select(self, op: Op, peer: NixlPeer, local: Addresses, remote: Addresses, nbytes: Addresses) -> list[int] | None:
+        """Requests for blocks of one size, by indices into prepared lists; None where the copies are no such blocks."""
+        size = int(nbytes[0])
+        if self._lists is None or not size or not (self._lists.index.kind and peer.index.kind):
+            return None
+        ours = self._lists.of(self, size)
+        here = ours.blocks.places(local, nbytes)
+        if here is None:
+            return None
+        theirs = peer.lists.of(self, size)
+        there = theirs.blocks.places(remote, nbytes)
+        if there is None:
+            return None
+        for lists, of in ((self._lists, ours), (peer.lists, theirs)):
+            if not of.handles:
+                of.handles = self._prepare_lists(lists, of.blocks)
+        return self._all_or_none(
+            self._make(op, (ours.handles[one], here_indices), (theirs.handles[other], there_indices))
+            for one, here_indices, other, there_indices in paired(here, there)
+        )
+
+    def _all_or_none(self, requests: Iterator[int]) -> list[int]:
+        """Requests as they are made; where one cannot be, none is left."""
+        handles: list[int] = []
+        try:
+            for handle in requests:
+                handles.append(handle)  # noqa: PERF402 - those made before one that cannot be are given back
+        except DisaggError:
+            self._discard(handles)
+            raise
         return handles
 
     def _reachable(self, peer: RemotePeer) -> NixlPeer:
@@ -702,6 +793,30 @@ class NixlBackend:
             raise _as_ours(f"preparing {len(rows[0])} copies for peer {peer.agent!r}", error) from error
         self._handles.add(handle)
         return handle
+
+    def _make(self, op: Op, ours: tuple[int, Indices], theirs: tuple[int, Indices]) -> int:
+        """A request that is not posted yet, for blocks of two prepared lists, by their indices there."""
+        operation = self._nixl.NIXL_WRITE if op is Op.WRITE else self._nixl.NIXL_READ
+        try:
+            handle = int(self._agent.makeXferReq(operation, *ours, *theirs, "", [self._ucx]))
+        except self._errors as error:
+            raise _as_ours(f"preparing {len(ours[1])} copies by lists", error) from error
+        self._handles.add(handle)
+        return handle
+
+    def _prepare_lists(self, lists: _BlockLists, blocks: Blocks) -> list[int]:
+        """NIXL's handles of an agent's blocks."""
+        memory = self._memory_kind(lists.index.kind or "")
+        with self._mapped(f"preparing lists of blocks of {blocks.nbytes} bytes"):
+            return [int(self._agent.prepXferDlist(lists.agent, memory, rows, [self._ucx])) for rows in blocks.rows]
+
+    def release_lists(self, handles: Sequence[int]) -> None:
+        """Requests that were made from the lists keep what they need of them."""
+        for handle in handles:
+            try:
+                self._agent.releasedDlistH(handle)
+            except self._errors as error:  # such as of a peer that NIXL has forgotten: its lists went with it
+                logger.info("backend 'nixl': releasing a prepared list: %s", error)
 
     def _post(self, peer: NixlPeer, handles: list[int], op: Op, *, owns_handles: bool = True) -> NixlTransfer:
         """Under the lock, with an open engine."""
@@ -766,6 +881,8 @@ class NixlBackend:
             if self._agent is None:
                 return
             self._discard(tuple(self._handles))
+            if self._lists is not None:
+                self._lists.clear(self)
             for agent in self._remote:
                 self._forget(agent)
             for descriptors in self._registered:

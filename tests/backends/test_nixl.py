@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -10,17 +11,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from disagg.backends import nixl
 from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
 from disagg.backends.nixl import (
     ERRORS,
     FLAVOURS,
+    MAX_SIZES,
     MIN_VECTORS,
     NixlBackend,
+    NixlTransfer,
     cma_refusal,
     conflicts,
     engine_errors,
@@ -34,6 +39,7 @@ from disagg.errors import (
     ConfigError,
     DisaggError,
     LocalProtocolError,
+    NotRegistered,
     PeerUnreachable,
     RemoteProtocolError,
 )
@@ -43,6 +49,7 @@ from disagg.testing.backend_contract import (
     Arena,
     BackendContract,
     BackendFactory,
+    Piece,
     ProcessTarget,
     batch_of,
     expected_after,
@@ -151,6 +158,104 @@ def test_batches_in_vectors_reach_no_process_but_the_peers_own(stack: ExitStack)
     again = backend.connect(target.endpoint, epoch=2)
     target.kill()
     assert backend.submit(Op.WRITE, again, batch).poll() is TransferStatus.FAILED
+
+
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many copies each request by indices into prepared lists has; batches of any length are tried, and lists are short."""
+    made: list[int] = []
+    make = NixlBackend._make
+
+    def counted(self: NixlBackend, op: Op, ours: Any, theirs: Any) -> int:
+        made.append(len(ours[1]))
+        return make(self, op, ours, theirs)
+
+    monkeypatch.setattr(nixl, "MIN_SELECTED", 1)
+    monkeypatch.setattr(nixl, "PER_LIST", 25_000)
+    monkeypatch.setattr(NixlBackend, "_make", counted)
+    return made
+
+
+def _blocks(rng: random.Random, nbytes: int, count: int) -> list[Piece]:
+    """Copies of different blocks of `nbytes` to different blocks, in random order, in both regions."""
+    every = [(region, nbytes * i) for region, total in enumerate(REGION_NBYTES) for i in range(total // nbytes)]
+    count = min(count, len(every))
+    pairs = zip(rng.sample(every, count), rng.sample(every, count), strict=True)
+    return [(*local, *remote, nbytes) for local, remote in pairs]
+
+
+@pytest.mark.parametrize("op", Op)
+def test_blocks_of_one_size_are_chosen_from_lists(op: Op, selected: list[int], stack: ExitStack) -> None:
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    rng = random.Random(3)
+    destination = target.arena if op is Op.WRITE else arena
+    # More sizes than are kept, some of them twice: lists are made again after they were given back.
+    sizes = [1024, 1, 40, 700, 70_000, *range(2000, 2000 + MAX_SIZES), 1024, 700, REGION_NBYTES[0]]
+    for seed, size in enumerate(sizes):
+        arena.scramble(2 * seed)
+        target.arena.scramble(2 * seed + 1)
+        selected.clear()
+        pieces = _blocks(rng, size, 300)
+        after = expected_after(op, arena, target.arena, pieces)
+        transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, pieces))
+        assert _settled(transfer) is TransferStatus.DONE
+        transfer.close()
+        np.testing.assert_array_equal(destination.memory, after, err_msg=str(size))
+        assert sum(selected) == len(pieces)
+        # A batch may be in several lists of each side, of 25,000 blocks: a request for each pair of them.
+        assert (len(selected) > 1) == (sum(total // size for total in REGION_NBYTES) > 25_000), (size, selected)
+    backend.disconnect(peer)
+
+
+def test_what_is_no_block_travels_as_rows(selected: list[int], stack: ExitStack) -> None:
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    for pieces in (
+        [(0, 0, 0, 0, 512), (0, 512, 0, 512, 511)],
+        [(0, 0, 0, 0, 512), (0, 513, 0, 1024, 512)],
+        [(0, 0, 0, 0, 512), (0, 512, 0, 1025, 512)],
+    ):
+        after = expected_after(Op.WRITE, arena, target.arena, pieces)
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
+        assert _settled(transfer) is TransferStatus.DONE
+        np.testing.assert_array_equal(target.arena.memory, after)
+        arena.scramble(9)
+    for region, offset in ((0, REGION_NBYTES[0] // 512 * 512), (1, -512)):  # cut off by the end; before the start
+        outside = batch_of(Op.WRITE, arena, target.arena, [(0, 0, region, offset, 512)])
+        with pytest.raises(NotRegistered, match="remote copy 0"):
+            backend.submit(Op.WRITE, peer, outside)
+    assert not selected
+
+
+def test_lists_that_are_given_back_leave_requests_alone(
+    selected: list[int], monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+) -> None:
+    monkeypatch.setattr(nixl, "MAX_SIZES", 1)
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    target.stop()
+    pieces = [(0, 1000 * i, 0, 1000 * i, 1000) for i in range(1499)]
+    after = expected_after(Op.WRITE, arena, target.arena, pieces)
+    under_way = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
+    other = backend.submit(Op.READ, peer, batch_of(Op.READ, arena, target.arena, [(1, 0, 1, 0, 70)]))  # another size
+    backend.disconnect(peer)
+    assert sum(selected) == len(pieces) + 1
+    assert under_way.poll() is TransferStatus.PENDING
+    target.go_on()
+    assert _settled(under_way) is TransferStatus.DONE
+    assert _settled(other) is TransferStatus.DONE
+    np.testing.assert_array_equal(target.arena.memory, after)
+
+
+def _settled(transfer: NixlTransfer) -> TransferStatus:
+    deadline = time.monotonic() + PATIENCE_S
+    while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return transfer.status
 
 
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
