@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
@@ -94,8 +95,7 @@ class KeyPair:
         return cls(public.decode(), secret.decode())
 
 
-@dataclass(frozen=True)
-class Inbound:
+class Inbound(msgspec.Struct, frozen=True):
     """A message that a peer sent on a connection that it opened: answer it with `reply`."""
 
     connection: bytes
@@ -103,8 +103,7 @@ class Inbound:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """A message that came back on a connection that this side opened."""
 
     address: str

@@ -56,6 +56,8 @@ dozen rounds of chaos, while it connected to three ranks.
 """
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """How long after a rank was lost its engine is asked again for a proof; each time twice as long."""
+MOST_LATE_S = 2e-3
+"""How late what time brings may come where there is always something else to do."""
 LINGER_S, TOLD_S = 10e-6, 200e-6
 """Between looks without a sleep, at work that has to be asked and where all of it says when it is done."""
 LOOKS = 8
@@ -189,7 +191,8 @@ class Hub:
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
         self._complaints = Complaints(logger)
-        self._due = self._awake_until = 0.0
+        self._due = self._due_again = self._awake_until = 0.0
+        self._due_known = False
         self._passes_over = False
         self._spin_s = spin_s
         self._packing = packing
@@ -311,13 +314,17 @@ class Hub:
         now = time.monotonic()
         if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
             self._awake_until = now + self._spin_s
-        elif not arrived and now < min(self._awake_until, self._due) and not self._rows_waiting:
+        elif not arrived and now < min(self._awake_until, self._next_due()) and not self._rows_waiting:
             self._look()
             return
         for _ in range(len(self._commands)):
             self._commands.popleft()(now)
         self._take_ready_rows(now)
+        if now >= self._due_again:
+            self._due_again = now + MOST_LATE_S
+            self._next_due()
         if now >= self._due:
+            self._due = NEVER  # until it is looked up again
             self._links.tick(now)
             self._packing.tick(now)
             self._carry_out_links(now)
@@ -331,8 +338,7 @@ class Hub:
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
         self._channel.flush()
-        fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
-        self._due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at)
+        self._due_known = False
 
     def _look(self) -> None:
         """Without a sleep, at what is likely to come next; the next turn carries it out."""
@@ -350,8 +356,16 @@ class Hub:
         now = time.monotonic()
         if self._commands or now < self._awake_until:
             return 0.0
-        idle_s = self._due - now
+        idle_s = self._next_due() - now
         return min(idle_s, READY_POLL_S) if self._rows_waiting else idle_s
+
+    def _next_due(self) -> float:
+        """When time alone next brings something. Looked up before a wait: a turn that has work does without."""
+        if not self._due_known:
+            fence_at = min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
+            self._due = min(self.sessions.next_tick(), self._links.next_tick(), self._packing.next_tick(), fence_at)
+            self._due_known = True
+        return self._due
 
     def _take(self, arrived: Inbound | Reply, now: float) -> bool:
         """One message, and whether it was about a request; what cannot be read, or breaks the protocol, is refused and changes
@@ -365,7 +379,7 @@ class Hub:
             peer = self._links.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
                 return False
-            if isinstance(message, Complete):
+            if isinstance(message, Complete) and (message.filled or not message.final):
                 self._take_filled(peer, message)
             if isinstance(message, Credit):
                 self._take_credit(peer, message)
@@ -541,20 +555,22 @@ class Hub:
             self._early.setdefault(ticket.peer, []).append(start)
             return
         destination = session.destinations[ticket.peer]
-        plan, prepared = rank.plan, rank.prepared
-        bind = functools.partial(
-            bind_outgoing,
-            plan,
-            start,
-            pack_below=rank.threshold.nbytes,
-            has_ring=rank.ring is not None,
-            gathers_from=rank.gathers_from,
-            stream_of=rank.pack,
-        )
+        if rank.prepared is not None:
+            bind = functools.partial(bind_prepared, rank.prepared, rank.plan, start)
+        else:
+            bind = functools.partial(
+                bind_outgoing,
+                rank.plan,
+                start,
+                pack_below=rank.threshold.nbytes,
+                has_ring=rank.ring is not None,
+                gathers_from=rank.gathers_from,
+                stream_of=rank.pack,
+            )
         job = Job(
             ticket,
             rank.engine,
-            bind if prepared is None else functools.partial(bind_prepared, prepared, plan, start),
+            bind,
             lambda: destination.reason != "",
             start.chunk.ready,
             rank.ring,

@@ -409,8 +409,7 @@ def bind(
     return placed.copies(out=out, num_threads=num_threads)
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, eq=False):
     """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
 
     plan: ComponentPlan

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +65,7 @@ class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
         return _core.SpanSizes(steps, nbytes, num_bases, np.array([shape.dense for shape in self], dtype=np.bool_))
 
 
-@dataclass(frozen=True, eq=False)
-class SpanRuns:
+class SpanRuns(msgspec.Struct, frozen=True, eq=False):
     """A part of a request: the bases `bases` (numbers; `None`: all) of span class `span`, over token runs.
 
     `runs` is int64 `[runs, 5]`, a row for each: `source_row, source_offset, destination_row, destination_offset, length`,
@@ -77,8 +77,7 @@ class SpanRuns:
     runs: Ints
 
 
-@dataclass(frozen=True, eq=False)
-class SpanBatch:
+class SpanBatch(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The copies of a request over `shapes`, in order of parts, bases, runs, positions and dims: a stream of bytes."""
 
     shapes: Sequence[SpanShape]

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from disagg import _core
 from disagg.backends.base import (
     Backend,
@@ -104,8 +106,7 @@ class SourcePacked(Protocol):
         """From the slot to where these bytes belong."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(msgspec.Struct, frozen=True):
     """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given; a stream that is
     packed at the source alone; and one that goes packed through the peer's ring, `parts` of which say what is in it.
     `listed` is that one, where the engine is to collect its pieces from where they lie.
@@ -133,8 +134,7 @@ class Bound:
         return self.prepared is not None or self.nbytes <= QUICK_NBYTES
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """Copies to make: `bind` gives them once `ready` has passed, and may raise; nothing is posted after `cancelled()`.
     `num_rows`: so many page ids and slots there are to bind.
     """
@@ -148,8 +148,7 @@ class Job:
     num_rows: int = 0
 
 
-@dataclass(frozen=True)
-class Unpack:
+class Unpack(msgspec.Struct, frozen=True):
     """A slot of this side's ring to be scattered: `nbytes` of `stream()`, from `offset` on, lie at `address`."""
 
     token: Any
@@ -159,8 +158,7 @@ class Unpack:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class SlotFilled:
+class SlotFilled(msgspec.Struct, frozen=True):
     """Report: a slot of the peer's ring at address `ring` holds `nbytes` of the job's stream, from `offset` on."""
 
     ticket: Hashable
@@ -172,15 +170,13 @@ class SlotFilled:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True):
     """Report: the engine has begun to copy a job that takes it a while; its receiver may want to be awake in time."""
 
     ticket: Hashable
 
 
-@dataclass(frozen=True)
-class Unpacked:
+class Unpacked(msgspec.Struct, frozen=True):
     """Report: a slot was scattered, or could not be."""
 
     token: Any
@@ -189,8 +185,7 @@ class Unpacked:
     seconds: float
 
 
-@dataclass
-class Settled:
+class Settled(msgspec.Struct):
     """Report: what became of a job. `unsettled`: the engine cannot tell yet; another report follows when it can. Of `nbytes`,
     `packed` went through the peer's ring, `source_packed` were packed here alone.
     """
@@ -285,6 +280,7 @@ class TransferWorker:
         self._backend = backend
         self._progressive = backend if isinstance(backend, Progressive) else None
         self._preparing = backend if isinstance(backend, Preparing) else None
+        self._span_writer = backend if isinstance(backend, SpanWriter) else None
         self._slots = slots
         self._calls_turns = calls_turns
         self._on_reports = on_reports
@@ -513,9 +509,9 @@ class TransferWorker:
         if isinstance(copies, CopyBatch):
             transfer = self._backend.submit(Op.WRITE, job.peer, copies)
         else:
-            assert isinstance(self._backend, SpanWriter)
+            assert self._span_writer is not None
             assert prepared is not None
-            transfer = self._backend.submit_spans(prepared, copies)
+            transfer = self._span_writer.submit_spans(prepared, copies)
         _count_post(report, started, copies.total_nbytes, pieces=len(copies))
         return transfer
 

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from disagg.errors import ConfigError, DisaggError
 from disagg.leases import Lease
 from disagg.rows import Rows, Slot
@@ -59,8 +61,7 @@ class Limits:
                 raise ConfigError(f"limits {field.name}: expected more than 0, found {getattr(self, field.name)!r}")
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all).
 
     `ready` is passed through to whoever starts transfers: the rows may be read once it has passed.
@@ -93,16 +94,14 @@ class Ticket(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Effect: send `message` to `peer`."""
 
     peer: PeerRank
     message: RequestMessage | Busy
 
 
-@dataclass(frozen=True)
-class StartTransfer:
+class StartTransfer(msgspec.Struct, frozen=True):
     """Effect: copy `written` of a chunk's rows into the destination's rows, then call `settled(ticket, ...)`."""
 
     ticket: Ticket
@@ -111,8 +110,7 @@ class StartTransfer:
     written: tuple[Written, ...]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Effect, and what the server sees: a request of this rank has ended."""
 
     key: RequestKey
@@ -125,8 +123,7 @@ class Event:
     tag: Any
 
 
-@dataclass(frozen=True)
-class StartVerify:
+class StartVerify(msgspec.Struct, frozen=True):
     """Effect: compare the sums of what a request's rows hold with `sums` of its writers, then call `verified`."""
 
     key: RequestKey
@@ -140,8 +137,7 @@ class StartVerify:
 Effect = SendMessage | StartTransfer | StartVerify | Event
 
 
-@dataclass(frozen=True)
-class Tombstone:
+class Tombstone(msgspec.Struct, frozen=True):
     """What is left of an ended attempt: enough to answer whoever asks again."""
 
     nonce: int | None
