@@ -97,7 +97,7 @@ class Agreement:
     def num_groups(self) -> int:
         return self.table.sizes.dp
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         return self.table.sizes.topology.group_size
 
