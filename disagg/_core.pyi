@@ -281,7 +281,9 @@ class Flag:
     """Set once, by any thread."""
 
     def __init__(self) -> None: ...
-    def set(self) -> None: ...
+    def set(self) -> None:
+        """Set it. Whoever lingers for it goes on first, as far as it takes the interpreter within 20 us."""
+
     def linger(self, seconds: float) -> bool:
         """Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is set."""
 

@@ -71,21 +71,24 @@ class RequestHandle:
             if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
                 raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
             if self.poll() is not None:
-                self._wake()  # whoever else waits
+                self._let_go()  # whoever else waits
         return event
 
     def begin(self) -> None:
         """Called by the manager: the request will end soon, so whoever waits for it should be awake."""
         if self._spin_s:
-            self._wake()
+            self._let_go()
 
     def end(self, event: Event) -> None:
         """Called by the manager, once: the request has ended."""
         self._event = event
-        self._over.set()
-        self._wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Called by the manager once it has ended: whoever waits goes on, and may do so first."""
+        self._over.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody has seen yet that it was let go of before
             self._pending.release()
 

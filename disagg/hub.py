@@ -180,6 +180,8 @@ class Hub:
         self._commands: deque[Callable[[float], None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
         self._work: dict[tuple[str, str, RequestKey], Work] = {}
+        self._settled: deque[tuple[Settled, SendSession | None]] = deque()
+        self._ended: deque[Event] = deque()
         self.peer_losses: Counter[str] = Counter()
         self.refused_messages = self.rejected_hellos = 0
         self._lost: dict[PeerRank, int] = {}
@@ -291,6 +293,7 @@ class Hub:
         """The last act of the control thread: no session changes any more."""
         self.over = True
         self.problem = self.problem or f"the control thread died: {type(error).__name__}: {error}"
+        self._tell()
         self._on_death(self.problem)
         self.notify()
 
@@ -338,6 +341,7 @@ class Hub:
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
         self._channel.flush()
+        self._tell()
         self._due_known = False
 
     def _look(self) -> None:
@@ -536,7 +540,18 @@ class Hub:
                 case StartVerify() as start_verify:
                     self._start_verify(start_verify)
                 case Event() as event:
-                    self._on_event(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING))
+                    self._ended.append(event)
+
+    def _tell(self) -> None:
+        """Count what has settled, and tell who waits of what has ended: last of all, as they may keep the interpreter."""
+        while self._settled:
+            report, sent = self._settled.popleft()
+            self.stats.add(report)
+            if sent is not None:
+                self._work_of("send", sent).add(report)
+        while self._ended:
+            event = self._ended.popleft()
+            self._on_event(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING))
 
     def _say(self, peer: PeerRank, message: Message) -> None:
         """What cannot be sent now is said again by the protocol."""
@@ -629,10 +644,8 @@ class Hub:
             self._tell_begun(ticket)
             return
         if not report.unsettled:
-            self.stats.add(report)
             sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
-            if sent is not None and not sent.reported:
-                self._work_of("send", sent).add(report)
+            self._settled.append((report, sent if sent is not None and not sent.reported else None))
         if report.error:
             self._summing.pop(ticket, None)
         elif ticket in self._summing:

@@ -521,6 +521,7 @@ class KVManager:
         handle.end(event)
         self._events.append(event)
         os.eventfd_write(self._event_fd, 1)
+        handle.wake()
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease, None)

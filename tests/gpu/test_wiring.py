@@ -194,6 +194,7 @@ def test_threads_that_wait_are_woken_when_copying_begins_and_when_it_is_over() -
     event = Event(handle.key, "prefill", "receive", ok=True, payload=b"", error=None, lease=Lease(), tag=None)
     handle.begin()
     handle.end(event)
+    handle.wake()
     for thread in threads:
         thread.join(DEADLINE_S)
     assert ended == [event] * 3
