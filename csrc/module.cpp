@@ -386,43 +386,37 @@ struct CudaEvent {
 // Set once, by any thread, and waited for by others.
 struct Flag {
     std::atomic<bool> is_set = false;
-    std::atomic<int> num_waiting = 0;
+    std::atomic<int> num_lingering = 0;
 
-    // Has those who wait go on first: who finds the interpreter taken when it wants to go on sleeps, and waking takes longer
-    // than all else. It gives them so long to take it.
+    // Has those that linger for it go on first: who finds the interpreter taken when it wants to go on sleeps, and waking takes
+    // longer than all else. They have so long to take it.
     void set() {
         constexpr auto patience = std::chrono::microseconds(20);
-        if (num_waiting.load() == 0) {
+        if (num_lingering.load() == 0) {
             is_set.store(true);
             return;
         }
         const nb::gil_scoped_release released;
         is_set.store(true);
         const auto until = std::chrono::steady_clock::now() + patience;
-        while (num_waiting.load() > 0 && std::chrono::steady_clock::now() < until) {
+        while (num_lingering.load() > 0 && std::chrono::steady_clock::now() < until) {
         }
     }
-};
 
-// Counts as waiting for flags, until it has the interpreter again.
-struct Waiting {
-    std::vector<Flag*> flags;
-
-    explicit Waiting(std::vector<Flag*> of) : flags(std::move(of)) {
-        for (Flag* const flag : flags) ++flag->num_waiting;
+    // With the interpreter again on return, and only then no longer counted.
+    bool linger(double seconds) {
+        ++num_lingering;
+        const bool found = ask_for(seconds, [&] { return is_set.load(); });
+        --num_lingering;
+        return found;
     }
-    ~Waiting() {
-        for (Flag* const flag : flags) --flag->num_waiting;
-    }
-    Waiting(const Waiting&) = delete;
-    Waiting& operator=(const Waiting&) = delete;
 };
 
 bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
     std::vector<pollfd> watched;
     for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
     std::vector<nb::object> held;  // whatever becomes of the list meanwhile
-    std::vector<Flag*> flags;
+    std::vector<const Flag*> flags;
     std::vector<CudaEvent> events;
     for (const nb::handle sign : signs) {
         held.push_back(nb::borrow(sign));
@@ -432,7 +426,6 @@ bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::l
             events.push_back(nb::cast<CudaEvent>(sign));
         }
     }
-    const Waiting waiting(flags);
     return ask_for(seconds, [&] {
         return std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
                std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
@@ -593,14 +586,8 @@ NB_MODULE(_core, m) {
     nb::class_<Flag>(m, "Flag", "Set once, by any thread.")
         .def(nb::init<>())
         .def("set", &Flag::set, "Set it. Whoever lingers for it has the interpreter first.")
-        .def(
-            "linger",
-            [](Flag& self, double seconds) {
-                const Waiting waiting({&self});
-                return ask_for(seconds, [&] { return self.is_set.load(); });
-            },
-            "seconds"_a,
-            "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
+        .def("linger", &Flag::linger, "seconds"_a,
+             "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
     nb::class_<CudaEvent>(m, "CudaEvent", "An event that is recorded on a queue's stream.")
         .def(
             "__init__",
