@@ -47,15 +47,16 @@ class CudaQueue {
         return {};
     }
 
-    // Starts a kernel whose parameters are all words of 64 bits, and records `done` behind it.
+    // Starts a kernel whose parameters are all words of 64 bits, with `shared` bytes for each block, and records `done` behind
+    // it.
     CudaStatus launch(std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments, unsigned blocks, unsigned threads,
-                      std::uintptr_t done) const {
+                      unsigned shared, std::uintptr_t done) const {
         std::vector<const void*> pointers;
         pointers.reserve(arguments.size());
         for (const std::uint64_t& argument : arguments) pointers.push_back(&argument);
         const Current current{*this};
         if (current.status) return {"cuCtxPushCurrent", current.status};
-        if (int status = launch_(handle(kernel), blocks, 1, 1, threads, 1, 1, 0, stream_, pointers.data(), nullptr))
+        if (int status = launch_(handle(kernel), blocks, 1, 1, threads, 1, 1, shared, stream_, pointers.data(), nullptr))
             return {"cuLaunchKernel", status};
         if (done)
             if (int status = record_(handle(done), stream_)) return {"cuEventRecord", status};

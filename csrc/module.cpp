@@ -569,12 +569,13 @@ NB_MODULE(_core, m) {
         .def(
             "launch",
             [](const disagg::CudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments,
-               unsigned blocks, unsigned threads, std::uintptr_t done) -> Status {
+               unsigned blocks, unsigned threads, unsigned shared, std::uintptr_t done) -> Status {
                 const nb::gil_scoped_release released;
-                const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, done);
+                const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, shared, done);
                 return {call, status};
             },
-            "kernel"_a, "arguments"_a, "blocks"_a, "threads"_a, "done"_a, "Start a kernel, and record an event behind it.")
+            "kernel"_a, "arguments"_a, "blocks"_a, "threads"_a, "shared"_a, "done"_a,
+            "Start a kernel, and record an event behind it.")
         .def(
             "query",
             [](const disagg::CudaQueue& queue, std::uintptr_t event) -> Status {

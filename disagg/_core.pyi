@@ -271,8 +271,12 @@ class CudaQueue:
         for that, by the event `uploaded`.
         """
 
-    def launch(self, kernel: int, arguments: Sequence[int], blocks: int, threads: int, done: int) -> tuple[str | None, int]:
-        """Start a kernel whose parameters are all words of 64 bits, and record the event `done` behind it (0: none)."""
+    def launch(
+        self, kernel: int, arguments: Sequence[int], blocks: int, threads: int, shared: int, done: int
+    ) -> tuple[str | None, int]:
+        """Start a kernel whose parameters are all words of 64 bits, with `shared` bytes of shared memory for each block, and
+        record the event `done` behind it (0: none).
+        """
 
     def query(self, event: int) -> tuple[str | None, int]:
         """The status is that of the event: 0 where all before it is done, 600 where it is not, an error otherwise."""

@@ -168,7 +168,7 @@ class Bench:
         assert order_nbytes(batch.spans) <= self.buffer.nbytes
         order = encode_order(batch.spans, batch.prepared.table, tile=tile, out=self.buffer.words)
         address = self.buffer.device_address
-        arguments = (address, batch.prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        arguments = (address, address, 0, batch.prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
         with self.gpu.current():
             self.gpu.call("cuMemcpyHtoD", address, self.buffer.host_address, order.nbytes)
 

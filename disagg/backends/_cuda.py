@@ -67,12 +67,15 @@ HEADER_WORDS = 4
 
 
 class Buffer:
-    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload."""
+    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload. `counters`:
+    words on the GPU that are 0, for a kernel that leaves them so.
+    """
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self.nbytes = nbytes
         self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
         self.device_address = int(gpu.call("cuMemAlloc", nbytes))
+        self.counters = gpu.table(np.zeros(HEADER_WORDS, np.uint64))
         self.uploaded = gpu.event()
         words = (ctypes.c_ubyte * nbytes).from_address(self.host_address)
         self.words: npt.NDArray[np.uint64] = np.frombuffer(memoryview(words), dtype=np.uint64)
@@ -90,7 +93,8 @@ class Buffer:
     def free(self, gpu: Gpu) -> None:
         gpu.call("cuEventDestroy", self.uploaded)
         gpu.call("cuMemFreeHost", self.host_address)
-        gpu.call("cuMemFree", self.device_address)
+        gpu.free(self.device_address)
+        gpu.free(self.counters)
 
 
 def batch_nbytes(num_pieces: int) -> int:
@@ -236,9 +240,13 @@ class Queue:
         """Copy the first bytes of a buffer to the GPU; what is launched next waits for that."""
         self._check(*self._native.upload(buffer.device_address, buffer.host_address, nbytes, buffer.uploaded))
 
-    def launch(self, kernel: int, arguments: Sequence[int], *, blocks: int, threads: int, done: int = 0) -> None:
-        """Start `kernel`, whose parameters are all 64-bit words, and record the event `done` behind it."""
-        self._check(*self._native.launch(kernel, arguments, blocks, threads, done))
+    def launch(
+        self, kernel: int, arguments: Sequence[int], *, blocks: int, threads: int, shared: int = 0, done: int = 0
+    ) -> None:
+        """Start `kernel`, whose parameters are all 64-bit words, with `shared` bytes of shared memory for each block, and record
+        the event `done` behind it.
+        """
+        self._check(*self._native.launch(kernel, arguments, blocks, threads, shared, done))
 
     def sign(self, event: int) -> _core.CudaEvent:
         """The event, for whoever waits for the work before it."""

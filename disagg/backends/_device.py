@@ -158,7 +158,8 @@ class GpuMover:
         if not 0 <= offset < offset + nbytes <= order.order.total:
             raise IndexError(f"stream of {order.order.total} bytes: expected a range of it, found [{offset}, +{nbytes})")
         tiles, high = order.order.tiles(offset, offset + nbytes), offset + nbytes
-        arguments = (order.buffer.device_address, order.shapes.address, *tiles, TILE, offset, high, *linear)
+        address = order.buffer.device_address
+        arguments = (address, address, 0, order.shapes.address, *tiles, TILE, offset, high, *linear)
         blocks = min(BLOCKS, tiles[1] - tiles[0])
         try:
             event = self._take_event()

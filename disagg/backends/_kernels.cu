@@ -232,20 +232,28 @@ struct Part {
 };
 constexpr u32 ALL = 0xffffffffu;
 
-// An order: tiles taken, blocks that are done, number of parts, one spare; then parts, then their arrays.
+// An order: room for the counters, number of parts, one spare; then parts, then their arrays. Counters: tiles taken, blocks that
+// are done.
 constexpr int TILES = 0, DONE = 1, NUM_PARTS = 2, PARTS = 4;
 
 // Copies bytes [limit_low, limit_high) of an order's stream, which are in tiles [first_tile, end_tile). Where
 // `linear_source` or `linear_destination` is not 0, that side is not at its addresses but packed, from there on. Leaves the
-// order ready for another launch.
+// counters ready for another launch. Of an order in the host's memory each block first brings a copy of `brought` words of 16
+// bytes into its own; of one on the GPU none is needed, and `brought` is 0.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    move_spans(u64* order, const u64* table, u64 first_tile, u64 end_tile, u64 tile, u64 limit_low, u64 limit_high,
-               u64 linear_source, u64 linear_destination) {
+    move_spans(u64* counters, const u64* order, u64 brought, const u64* table, u64 first_tile, u64 end_tile, u64 tile,
+               u64 limit_low, u64 limit_high, u64 linear_source, u64 linear_destination) {
+  extern __shared__ uint4 near[];
+  if (brought) {
+    for (u32 i = threadIdx.x; i < brought; i += blockDim.x) near[i] = reinterpret_cast<const uint4*>(order)[i];
+    __syncthreads();
+    order = reinterpret_cast<const u64*>(near);
+  }
   const u32 lane = threadIdx.x & 31, num_parts = u32(order[NUM_PARTS]);
   const Part* parts = reinterpret_cast<const Part*>(order + PARTS);
   const u32* words = reinterpret_cast<const u32*>(order);
   for (;;) {
-    const u64 number = first_tile + take_tile(order + TILES, lane);
+    const u64 number = first_tile + take_tile(counters + TILES, lane);
     if (number >= end_tile) break;
     u32 index = 0;
     for (u32 first = 0, passed = 32; passed == 32; first += 32) {
@@ -321,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(order + DONE, 1ull) == gridDim.x - 1) order[TILES] = order[DONE] = 0;
+  if (threadIdx.x == 0 && atomicAdd(counters + DONE, 1ull) == gridDim.x - 1) counters[TILES] = counters[DONE] = 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------- digests

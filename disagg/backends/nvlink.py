@@ -95,6 +95,8 @@ MIN_TILE, MAX_TILE = 4 << 10, 64 << 10
 TILES_PER_WARP = 4
 PART = 1 << 16
 """Pieces in one launch: a larger batch is prepared and uploaded in parts while the parts before are copied."""
+NEAR_WORD, NEAR_NBYTES = 16, 16 << 10
+"""What a kernel brings from the host by itself, in words of these bytes, into the memory that its blocks have near them."""
 SMALL_BUFFER, NUM_SMALL_BUFFERS = 1 << 18, 4
 """Bytes of the buffers that there are from the start; others are made as they are needed, and kept."""
 
@@ -577,15 +579,27 @@ class _Engine:
             total, size = buffer.fill(source, destination, nbytes)
             blocks, tile = launch_shape(total, max_blocks=self._blocks)
             last = start + PART >= len(copies)
-            self._launch(transfer, "move_pieces", buffer, size, (len(nbytes), *table, tile), blocks, last=last)
+            self.queue.upload(buffer, size)
+            arguments = (buffer.device_address, len(nbytes), *table, tile)
+            self._launch(transfer, self._kernels["move_pieces"], arguments, blocks, last=last)
 
     def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
-        """Upload what a request adds to its span classes, and copy all of it with one kernel."""
+        """Copy all of a request with one kernel, which is told what the request adds to its span classes: a little is read by the
+        kernel itself, as an upload takes three calls of the driver; more is uploaded.
+        """
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
         buffer = self._take(transfer, order_nbytes(batch))
         order = encode_order(batch, prepared.table, tile=tile, out=buffer.words)
-        arguments = (prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
-        self._launch(transfer, "move_spans", buffer, order.nbytes, arguments, blocks, last=True)
+        what = (prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        kernel = self._kernels["move_spans"]
+        brought = -(-order.nbytes // NEAR_WORD)
+        if brought * NEAR_WORD <= NEAR_NBYTES:
+            arguments = (buffer.counters, buffer.host_address, brought, *what)
+            self._launch(transfer, kernel, arguments, blocks, shared=brought * NEAR_WORD, last=True)
+        else:
+            address = buffer.device_address
+            self.queue.upload(buffer, order.nbytes)
+            self._launch(transfer, kernel, (address, address, 0, *what), blocks, last=True)
 
     def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
         """Copy by the driver, between addresses that are all as they are here."""
@@ -597,24 +611,13 @@ class _Engine:
             self.gpu.call("cuEventRecord", transfer.event, self.queue.stream)
 
     def _launch(
-        self,
-        transfer: NvlinkTransfer,
-        name: str,
-        buffer: Buffer,
-        nbytes: int,
-        arguments: Sequence[int],
-        blocks: int,
-        *,
-        last: bool,
+        self, transfer: NvlinkTransfer, kernel: int, arguments: Sequence[int], blocks: int, *, shared: int = 0, last: bool
     ) -> None:
-        """Upload `nbytes` bytes of a buffer, and then start a kernel over it; the transfer's event comes after the last."""
-        if last:
-            transfer.event = self._event()
-        self.queue.upload(buffer, nbytes)
+        """Start a kernel; the transfer's event comes after the last."""
+        done = transfer.event = self._event() if last else None
         transfer.posted = True
-        whole, done = (buffer.device_address, *arguments), transfer.event or 0
-        self.queue.launch(self._kernels[name], whole, blocks=blocks, threads=THREADS, done=done)
-        if last:
+        self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=done or 0)
+        if done is not None:
             transfer.sign = self.queue.sign(done)
 
     def _event(self) -> int:

@@ -72,10 +72,10 @@ def test_calls_come_in_order_and_the_context_is_given_back(library: Path) -> Non
     assert queue.upload(1 << 32, 1 << 40, 5, 9) == (None, 0)
     copied = (3, (1 << 32) + (1 << 40) + 5 + UPLOADS)
     assert calls(library) == [PUSHED, copied, (4, 9 + UPLOADS), (5, 9 + STREAM), POPPED]
-    assert queue.launch(1 << 48, [2**40, 3, 2**50], 16, 1024, 7) == (None, 0)
-    launched = (6, (1 << 48) + 16 + 1024 + STREAM + 2**40 + 3 + 2**50)
+    assert queue.launch(1 << 48, [2**40, 3, 2**50], 16, 1024, 1 << 12, 7) == (None, 0)
+    launched = (6, (1 << 48) + 16 + 1024 + (1 << 12) + STREAM + 2**40 + 3 + 2**50)
     assert calls(library) == [PUSHED, launched, (4, 7 + STREAM), POPPED]
-    assert queue.launch(1 << 48, [2**40, 3, 2**50], 16, 1024, 0) == (None, 0)
+    assert queue.launch(1 << 48, [2**40, 3, 2**50], 16, 1024, 1 << 12, 0) == (None, 0)
     assert calls(library) == [PUSHED, launched, POPPED]
     assert queue.query(7)[1] == 0
     assert queue.query(8)[1] == 600
@@ -97,7 +97,7 @@ def test_an_upload_ends_with_the_call_that_fails(library: Path, number: int, nam
 def test_a_launch_ends_with_the_call_that_fails(library: Path, number: int, name: str) -> None:
     queue = _core.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=number)
-    assert queue.launch(16, [1, 2, 3], 1, 32, 9) == (name, 700)
+    assert queue.launch(16, [1, 2, 3], 1, 32, 0, 9) == (name, 700)
     assert [call for call, _ in calls(library)] == {1: [1], 6: [1, 6, 2], 4: [1, 6, 4, 2]}[number]
 
 
