@@ -67,8 +67,8 @@ HEADER_WORDS = 4
 
 
 class Buffer:
-    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload. `counters`:
-    words on the GPU that are 0, for a kernel that leaves them so.
+    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload. `counters`
+    are words on the GPU that are 0, for a kernel that leaves them so.
     """
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
@@ -243,8 +243,8 @@ class Queue:
     def launch(
         self, kernel: int, arguments: Sequence[int], *, blocks: int, threads: int, shared: int = 0, done: int = 0
     ) -> None:
-        """Start `kernel`, whose parameters are all 64-bit words, with `shared` bytes of shared memory for each block, and record
-        the event `done` behind it.
+        """Start `kernel`, whose parameters are all 64-bit words, with `shared` bytes of shared memory a block; record the event
+        `done` behind it.
         """
         self._check(*self._native.launch(kernel, arguments, blocks, threads, shared, done))
 

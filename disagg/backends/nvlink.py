@@ -29,7 +29,7 @@ What cannot be mapped is refused with the reason: memory of expandable segments 
 (at `register`); another host, the same GPU, GPUs without access to each other (at `connect`).
 
 It takes a request in two forms. Addresses (`submit`): every piece is checked here, uploaded, copied. Span classes and token
-runs (`submit_spans`, what the manager uses): classes stay on the GPU for each peer, checked once, a request uploads a few
+runs (`submit_spans`, what the manager uses): classes stay on the GPU for each peer, checked once, a request brings a few
 bytes for each run, and the kernel computes the addresses.
 
 The kernel runs on one stream of the highest priority, on at most `DISAGG_NVLINK_BLOCKS` multiprocessors
@@ -584,8 +584,8 @@ class _Engine:
             self._launch(transfer, self._kernels["move_pieces"], arguments, blocks, last=last)
 
     def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
-        """Copy all of a request with one kernel, which is told what the request adds to its span classes: a little is read by the
-        kernel itself, as an upload takes three calls of the driver; more is uploaded.
+        """Copy all of a request with one kernel. What the request adds to its span classes the kernel reads by itself where it is
+        little, as an upload takes three calls of the driver; more is uploaded.
         """
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
         buffer = self._take(transfer, order_nbytes(batch))
