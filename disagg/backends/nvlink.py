@@ -584,8 +584,8 @@ class _Engine:
             self._launch(transfer, self._kernels["move_pieces"], arguments, blocks, last=last)
 
     def post_spans(self, transfer: NvlinkTransfer, prepared: NvlinkSpans, batch: SpanBatch) -> None:
-        """Copy all of a request with one kernel. What the request adds to its span classes the kernel reads by itself where it is
-        little, as an upload takes three calls of the driver; more is uploaded.
+        """Copy all of a request with one kernel. What the request adds to its span classes the kernel reads by itself where it
+        is little, since an upload takes three calls of the driver; more is uploaded.
         """
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
         buffer = self._take(transfer, order_nbytes(batch))
