@@ -293,7 +293,6 @@ class Hub:
         """The last act of the control thread: no session changes any more."""
         self.over = True
         self.problem = self.problem or f"the control thread died: {type(error).__name__}: {error}"
-        self._tell()
         self._on_death(self.problem)
         self.notify()
 
