@@ -150,8 +150,11 @@ def lists_table() -> Iterator[Row]:
                 raw = Raw(both, copies)
 
                 def ours(min_selected: int, copies: CopyBatch = copies) -> None:
-                    nixl_backend.MIN_SELECTED = min_selected
-                    both.backend._discard(both.backend._prepare_all(Op.WRITE, both.peer, copies))  # noqa: B023
+                    usual, nixl_backend.MIN_SELECTED = nixl_backend.MIN_SELECTED, min_selected
+                    try:
+                        both.backend._discard(both.backend._prepare_all(Op.WRITE, both.peer, copies))  # noqa: B023
+                    finally:
+                        nixl_backend.MIN_SELECTED = usual
 
                 def indices(ids: Any = ids) -> None:
                     agent.releaseXferReq(agent.makeXferReq(nixl.NIXL_WRITE, prepared[0], ids[0], prepared[1], ids[1], "", ucx))  # noqa: B023

@@ -388,16 +388,12 @@ struct Flag {
     std::atomic<bool> is_set = false;
     std::atomic<int> num_lingering = 0;
 
-    // Has those that linger for it go on first: who finds the interpreter taken when it wants to go on sleeps, and waking takes
-    // longer than all else. They have so long to take it.
-    void set() {
+    // Has those that linger for it, once it is set, go on first: who finds the interpreter taken when it wants to go on sleeps,
+    // and waking takes longer than all else. They have so long to take it.
+    void hand_over() {
         constexpr auto patience = std::chrono::microseconds(20);
-        if (num_lingering.load() == 0) {
-            is_set.store(true);
-            return;
-        }
+        if (num_lingering.load() == 0) return;
         const nb::gil_scoped_release released;
-        is_set.store(true);
         const auto until = std::chrono::steady_clock::now() + patience;
         while (num_lingering.load() > 0 && std::chrono::steady_clock::now() < until) {
         }
@@ -586,7 +582,8 @@ NB_MODULE(_core, m) {
             "event"_a, "The status of an event.");
     nb::class_<Flag>(m, "Flag", "Set once, by any thread.")
         .def(nb::init<>())
-        .def("set", &Flag::set, "Set it. Whoever lingers for it has the interpreter first.")
+        .def("set", [](Flag& self) { self.is_set.store(true); })
+        .def("hand_over", &Flag::hand_over, "Let whoever lingers for it have the interpreter first, once it is set.")
         .def("linger", &Flag::linger, "seconds"_a,
              "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
     nb::class_<CudaEvent>(m, "CudaEvent", "An event that is recorded on a queue's stream.")

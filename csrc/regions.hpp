@@ -116,7 +116,7 @@ inline std::int32_t place_blocks(const RegionColumns& regions, const RangeColumn
     }
     for (std::size_t k = 0; k < regions.starts.size(); ++k) {
         const std::uint64_t last = (regions.stops[k] - regions.starts[k]) / blocks.nbytes;
-        if (blocks.firsts[k] / blocks.per_list > most ||
+        if (blocks.firsts[k] / blocks.per_list >= most ||
             last / blocks.per_list > most - blocks.firsts[k] / blocks.per_list - 1) {
             throw std::invalid_argument("blocks: more lists than an int32 can count");
         }

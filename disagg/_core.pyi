@@ -285,8 +285,9 @@ class Flag:
     """Set once, by any thread."""
 
     def __init__(self) -> None: ...
-    def set(self) -> None:
-        """Set it. Whoever lingers for it goes on first, as far as it takes the interpreter within 20 us."""
+    def set(self) -> None: ...
+    def hand_over(self) -> None:
+        """Let whoever lingers for it, once it is set, have the interpreter first, as far as that is taken within 20 us."""
 
     def linger(self, seconds: float) -> bool:
         """Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is set."""

@@ -84,9 +84,14 @@ class RequestHandle:
         self._event = event
 
     def wake(self) -> None:
-        """Called by the manager once it has ended: whoever waits goes on, and may do so first."""
+        """Called by the manager once it has ended: whoever waits goes on."""
         self._over.set()
         self._let_go()
+
+    def let_go_first(self) -> None:
+        """Called by the manager after that: whoever waits without a sleep has the interpreter before the caller goes on."""
+        if self._spin_s:
+            self._over.hand_over()
 
     def _let_go(self) -> None:
         with contextlib.suppress(RuntimeError):  # nobody has seen yet that it was let go of before

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -141,7 +141,7 @@ _NOTHING = Work()
 
 
 class Hub:
-    """The threads of one manager. `on_event` is called in them when a request ends, `on_begin` when copying begins for one that
+    """The threads of one manager. `on_events` is called in them when requests end, `on_begin` when copying begins for one that
     is received, where the writer says so, and `on_death` when one of them dies. For `spin_s` after there was last something to
     do the control thread looks for more without a sleep, and moves bytes as well: of two threads that are awake each would
     wait for the other's turn at the interpreter.
@@ -163,7 +163,7 @@ class Hub:
         local: LocalRank,
         digest: Digest,
         on_begin: Callable[[str, RequestKey], None],
-        on_event: Callable[[Event, Work], None],
+        on_events: Callable[[Sequence[tuple[Event, Work]]], None],
         on_death: Callable[[str], None],
     ) -> None:
         self._channel: Wire = channel
@@ -175,13 +175,13 @@ class Hub:
         self.problem = ""
         self.over = False
         self._on_begin = on_begin
-        self._on_event = on_event
+        self._on_events = on_events
         self._on_death = on_death
         self._commands: deque[Callable[[float], None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
         self._work: dict[tuple[str, str, RequestKey], Work] = {}
         self._settled: deque[tuple[Settled, SendSession | None]] = deque()
-        self._ended: deque[Event] = deque()
+        self._ended: list[Event] = []
         self.peer_losses: Counter[str] = Counter()
         self.refused_messages = self.rejected_hellos = 0
         self._lost: dict[PeerRank, int] = {}
@@ -548,9 +548,9 @@ class Hub:
             self.stats.add(report)
             if sent is not None:
                 self._work_of("send", sent).add(report)
-        while self._ended:
-            event = self._ended.popleft()
-            self._on_event(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING))
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._on_events([(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING)) for event in ended])
 
     def _say(self, peer: PeerRank, message: Message) -> None:
         """What cannot be sent now is said again by the protocol."""

@@ -190,7 +190,7 @@ class KVManager:
             local=self._local,
             digest=memory.digest,
             on_begin=self._begin_request,
-            on_event=self._end_request,
+            on_events=self._end_requests,
             on_death=self._fail_everything,
         )
         self._metrics = None if metrics_port is None else Metrics(self._snapshot)
@@ -509,19 +509,28 @@ class KVManager:
         if handle is not None:
             handle.begin()
 
-    def _end_request(self, event: Event, work: Work) -> None:
-        """Tell the server, the log and the metrics."""
-        handle = self._handles.pop((event.direction, event.peer, event.key), None)
-        event.lease.on_release(functools.partial(self._forget, event.lease))
-        if handle is None:
-            return
-        cause = None if event.error is None else event.error.cause
-        if wanted(self._metrics, cause):
-            account(self._record(event, handle, work, cause), self._metrics)
-        handle.end(event)
-        self._events.append(event)
-        os.eventfd_write(self._event_fd, 1)
-        handle.wake()
+    def _end_requests(self, ended: Sequence[tuple[Event, Work]]) -> None:
+        """Tell the server, the log and the metrics; then whoever waits goes on, and may keep the interpreter."""
+        told: list[Receiver | Sender] = []
+        try:
+            for event, work in ended:
+                handle = self._handles.pop((event.direction, event.peer, event.key), None)
+                event.lease.on_release(functools.partial(self._forget, event.lease))
+                if handle is None:
+                    continue
+                handle.end(event)
+                told.append(handle)
+                self._events.append(event)
+                cause = None if event.error is None else event.error.cause
+                if wanted(self._metrics, cause):
+                    account(self._record(event, handle, work, cause), self._metrics)
+        finally:
+            if told:
+                os.eventfd_write(self._event_fd, 1)
+            for handle in told:
+                handle.wake()
+            for handle in told[-1:]:
+                handle.let_go_first()
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease, None)
@@ -530,8 +539,7 @@ class KVManager:
         """A request that could not be opened: nothing ever touched its rows."""
         lease = Lease()
         lease.release()
-        event = Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag)
-        self._end_request(event, Work())
+        self._end_requests([(_failed(handle, error, lease), Work())])
 
     def _fail_everything(self, reason: str) -> None:
         """Nothing can be promised any more: every request ends, and rows that are not released are quarantined."""
@@ -541,9 +549,8 @@ class KVManager:
             error = RequestAborted(reason, cause=Cause.ENDED)
             if handle.session is None:
                 self._end_unopened(handle, error)
-                continue
-            lease = handle.session.lease
-            self._end_request(Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag), Work())
+            else:
+                self._end_requests([(_failed(handle, error, handle.session.lease), Work())])
 
     # -- what is counted ---------------------------------------------------------------------------------------------
 
@@ -616,6 +623,10 @@ def _largest(thresholds: Mapping[int, Threshold]) -> int:
 
 def _place(handle: Receiver | Sender) -> tuple[str, str, RequestKey]:
     return handle.direction, handle.peer, handle.key
+
+
+def _failed(handle: Receiver | Sender, error: DisaggError, lease: Lease) -> Event:
+    return Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag)
 
 
 def _key(request_id: bytes, attempt: int) -> RequestKey:

@@ -67,15 +67,12 @@ HEADER_WORDS = 4
 
 
 class Buffer:
-    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload. `counters`
-    are words on the GPU that are 0, for a kernel that leaves them so.
-    """
+    """`nbytes` bytes in pinned memory, as `words` of 8 bytes, and as many on the GPU; and an event for their upload."""
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self.nbytes = nbytes
         self.host_address = int(gpu.call("cuMemHostAlloc", nbytes, 0))
         self.device_address = int(gpu.call("cuMemAlloc", nbytes))
-        self.counters = gpu.table(np.zeros(HEADER_WORDS, np.uint64))
         self.uploaded = gpu.event()
         words = (ctypes.c_ubyte * nbytes).from_address(self.host_address)
         self.words: npt.NDArray[np.uint64] = np.frombuffer(memoryview(words), dtype=np.uint64)
@@ -94,7 +91,6 @@ class Buffer:
         gpu.call("cuEventDestroy", self.uploaded)
         gpu.call("cuMemFreeHost", self.host_address)
         gpu.free(self.device_address)
-        gpu.free(self.counters)
 
 
 def batch_nbytes(num_pieces: int) -> int:
@@ -195,10 +191,11 @@ class Gpu:
         self.call("cuIpcCloseMemHandle", base)
 
     def table(self, words: npt.NDArray[np.uint64]) -> int:
-        """The address, on the GPU, of a copy of `words`; to be given to `free`."""
+        """The address, on the GPU, of a copy of `words` that is there; to be given to `free`."""
         address = int(self.call("cuMemAlloc", max(words.nbytes, 8)))
         if words.nbytes:
             self.call("cuMemcpyHtoD", address, words.ctypes.data, words.nbytes)
+            self.call("cuStreamSynchronize", 0)  # the copy may return earlier, and streams of ours do not wait for it
         return address
 
     def free(self, address: int) -> None:

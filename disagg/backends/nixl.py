@@ -303,11 +303,11 @@ def cma_refusal(pid: int, address: int) -> str | None:
 
 
 class _BlockList:
-    """Blocks of one size, and NIXL's handles of their lists once some are needed."""
+    """Blocks of one size, and NIXL's handles of their lists: `None` until they are needed, empty where it takes none."""
 
     def __init__(self, index: RegionIndex, nbytes: int) -> None:
         self.blocks = Blocks(index, nbytes, per_list=PER_LIST)
-        self.handles: list[int] = []
+        self.handles: list[int] | None = None
 
 
 class _BlockLists:
@@ -323,14 +323,14 @@ class _BlockLists:
         found = self._by_size.pop(nbytes, None)
         if found is None:
             if len(self._by_size) == MAX_SIZES:
-                backend.release_lists(self._by_size.pop(next(iter(self._by_size))).handles)
+                backend.release_lists(self._by_size.pop(next(iter(self._by_size))).handles or ())
             found = _BlockList(self.index, nbytes)
         self._by_size[nbytes] = found
         return found
 
     def clear(self, backend: NixlBackend) -> None:
         for found in self._by_size.values():
-            backend.release_lists(found.handles)
+            backend.release_lists(found.handles or ())
         self._by_size.clear()
 
 
@@ -429,6 +429,7 @@ class NixlBackend:
         self._registered: list[Any] = []
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and how many peers use it
         self._handles: set[int] = set()
+        self._list_handles: set[int] = set()
         self._transports: set[str] = set()
         self._neighbours: set[ProcessIdentity] = set()  # of this machine, ever met
         self._check_shm()
@@ -499,7 +500,7 @@ class NixlBackend:
         """From NIXL 1.5 on."""
         row = np.array([[self._scratch.ctypes.data, 1, 0, 1, self._scratch.nbytes]], dtype=np.uint64)
         try:
-            self.release_lists([self._agent.prepXferDlist(_NO_AGENT, self._nixl.DRAM_SEG, row, [self._ucx])])
+            self._agent.releasedDlistH(self._agent.prepXferDlist(_NO_AGENT, self._nixl.DRAM_SEG, row, [self._ucx]))
         except self._errors as error:
             logger.info("backend 'nixl': no strided lists: %s", error)
             return False
@@ -749,11 +750,11 @@ class NixlBackend:
         there = theirs.blocks.places(remote, nbytes)
         if there is None:
             return None
-        for lists, of in ((self._lists, ours), (peer.lists, theirs)):
-            if not of.handles:
-                of.handles = self._prepare_lists(lists, of.blocks)
+        our_lists, their_lists = self._prepared(self._lists, ours), self._prepared(peer.lists, theirs)
+        if not our_lists or not their_lists:
+            return None
         return self._all_or_none(
-            self._make(op, (ours.handles[one], here_indices), (theirs.handles[other], there_indices))
+            self._make(op, (our_lists[one], here_indices), (their_lists[other], there_indices))
             for one, here_indices, other, there_indices in paired(here, there)
         )
 
@@ -804,19 +805,31 @@ class NixlBackend:
         self._handles.add(handle)
         return handle
 
-    def _prepare_lists(self, lists: _BlockLists, blocks: Blocks) -> list[int]:
-        """NIXL's handles of an agent's blocks."""
-        memory = self._memory_kind(lists.index.kind or "")
-        with self._mapped(f"preparing lists of blocks of {blocks.nbytes} bytes"):
-            return [int(self._agent.prepXferDlist(lists.agent, memory, rows, [self._ucx])) for rows in blocks.rows]
+    def _prepared(self, lists: _BlockLists, of: _BlockList) -> list[int]:
+        """NIXL's handles of an agent's blocks of one size; none where it takes no such list, as of memory that the peer has
+        announced and not registered.
+        """
+        if of.handles is None:
+            of.handles = []
+            memory = self._memory_kind(lists.index.kind or "")
+            try:
+                for rows in of.blocks.rows:
+                    of.handles.append(int(self._agent.prepXferDlist(lists.agent, memory, rows, [self._ucx])))
+            except self._errors as error:
+                logger.warning("backend 'nixl': no list of blocks of %s bytes: %s", of.blocks.nbytes, error)
+                self._list_handles.update(of.handles)
+                self.release_lists(of.handles)
+                of.handles = []
+            self._list_handles.update(of.handles)
+        return of.handles
 
     def release_lists(self, handles: Sequence[int]) -> None:
-        """Requests that were made from the lists keep what they need of them."""
+        """Give back lists that have not been; requests that were made from them keep what they need."""
         for handle in handles:
-            try:
-                self._agent.releasedDlistH(handle)
-            except self._errors as error:  # such as of a peer that NIXL has forgotten: its lists went with it
-                logger.info("backend 'nixl': releasing a prepared list: %s", error)
+            if handle in self._list_handles:
+                self._list_handles.discard(handle)
+                with contextlib.suppress(*self._errors):
+                    self._agent.releasedDlistH(handle)
 
     def _post(self, peer: NixlPeer, handles: list[int], op: Op, *, owns_handles: bool = True) -> NixlTransfer:
         """Under the lock, with an open engine."""
@@ -881,8 +894,7 @@ class NixlBackend:
             if self._agent is None:
                 return
             self._discard(tuple(self._handles))
-            if self._lists is not None:
-                self._lists.clear(self)
+            self.release_lists(tuple(self._list_handles))
             for agent in self._remote:
                 self._forget(agent)
             for descriptors in self._registered:

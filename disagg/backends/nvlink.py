@@ -536,12 +536,14 @@ class _Engine:
         self._module: Any = None
         self._kernels: dict[str, int] = {}
         self._queue: Queue | None = None
-        self._scratch = 0
+        self._scratch = self._counters = 0
 
     def start(self) -> None:
         self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "move_spans"])
         self._queue = Queue(self.gpu)
         self._scratch = self.gpu.table(np.zeros(2, np.uint64))
+        # One pair for all requests: kernels follow each other on one stream, and each leaves them at 0.
+        self._counters = self.gpu.table(np.zeros(2, np.uint64))
         self._free += [self._buffer(SMALL_BUFFER) for _ in range(NUM_SMALL_BUFFERS)]
 
     @property
@@ -594,7 +596,7 @@ class _Engine:
         kernel = self._kernels["move_spans"]
         brought = -(-order.nbytes // NEAR_WORD)
         if brought * NEAR_WORD <= NEAR_NBYTES:
-            arguments = (buffer.counters, buffer.host_address, brought, *what)
+            arguments = (self._counters, buffer.host_address, brought, *what)
             self._launch(transfer, kernel, arguments, blocks, shared=brought * NEAR_WORD, last=True)
         else:
             address = buffer.device_address
@@ -648,8 +650,9 @@ class _Engine:
                 self.gpu.call("cuEventDestroy", event)
             if self._queue is not None:
                 self._queue.close()
-            if self._scratch:
-                self.gpu.free(self._scratch)
+            for address in (self._scratch, self._counters):
+                if address:
+                    self.gpu.free(address)
             if self._module is not None:
                 self.gpu.call("cuModuleUnload", self._module)
         self.gpu.release()

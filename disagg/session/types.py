@@ -110,7 +110,7 @@ class StartTransfer(msgspec.Struct, frozen=True):
     written: tuple[Written, ...]
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, weakref=True):
     """Effect, and what the server sees: a request of this rank has ended."""
 
     key: RequestKey

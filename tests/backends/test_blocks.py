@@ -105,6 +105,7 @@ def test_the_core_refuses_what_it_cannot_count() -> None:
         (one, one, 1, 0, one, narrow, narrow),
         (one, one, 1, 2**31, one, narrow, narrow),
         (one, one, 1, 1, np.full(1, 2**31, np.uint64), narrow, narrow),
+        (one, one, 1, 1, np.full(1, 2**31 - 1, np.uint64), narrow, narrow),
     ):
         with pytest.raises(ValueError, match=r"one length|expected a size|more lists"):
             regions.place_blocks(*arguments)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from disagg.backends import nixl
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport, decode_endpoint, encode_endpoint
 from disagg.backends.nixl import (
     ERRORS,
     FLAVOURS,
@@ -43,6 +43,7 @@ from disagg.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
+from disagg.memory import MemoryRegion
 from disagg.rdma import rdma_refusal
 from disagg.testing.backend_contract import (
     REGION_NBYTES,
@@ -249,6 +250,38 @@ def test_lists_that_are_given_back_leave_requests_alone(
     assert _settled(under_way) is TransferStatus.DONE
     assert _settled(other) is TransferStatus.DONE
     np.testing.assert_array_equal(target.arena.memory, after)
+
+
+def test_a_list_that_cannot_be_prepared_leaves_rows(selected: list[int], stack: ExitStack) -> None:
+    """Of a peer that announces more than it has registered."""
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    raw, regions = decode_endpoint("nixl", target.endpoint)
+    longer = [MemoryRegion(r.address, r.nbytes + (1 << 20), r.device) for r in regions]
+    peer = backend.connect(encode_endpoint("nixl", raw, longer), epoch=1)
+    pieces = [(0, 0, 0, 0, 512), (0, 512, 0, 1024, 512)]
+    for seed in range(3):
+        arena.scramble(seed)
+        after = expected_after(Op.WRITE, arena, target.arena, pieces)
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
+        assert _settled(transfer) is TransferStatus.DONE
+        np.testing.assert_array_equal(target.arena.memory, after)
+    assert not selected
+
+
+@pytest.mark.parametrize("closed_first", [False, True])
+def test_lists_are_given_back_once(closed_first: bool, selected: list[int], stack: ExitStack) -> None:
+    target = _target(TCP, stack)
+    backend, arena = _opened(TCP, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, 512)]))
+    assert _settled(transfer) is TransferStatus.DONE
+    transfer.close()
+    assert selected == [1]
+    ends = [lambda: backend.disconnect(peer), backend.close]
+    for end in reversed(ends) if closed_first else ends:
+        end()
+    assert not backend._list_handles
 
 
 def _settled(transfer: NixlTransfer) -> TransferStatus:

@@ -16,7 +16,7 @@ import pytest
 from disagg.backends import nvlink
 from disagg.backends._orders import encode_order, encode_shapes, order_nbytes
 from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, decode_endpoint, encode_endpoint
-from disagg.backends.nvlink import NvlinkBackend
+from disagg.backends.nvlink import NUM_SMALL_BUFFERS, NvlinkBackend
 from disagg.copies import CopyBatch
 from disagg.errors import (
     BackendError,
@@ -196,10 +196,18 @@ def shapes_of(
     return tuple(shapes), tuple(parts)
 
 
+@pytest.fixture(params=["brought by the kernel", "uploaded"])
+def _orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How orders get to the GPU."""
+    if request.param == "uploaded":
+        monkeypatch.setattr(nvlink, "NEAR_NBYTES", 0)
+
+
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize(
     ("unit", "skew"), [(1, 0), (6, 0), (16, 0), (16, 4), (48, 0), (256, 0), (250, 1), (1024, 0), (1024, 8)]
 )
+@pytest.mark.usefixtures("_orders")
 def test_addresses_computed_on_the_gpu(
     op: Op, unit: int, skew: int, backend: NvlinkBackend, local: Memory, target: Target
 ) -> None:
@@ -208,10 +216,16 @@ def test_addresses_computed_on_the_gpu(
     shapes, parts = shapes_of(op, local, target, unit=unit, skew=skew)
     prepared = backend.prepare_spans(op, peer, shapes)
     batch = SpanBatch(prepared.shapes, parts)
+    local.scramble(1)
+    target.ask("scramble", 2)
     images = local.read(), target.read()
-    for _ in range(2):  # an order leaves nothing behind
-        transfer = backend.submit_spans(prepared, batch)
+    # One leaves nothing behind for the next, in whatever buffer; the last finds nothing done.
+    for transfer in [backend.submit_spans(prepared, batch) for _ in range(NUM_SMALL_BUFFERS + 2)]:
         assert settle(transfer) is TransferStatus.DONE, transfer.error
+    local.scramble(1)
+    target.ask("scramble", 2)
+    last = backend.submit_spans(prepared, batch)
+    assert settle(last) is TransferStatus.DONE, last.error
     table = encode_shapes(shapes, lambda addresses, nbytes, side: addresses)
     out = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
     order = encode_order(batch, table, tile=4096, out=out)

@@ -57,27 +57,3 @@ def test_every_byte_of_every_pool(engine: str, name: str, monkeypatch: pytest.Mo
     assert row.device == "cuda"
     assert engine != "auto" or "nvlink: nvlink" in row.transport, row.transport
     assert engine not in ENGINES or row.way != "direct", row.ways
-
-
-def test_pieces_that_go_one_by_one_over_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8,192 pieces of 1 KiB for each writer, in one batch: enough for prepared lists, here of a GPU's memory on both sides."""
-    if importlib.util.find_spec(ENGINES["nixl"]) is None:
-        pytest.skip("engine nixl is not installed")
-    monkeypatch.setenv("MC_INTRANODE_NVLINK", "1")
-    case = Case(
-        backend="nixl",
-        model="llama-3-8b",
-        num_layers=2,
-        tokens=2048,
-        prefill=Side.parse("tp=2,page=16"),
-        decode=Side.parse("tp=1,page=16"),
-        pack_below=0,
-        device="cuda",
-        verify="full",
-        repeat=2,
-        ceiling=False,
-        timeout_s=60.0,
-    )
-    row = run(case, lambda _: None)
-    assert row.verified, row.problem
-    assert (row.way, row.pieces) == ("direct", 2 * 8192)

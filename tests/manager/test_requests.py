@@ -192,6 +192,23 @@ def test_decode_aborts_and_prefill_hears_why(made: Cluster) -> None:
     assert released.wait(DEADLINE_S)
 
 
+def test_a_deadline_counts_where_there_is_always_something_else_to_do(made: Cluster) -> None:
+    hub = made.decode[0].manager._hub
+
+    def again(_: float) -> None:
+        if not over:
+            hub.command(again)
+
+    over: list[bool] = []
+    hub.command(again)
+    try:
+        for _ in range(3):  # what was known to be due before is past after the first
+            receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.1)
+            assert isinstance(receiver.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+    finally:
+        over.append(True)
+
+
 def test_a_deadline_ends_a_request_nobody_serves_and_names_who_is_silent(made: Cluster) -> None:
     receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.1)
     event = receiver.wait(timeout_s=DEADLINE_S)

@@ -1,0 +1,24 @@
+"""Flags that threads linger for, without the interpreter."""
+
+from __future__ import annotations
+
+import threading
+
+from disagg import _core
+
+
+def test_everyone_who_lingers_sees_a_flag_that_is_set() -> None:
+    flag, found = _core.Flag(), list[bool]()
+    threads = [threading.Thread(target=lambda: found.append(flag.linger(60.0))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not flag.linger(1e-3)
+    flag.hand_over()  # to nobody who could go on: it gives up
+    assert not found
+    flag.set()
+    flag.hand_over()
+    for thread in threads:
+        thread.join(60.0)
+    assert found == [True] * 3
+    assert flag.linger(0.0)
+    flag.hand_over()
