@@ -280,8 +280,8 @@ def mooncake_table() -> Iterator[Row]:
 
 
 def newer_table() -> Iterator[Row]:
-    """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays, as a scatter ticket, and the
-    backend, which gives arrays, GB/s; 6,000 pieces as one ticket; what a ticket says, after 10 s, of a peer that
+    """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays, by page numbers (a call that
+    blocks), as a scatter ticket, and the backend, which gives arrays, GB/s; 6,000 pieces as one ticket; what a ticket says, after 10 s, of a peer that
     was killed.
     """
     with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
@@ -314,8 +314,18 @@ def newer_table() -> Iterator[Row]:
                 batch = engine.batch_transfer_async_write_arrays(session, *columns)
                 assert engine.get_batch_transfer_status([batch]) == 0
 
-            found = medians_s([lists, arrays, partial(drained, copies), partial(both.write, copies, pause_s=1e-4)], rounds=7)
-            names = ("lists", "arrays", "ticket", "backend")
+            pages = [
+                ((column - np.uint64(base)) // np.uint64(nbytes)).astype(np.int64)
+                for column, base in ((copies.source, both.here), (copies.destination, both.there))
+            ]
+            fields = np.array([[both.here, nbytes, both.there, nbytes, nbytes]], dtype=np.int64)
+
+            def blocking(pages: Any = pages, fields: Any = fields) -> None:
+                assert engine.batch_transfer_sync_write_pages(session, *pages, fields) == 0
+
+            calls = [lists, arrays, blocking, partial(drained, copies), partial(both.write, copies, pause_s=1e-4)]
+            found = medians_s(calls, rounds=7)
+            names = ("lists", "arrays", "pages", "ticket", "backend")
             rates = [round(copies.total_nbytes / s / 1e9, 2) for s in found]
             yield {"pieces": f"{count} of {_size(nbytes)}"} | dict(zip(names, rates, strict=True))
         many = both.pieces(4096, 6000, RNG)
