@@ -518,12 +518,12 @@ class KVManager:
                 event.lease.on_release(functools.partial(self._forget, event.lease))
                 if handle is None:
                     continue
-                handle.end(event)
-                told.append(handle)
-                self._events.append(event)
-                cause = None if event.error is None else event.error.cause
-                if wanted(self._metrics, cause):
-                    account(self._record(event, handle, work, cause), self._metrics)
+                try:
+                    self._account(event, handle, work)
+                finally:
+                    handle.end(event)
+                    told.append(handle)
+                    self._events.append(event)
         finally:
             if told:
                 os.eventfd_write(self._event_fd, 1)
@@ -564,6 +564,11 @@ class KVManager:
             raise
         self._opened.callback(server.close)
         return server.url
+
+    def _account(self, event: Event, handle: Receiver | Sender, work: Work) -> None:
+        cause = None if event.error is None else event.error.cause
+        if wanted(self._metrics, cause):
+            account(self._record(event, handle, work, cause), self._metrics)
 
     def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
         nbytes = work.nbytes
