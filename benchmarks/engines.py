@@ -281,8 +281,8 @@ def mooncake_table() -> Iterator[Row]:
 
 def newer_table() -> Iterator[Row]:
     """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays, by page numbers (a call that
-    blocks), as a scatter ticket, and the backend, which gives arrays, GB/s; 6,000 pieces as one ticket; what a ticket says, after 10 s, of a peer that
-    was killed.
+    blocks), as a scatter ticket, and the backend, which gives arrays, GB/s; 6,000 pieces as one ticket; what a ticket says, after
+    10 s, of a peer that was killed.
     """
     with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
         engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]

@@ -484,9 +484,8 @@ NB_MODULE(_core, m) {
             "place_blocks", &place_blocks, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "block"_a, "per_list"_a,
             "firsts"_a.noconvert(), "lists"_a.noconvert(), "indices"_a.noconvert(),
             "Whether each range is one of the blocks of `block` bytes that regions are cut into from their starts on, counted\n"
-            "from firsts[k] in region k: if so, number // per_list goes to `lists`, the rest to `indices`, both int32, and "
-            "the\n"
-            "highest of `lists` comes back, else -1. ValueError as for locate, and for a block or lists of nothing.");
+            "from firsts[k] in region k: if so, number // per_list goes to `lists`, the rest to `indices`, both int32, and\n"
+            "the highest of `lists` comes back, else -1. ValueError as for locate, and for a block or lists of nothing.");
     m.def("copy_batch", &copy_batch, "source"_a.noconvert(), "destination"_a.noconvert(), "nbytes"_a.noconvert(),
           "num_threads"_a = 1,
           "Copy nbytes[i] bytes from address source[i] to address destination[i]; three contiguous uint64 columns.\n\n"

@@ -180,7 +180,7 @@ class Hub:
         self._commands: deque[Callable[[float], None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
         self._work: dict[tuple[str, str, RequestKey], Work] = {}
-        self._settled: deque[tuple[Settled, SendSession | None]] = deque()
+        self._settled: list[tuple[Settled, SendSession | None]] = []
         self._ended: list[Event] = []
         self.peer_losses: Counter[str] = Counter()
         self.refused_messages = self.rejected_hellos = 0
@@ -543,11 +543,11 @@ class Hub:
 
     def _tell(self) -> None:
         """Count what has settled, and tell who waits of what has ended: last of all, as they may keep the interpreter."""
-        while self._settled:
-            report, sent = self._settled.popleft()
+        for report, sent in self._settled:
             self.stats.add(report)
             if sent is not None:
                 self._work_of("send", sent).add(report)
+        self._settled.clear()
         if self._ended:
             ended, self._ended = self._ended, []
             self._on_events([(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING)) for event in ended])

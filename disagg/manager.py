@@ -527,10 +527,9 @@ class KVManager:
         finally:
             if told:
                 os.eventfd_write(self._event_fd, 1)
-            for handle in told:
-                handle.wake()
-            for handle in told[-1:]:
-                handle.let_go_first()
+                for handle in told:
+                    handle.wake()
+                told[-1].let_go_first()
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease, None)

@@ -798,10 +798,8 @@ class NixlBackend:
     def _make(self, op: Op, ours: tuple[int, Indices], theirs: tuple[int, Indices]) -> int:
         """A request that is not posted yet, for blocks of two prepared lists, by their indices there."""
         operation = self._nixl.NIXL_WRITE if op is Op.WRITE else self._nixl.NIXL_READ
-        try:
+        with self._mapped(f"preparing {len(ours[1])} copies by lists"):
             handle = int(self._agent.makeXferReq(operation, *ours, *theirs, "", [self._ucx]))
-        except self._errors as error:
-            raise _as_ours(f"preparing {len(ours[1])} copies by lists", error) from error
         self._handles.add(handle)
         return handle
 
@@ -815,12 +813,11 @@ class NixlBackend:
             try:
                 for rows in of.blocks.rows:
                     of.handles.append(int(self._agent.prepXferDlist(lists.agent, memory, rows, [self._ucx])))
+                    self._list_handles.add(of.handles[-1])
             except self._errors as error:
                 logger.warning("backend 'nixl': no list of blocks of %s bytes: %s", of.blocks.nbytes, error)
-                self._list_handles.update(of.handles)
                 self.release_lists(of.handles)
                 of.handles = []
-            self._list_handles.update(of.handles)
         return of.handles
 
     def release_lists(self, handles: Sequence[int]) -> None:

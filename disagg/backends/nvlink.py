@@ -592,16 +592,14 @@ class _Engine:
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
         buffer = self._take(transfer, order_nbytes(batch))
         order = encode_order(batch, prepared.table, tile=tile, out=buffer.words)
-        what = (prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
-        kernel = self._kernels["move_spans"]
         brought = -(-order.nbytes // NEAR_WORD)
-        if brought * NEAR_WORD <= NEAR_NBYTES:
-            arguments = (self._counters, buffer.host_address, brought, *what)
-            self._launch(transfer, kernel, arguments, blocks, shared=brought * NEAR_WORD, last=True)
-        else:
-            address = buffer.device_address
+        counters, address = self._counters, buffer.host_address
+        if brought * NEAR_WORD > NEAR_NBYTES:
             self.queue.upload(buffer, order.nbytes)
-            self._launch(transfer, kernel, (address, address, 0, *what), blocks, last=True)
+            counters = address = buffer.device_address
+            brought = 0
+        arguments = (counters, address, brought, prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        self._launch(transfer, self._kernels["move_spans"], arguments, blocks, shared=brought * NEAR_WORD, last=True)
 
     def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
         """Copy by the driver, between addresses that are all as they are here."""

@@ -25,7 +25,6 @@ from disagg.backends.nixl import (
     MAX_SIZES,
     MIN_VECTORS,
     NixlBackend,
-    NixlTransfer,
     cma_refusal,
     conflicts,
     engine_errors,
@@ -54,6 +53,7 @@ from disagg.testing.backend_contract import (
     ProcessTarget,
     batch_of,
     expected_after,
+    settle,
 )
 from tests.backends.conftest import require_engine
 
@@ -201,7 +201,7 @@ def test_blocks_of_one_size_are_chosen_from_lists(op: Op, selected: list[int], s
         pieces = _blocks(rng, size, 300)
         after = expected_after(op, arena, target.arena, pieces)
         transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, pieces))
-        assert _settled(transfer) is TransferStatus.DONE
+        assert settle(transfer, backend) is TransferStatus.DONE
         transfer.close()
         np.testing.assert_array_equal(destination.memory, after, err_msg=str(size))
         assert sum(selected) == len(pieces)
@@ -221,7 +221,7 @@ def test_what_is_no_block_travels_as_rows(selected: list[int], stack: ExitStack)
     ):
         after = expected_after(Op.WRITE, arena, target.arena, pieces)
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
-        assert _settled(transfer) is TransferStatus.DONE
+        assert settle(transfer, backend) is TransferStatus.DONE
         np.testing.assert_array_equal(target.arena.memory, after)
         arena.scramble(9)
     for region, offset in ((0, REGION_NBYTES[0] // 512 * 512), (1, -512)):  # cut off by the end; before the start
@@ -247,8 +247,8 @@ def test_lists_that_are_given_back_leave_requests_alone(
     assert sum(selected) == len(pieces) + 1
     assert under_way.poll() is TransferStatus.PENDING
     target.go_on()
-    assert _settled(under_way) is TransferStatus.DONE
-    assert _settled(other) is TransferStatus.DONE
+    assert settle(under_way, backend) is TransferStatus.DONE
+    assert settle(other, backend) is TransferStatus.DONE
     np.testing.assert_array_equal(target.arena.memory, after)
 
 
@@ -264,7 +264,7 @@ def test_a_list_that_cannot_be_prepared_leaves_rows(selected: list[int], stack: 
         arena.scramble(seed)
         after = expected_after(Op.WRITE, arena, target.arena, pieces)
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
-        assert _settled(transfer) is TransferStatus.DONE
+        assert settle(transfer, backend) is TransferStatus.DONE
         np.testing.assert_array_equal(target.arena.memory, after)
     assert not selected
 
@@ -275,20 +275,13 @@ def test_lists_are_given_back_once(closed_first: bool, selected: list[int], stac
     backend, arena = _opened(TCP, stack)
     peer = backend.connect(target.endpoint, epoch=1)
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, 512)]))
-    assert _settled(transfer) is TransferStatus.DONE
+    assert settle(transfer, backend) is TransferStatus.DONE
     transfer.close()
     assert selected == [1]
     ends = [lambda: backend.disconnect(peer), backend.close]
     for end in reversed(ends) if closed_first else ends:
         end()
     assert not backend._list_handles
-
-
-def _settled(transfer: NixlTransfer) -> TransferStatus:
-    deadline = time.monotonic() + PATIENCE_S
-    while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
-        time.sleep(1e-3)
-    return transfer.status
 
 
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
