@@ -408,22 +408,79 @@ struct Flag {
     }
 };
 
+// A word of memory that another process may share, and the value that it is to have; the array is kept.
+template <typename Array>
+struct WordOf {
+    Array board;
+    std::size_t index;
+    std::uint64_t value;
+
+    WordOf(Array words, std::size_t at, std::uint64_t awaited) : board{std::move(words)}, index{at}, value{awaited} {
+        if (index >= board.shape(0)) throw std::out_of_range("word: there are not so many");
+    }
+
+    // The compiled core is the only one that uses such memory, and by atomic operations.
+    std::atomic_ref<std::uint64_t> word() const { return std::atomic_ref{const_cast<std::uint64_t&>(board.data()[index])}; }
+};
+
+// A word that is looked at; its memory may be read-only.
+struct Word : WordOf<Column<std::uint64_t>> {
+    using WordOf::WordOf;
+    bool is_told() const { return word().load(std::memory_order_acquire) == value; }
+};
+
+// A sign, and the word that is to have its value once that shows; a sign of what has failed sets none.
+struct Notice : WordOf<Words> {
+    nb::object held;
+    const Flag* flag;
+    const CudaEvent* event;
+
+    Notice(nb::object sign, Words words, std::size_t at, std::uint64_t told)
+        : WordOf{std::move(words), at, told}, held{std::move(sign)}, flag{nullptr}, event{nullptr} {
+        if (nb::isinstance<Flag>(held)) {
+            flag = nb::inst_ptr<Flag>(held);
+        } else {
+            event = nb::cast<const CudaEvent*>(held);
+        }
+    }
+
+    void tell() const { word().store(value, std::memory_order_release); }
+
+    // Whether the sign shows, or never will; where it shows that is told.
+    bool is_over() const {
+        const int status = event                 ? event->queue->query(event->event).status
+                           : flag->is_set.load() ? 0
+                                                 : disagg::CudaQueue::kNotReady;
+        if (status == 0) tell();
+        return status != disagg::CudaQueue::kNotReady;
+    }
+};
+
 bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
     std::vector<pollfd> watched;
     for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
     std::vector<nb::object> held;  // whatever becomes of the list meanwhile
+    std::vector<const Notice*> notices;
+    std::vector<const Word*> words;
     std::vector<const Flag*> flags;
     std::vector<CudaEvent> events;
     for (const nb::handle sign : signs) {
         held.push_back(nb::borrow(sign));
-        if (nb::isinstance<Flag>(sign)) {
+        if (nb::isinstance<Notice>(sign)) {
+            notices.push_back(nb::inst_ptr<Notice>(sign));
+        } else if (nb::isinstance<Word>(sign)) {
+            words.push_back(nb::inst_ptr<Word>(sign));
+        } else if (nb::isinstance<Flag>(sign)) {
             flags.push_back(nb::inst_ptr<Flag>(sign));
         } else {
             events.push_back(nb::cast<CudaEvent>(sign));
         }
     }
     return ask_for(seconds, [&] {
-        return std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
+        // Every notice is asked, whatever else there is: others wait for it.
+        return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
+               std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
+               std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
                std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
                poll(watched.data(), watched.size(), 0) > 0;
     });
@@ -593,7 +650,14 @@ NB_MODULE(_core, m) {
                 new (self) CudaEvent{std::move(queue), own, event};
             },
             "queue"_a, "event"_a);
+    nb::class_<Word>(m, "Word", "A word of memory that another process writes, and the value that it is to have.")
+        .def(nb::init<Column<std::uint64_t>, std::size_t, std::uint64_t>(), "board"_a.noconvert(), "index"_a, "value"_a)
+        .def("is_told", &Word::is_told, "Whether it has that value.");
+    nb::class_<Notice>(m, "Notice", "A sign, and the word of memory that is given a value once it shows.")
+        .def(nb::init<nb::object, Words, std::size_t, std::uint64_t>(), "sign"_a, "board"_a.noconvert(), "index"_a, "value"_a)
+        .def("tell", &Notice::tell, "Give the word its value now.");
     m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
-          "Wait for so long without sleeping, or until a descriptor is readable or over, a flag is set, or the work before an\n"
-          "event is over; other threads have the interpreter meanwhile. Whether one is.");
+          "Wait for so long without sleeping, or until a descriptor is readable or over, a flag is set, the work before an\n"
+          "event is over, or a word has its value; notices are given meanwhile. Other threads have the interpreter. Whether\n"
+          "one of these is so.");
 }

@@ -297,10 +297,27 @@ class CudaEvent:
 
     def __init__(self, queue: CudaQueue, event: int) -> None: ...
 
-Sign = Flag | CudaEvent
+class Word:
+    """A word of memory that another process may write, and the value that it is to have. `board` is uint64 `[words]`, and is
+    kept; it may be read-only. Raises `IndexError` where it has no word `index`.
+    """
+
+    def __init__(self, board: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
+    def is_told(self) -> bool:
+        """Whether the word has that value."""
+
+class Notice:
+    """A sign, and the word of `board` that is given `value` once the sign shows; one of what has failed gives none."""
+
+    def __init__(self, sign: Flag | CudaEvent, board: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
+    def tell(self) -> None:
+        """Give the word its value now."""
+
+Sign = Flag | CudaEvent | Word | Notice
 """What can be asked for without the interpreter. Exists for type checkers only."""
 
 def linger(seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
     """Wait for so long without sleeping, as waking up takes longer, or until a descriptor is readable or over, a flag is set,
-    or the work before an event is over; other threads have the interpreter meanwhile. Whether one is.
+    the work before an event is over, or a word has its value; notices are given meanwhile. Other threads have the interpreter.
+    Whether one of these is so.
     """

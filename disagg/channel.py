@@ -26,6 +26,7 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from disagg import _core
+from disagg.boards import Board, BoardView
 from disagg.errors import ConfigError
 from disagg.lanes import MAX_OFFERS, Lane, Listener, Source
 from disagg.wire import MAX_MESSAGE_NBYTES
@@ -96,11 +97,12 @@ class KeyPair:
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`."""
+    """A message that a peer sent on a connection that it opened: answer it with `reply`. `board`: what that peer shows."""
 
     connection: bytes
     user: str
     data: bytes
+    board: BoardView | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -159,7 +161,8 @@ class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
     `listen` is `tcp://host:port`; off loopback `keys` must be given, or `insecure=True`. `allow` says whether a public
-    key may connect. Raises `ConfigError` where the address cannot be bound, naming it.
+    key may connect, `looks` whether its thread will `linger`, and so sees what peers of this machine show. Raises
+    `ConfigError` where the address cannot be bound, naming it.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class Channel:
         keys: KeyPair | None = None,
         insecure: bool = False,
         allow: Callable[[str], bool] = lambda _: False,
+        looks: bool = False,
     ) -> None:
         host, port = parse_address(listen, what="listen")
         if keys is None and not insecure and not is_loopback(host):
@@ -185,7 +189,8 @@ class Channel:
         self._poller = zmq.Poller()
         self._dialled: dict[str, _Dialled] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
-        self._lanes = Listener()
+        self._board = Board()
+        self._lanes = Listener(looks=looks)
         try:
             if keys is not None:
                 self._authenticator = _authenticator(self._context, allow)
@@ -260,6 +265,11 @@ class Channel:
         """
         offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if lane else []
         return _send(self._router, [connection, data, *offer])
+
+    def board(self, address: str) -> Board | None:
+        """Where something can be shown to who is dialled at `address`; `None` where it does not look."""
+        dialled = self._dialled.get(address)
+        return self._board if dialled is not None and dialled.lane is not None and dialled.lane.shows else None
 
     def wake(self) -> None:
         """Have `poll` return; from any thread. Once is enough until it has."""
@@ -336,7 +346,7 @@ class Channel:
         """Take a lane that a peer offers, if it is a new one, and within reach."""
         if dialled.lane is None or dialled.lane.offer != offer:
             self._leave(dialled)
-            dialled.lane = Lane.open(offer)
+            dialled.lane = Lane.open(offer, self._board)
 
     @staticmethod
     def _leave(dialled: _Dialled) -> None:
@@ -357,8 +367,9 @@ class Channel:
             self._close_lane(descriptor)
             return
         source, messages = found
+        board = self._lanes.board(descriptor)
         for message in messages:
-            yield Inbound(source.connection, source.user, message)
+            yield Inbound(source.connection, source.user, message, board)
 
     def _close_lane(self, descriptor: int) -> None:
         self._poller.unregister(descriptor)
@@ -384,6 +395,7 @@ class Channel:
             self._leave(dialled)
         self._dialled.clear()
         self._lanes.close()
+        self._board.close()
         if hasattr(self, "_monitor"):
             self._router.disable_monitor()
             self._monitor.close(0)

@@ -13,12 +13,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from disagg import _core
 from disagg.accounting import Work
 from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
+from disagg.boards import Board
 from disagg.channel import Channel, Complaints, Inbound, Reply, parse_address
 from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
 from disagg.handshake import Handshake, RemoteRank
@@ -60,6 +63,10 @@ MOST_LATE_S = 2e-3
 """How late what time brings may come where there is always something else to do."""
 LINGER_S, TOLD_S = 10e-6, 200e-6
 """Between looks without a sleep, at work that has to be asked and where all of it says when it is done."""
+KNOWN_S = 5e-3
+"""A receiver that was told beforehand how it will see that copying has ended looks for twice as long; what ends within this
+is not said again.
+"""
 LOOKS = 8
 """At work under way, for one at the control channel."""
 MAX_FENCING = 4096
@@ -124,6 +131,20 @@ class _Summing:
     error: str = ""
 
 
+class _Foretold(NamedTuple):
+    """What the receiver of a transfer sees when that is done, and until when it is certain to look."""
+
+    notice: _core.Notice
+    until: float
+
+
+class _Expected(NamedTuple):
+    """A writer's last word, which counts from when `word` has its value."""
+
+    complete: Complete
+    word: _core.Word
+
+
 class Wire(Protocol):
     """What the control thread asks of its channel."""
 
@@ -131,6 +152,7 @@ class Wire(Protocol):
     def disconnect(self, address: str) -> None: ...
     def send(self, address: str, data: bytes) -> bool: ...
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
+    def board(self, address: str) -> Board | None: ...
     def wake(self) -> None: ...
     def linger(self, seconds: float, signs: list[_core.Sign]) -> bool: ...
     def flush(self) -> None: ...
@@ -209,6 +231,8 @@ class Hub:
         self._local = local
         self._digest = digest
         self._summing: dict[Ticket, _Summing] = {}
+        self._foretold: dict[Ticket, _Foretold] = {}
+        self._expected: dict[tuple[PeerRank, RequestKey], _Expected] = {}
         self._sums = SumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
         self._thread = threading.Thread(target=self._run, name=f"disagg-control-{handshake.me}", daemon=True)
 
@@ -303,9 +327,10 @@ class Hub:
 
     def _turn(self) -> None:
         """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
-        arrived = work = False
+        arrived = False
+        work = bool(self._expected) and self._take_expected()
         # What is there already is carried out first; then it is the channel's turn.
-        self._passes_over = not self._passes_over and bool(self._commands or self._worker.has_reports)
+        self._passes_over = not self._passes_over and bool(work or self._commands or self._worker.has_reports)
         if not self._passes_over:
             idle_s = self._idle_s()
             if self._spin_s and idle_s > 0:
@@ -315,7 +340,7 @@ class Hub:
                 arrived = True
         now = time.monotonic()
         if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
-            self._awake_until = now + self._spin_s
+            self._awake_until = max(self._awake_until, now + self._spin_s)
         elif not arrived and now < min(self._awake_until, self._next_due()) and not self._rows_waiting:
             self._look()
             return
@@ -347,9 +372,11 @@ class Hub:
         """Without a sleep, at what is likely to come next; the next turn carries it out."""
         for _ in range(LOOKS):
             signs, all_told = self._worker.signs()
+            signs += (foretold.notice for foretold in self._foretold.values())
+            signs += (expected.word for expected in self._expected.values())
             told = self._channel.linger(TOLD_S if all_told else LINGER_S, signs)
             if self._worker.turn():
-                self._awake_until = time.monotonic() + self._spin_s
+                self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
                 return
             if told or all_told:
                 return
@@ -384,6 +411,8 @@ class Hub:
                 return False
             if isinstance(message, Complete) and (message.filled or not message.final):
                 self._take_filled(peer, message)
+                if message.word is not None and arrived.board is not None:
+                    self._expect(peer, message, arrived.board.word(*message.word), now)
             if isinstance(message, Credit):
                 self._take_credit(peer, message)
             elif isinstance(message, RequestMessage | Busy):
@@ -393,6 +422,25 @@ class Hub:
             self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
             return False
         return True
+
+    def _expect(self, peer: PeerRank, message: Complete, word: _core.Word, now: float) -> None:
+        """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
+        key = key_of(message)
+        if self._spin_s and (peer.instance, key) in self.sessions.receives.sessions:
+            self._expected[peer, key] = _Expected(msgspec.structs.replace(message, final=True, word=None), word)
+            self._awake_until = max(self._awake_until, now + 2 * KNOWN_S)
+
+    def _take_expected(self) -> bool:
+        """Take what words say; whether there is anything. What has ended otherwise is expected no more."""
+        taken = False
+        for (peer, key), (complete, word) in tuple(self._expected.items()):
+            told = word.is_told()
+            if told or (peer.instance, key) not in self.sessions.receives.sessions:
+                del self._expected[peer, key]
+            if told:
+                self.sessions.on_message(peer, complete, time.monotonic())
+                taken = True
+        return taken
 
     def _take_filled(self, peer: PeerRank, message: Complete) -> None:
         """Have what a writer has put into this rank's ring scattered."""
@@ -500,6 +548,8 @@ class Hub:
         self._connecting.pop(lost.peer, None)
         self.sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
         self._packing.lose(lost.peer)
+        for peer, key in [found for found in self._expected if found[0] == lost.peer]:
+            del self._expected[peer, key]
         for start in self._early.pop(lost.peer, []):
             self.sessions.sends.settled(start.ticket, now=now, error=f"{lost.peer} is gone: {lost.cause}")
         engine = self._handshake.disconnect(lost.peer, lost.epoch)
@@ -640,8 +690,13 @@ class Hub:
             self._tell_filled(ticket, report, now)
             return
         if isinstance(report, Begun):
-            self._tell_begun(ticket)
+            self._tell_begun(ticket, report.sign, now)
             return
+        foretold = self._foretold.pop(ticket, None)
+        known = foretold is not None and not report.error
+        if foretold is not None and known:
+            foretold.notice.tell()
+            known = now < foretold.until
         if not report.unsettled:
             sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, sent if sent is not None and not sent.reported else None))
@@ -651,16 +706,29 @@ class Hub:
             self._summing[ticket].packed = report.packed
             self._settle_summed(ticket, now)
             return
-        self.sessions.sends.settled(ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed)
+        self.sessions.sends.settled(
+            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, known=known
+        )
 
     def _work_of(self, direction: str, session: SendSession | ReceiveSession) -> Work:
         return self._work.setdefault((direction, session.peer, session.key), Work())
 
-    def _tell_begun(self, ticket: Ticket) -> None:
-        """Have a receiver that sleeps wake up meanwhile: nothing has landed yet."""
+    def _tell_begun(self, ticket: Ticket, sign: _core.Flag | _core.CudaEvent | None, now: float) -> None:
+        """Have a receiver that sleeps wake up meanwhile: nothing has landed yet. One that looks at this side's board is told
+        what it will see there, and what that will mean.
+        """
         reserve = self._reserve_of(ticket)
-        if reserve is not None:
-            self._say(ticket.peer, Complete(**ids(ticket.key), nonce=reserve.nonce, final=False))
+        if reserve is None:
+            return
+        begun = Complete(**ids(ticket.key), nonce=reserve.nonce, final=False)
+        link = self._links.link(ticket.peer)
+        board = self._channel.board(link.address) if link is not None and sign is not None else None
+        complete = self.sessions.sends.foretell(ticket) if board is not None else None
+        if board is not None and complete is not None and sign is not None:
+            notice, word = board.notice(sign)
+            self._foretold[ticket] = _Foretold(notice, now + KNOWN_S)
+            begun = msgspec.structs.replace(complete, final=False, word=word)
+        self._say(ticket.peer, begun)
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
         reserve = self._reserve_of(ticket)

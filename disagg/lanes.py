@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from disagg.boards import Board, BoardView
+
 logger = logging.getLogger(__name__)
 
 MAX_PACKET_NBYTES = 64 << 10
@@ -41,10 +43,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a lane begins, and what opens it."""
+    """Where a lane begins, and what opens it; whether its reader `looks` without a sleep, at a board as well."""
 
     name: str
     secret: bytes
+    looks: bool = False
 
 
 _OFFER = msgspec.msgpack.Decoder(Offer)
@@ -58,16 +61,19 @@ class Source(NamedTuple):
 
 
 class Listener:
-    """The receiving ends of lanes. Used by one thread; `fileno`s of it and of its lanes are for that thread to poll."""
+    """The receiving ends of lanes. Used by one thread; `fileno`s of it and of its lanes are for that thread to poll.
+    `looks`: that thread does so without a sleep at times, and peers are to show their boards.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, looks: bool = False) -> None:
+        self._looks = looks
         self._name = f"disagg-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.bind(f"\0{self._name}")
         self._socket.listen(_BACKLOG)
         self._offers: OrderedDict[Source, Offer] = OrderedDict()
         self._unproved: OrderedDict[int, socket.socket] = OrderedDict()
-        self._lanes: dict[int, tuple[socket.socket, Source]] = {}
+        self._lanes: dict[int, tuple[socket.socket, Source, BoardView | None]] = {}
 
     def fileno(self) -> int:
         """Readable when a peer opens a lane."""
@@ -75,7 +81,7 @@ class Listener:
 
     def offer(self, source: Source) -> bytes:
         """What is to be told to the peer of a connection; the same as long as the connection lives."""
-        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES))
+        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES), self._looks)
         self._offers[source] = offer
         self._offers.move_to_end(source)
         while len(self._offers) > MAX_OFFERS:
@@ -101,6 +107,10 @@ class Listener:
         """Descriptors of connections to close, since too many have shown no secret."""
         return list(self._unproved)[: max(0, len(self._unproved) - MAX_UNPROVED)]
 
+    def board(self, descriptor: int) -> BoardView | None:
+        """What the peer of a lane shows; `None` where that is nothing, or nobody here looks."""
+        return self._lanes[descriptor][2]
+
     def take(self, descriptor: int) -> tuple[Source, list[bytes]] | None:
         """What has arrived in a lane, and from whom; `None` where the lane is over, or none: it is to be closed."""
         if descriptor in self._unproved and not self._prove(descriptor):
@@ -108,7 +118,7 @@ class Listener:
         known = self._lanes.get(descriptor)
         if known is None:
             return None
-        lane, source = known
+        lane, source, _ = known
         messages: list[bytes] = []
         for _ in range(MAX_PACKETS):
             try:
@@ -126,14 +136,19 @@ class Listener:
     def _prove(self, descriptor: int) -> bool:
         """Whether a connection has shown the secret of an offer."""
         found = self._unproved[descriptor]
+        shown: list[int] = []
         try:
-            secret = found.recv(SECRET_NBYTES + 1)
+            secret, shown, _, _ = socket.recv_fds(found, SECRET_NBYTES + 1, 1)
+            source = next((s for s, offer in self._offers.items() if secrets.compare_digest(offer.secret, secret)), None)
+            if source is None:
+                return False
+            board = BoardView.of(shown[0]) if shown and self._looks else None
+            self._lanes[descriptor] = self._unproved.pop(descriptor), source, board
         except OSError:
             return False
-        source = next((s for s, offer in self._offers.items() if secrets.compare_digest(offer.secret, secret)), None)
-        if source is None:
-            return False
-        self._lanes[descriptor] = self._unproved.pop(descriptor), source
+        finally:
+            for each in shown:
+                os.close(each)
         return True
 
     def descriptors(self) -> list[int]:
@@ -144,7 +159,7 @@ class Listener:
         """Close a lane, or what has not become one."""
         found = self._unproved.pop(descriptor, None)
         if found is None:
-            found, _ = self._lanes.pop(descriptor)
+            found, _, _ = self._lanes.pop(descriptor)
         found.close()
 
     def close(self) -> None:
@@ -170,15 +185,18 @@ def _unpack(packet: bytes, messages: list[bytes]) -> bool:
 
 
 class Lane:
-    """The sending end of a lane. Used by one thread."""
+    """The sending end of a lane. Used by one thread. `shows`: its reader has this side's board."""
 
-    def __init__(self, opened: socket.socket, offer: bytes) -> None:
+    def __init__(self, opened: socket.socket, offer: bytes, *, shows: bool) -> None:
         self._socket = opened
         self.offer = offer
+        self.shows = shows
 
     @classmethod
-    def open(cls, offer: bytes) -> Lane | None:
-        """The lane that was offered; `None` where this process cannot reach it: it is another host's, say."""
+    def open(cls, offer: bytes, board: Board | None = None) -> Lane | None:
+        """The lane that was offered, its reader shown `board` if it looks; `None` where this process cannot reach it: it is
+        another host's, say.
+        """
         try:
             wanted = _OFFER.decode(offer)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -186,11 +204,12 @@ class Lane:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             opened.connect(f"\0{wanted.name}")
-            opened.send(wanted.secret)
+            shown = [board.fileno()] if board is not None and wanted.looks else []
+            socket.send_fds(opened, [wanted.secret], shown)
         except (OSError, ValueError):
             opened.close()
             return None
-        return cls(opened, offer)
+        return cls(opened, offer, shows=bool(shown))
 
     def send(self, messages: list[bytes]) -> int:
         """Queue messages; how many of them, from the first, there was room for. Raises `OSError` where the lane is over."""

@@ -124,10 +124,11 @@ class KVManager:
         self._has_keys = keys is not None
         self._allowed = {keys.public} if keys is not None else set()
         with contextlib.ExitStack() as opened:
-            channel = Channel(listen, keys=keys, insecure=insecure, allow=self._allowed.__contains__)
-            opened.callback(channel.close)
             memory = PoolMemory([region for component in components for region in component.regions])
             opened.callback(memory.close)
+            allow, looks = self._allowed.__contains__, memory.spin_s > 0
+            channel = Channel(listen, keys=keys, insecure=insecure, allow=allow, looks=looks)
+            opened.callback(channel.close)
             self._channel = channel
             self.backend = backend(options) if callable(backend) else backends.load(backend, options, gpu=memory.has_gpu)
             opened.callback(self.backend.close)

@@ -171,9 +171,12 @@ class SlotFilled(msgspec.Struct, frozen=True):
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """Report: the engine has begun to copy a job that takes it a while; its receiver may want to be awake in time."""
+    """Report: the engine has begun to copy a job that takes it a while; its receiver may want to be awake in time. `sign` says
+    when it is over, if there is one.
+    """
 
     ticket: Hashable
+    sign: _core.Flag | _core.CudaEvent | None = None
 
 
 class Unpacked(msgspec.Struct, frozen=True):
@@ -532,7 +535,7 @@ class TransferWorker:
             active.direct = self._attempt(post, active.report)
             active.error = active.report.error
             if bound.prepared is not None and bound.nbytes >= LONG_NBYTES and not active.error:
-                self._reports.append(Begun(active.job.ticket))
+                self._reports.append(Begun(active.job.ticket, getattr(active.direct, "sign", None)))
         return 1
 
     def _drop_ended(self) -> None:

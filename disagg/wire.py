@@ -203,7 +203,8 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """What has landed. `filled` slots are to be unpacked; each is said again until its credit comes. The `final` one says
     which chunks of what the writer has sent, of which chunks how many bytes went packed, and the `sums` that the receiver
     asked for; then nothing more will come and nothing is in flight. One that is neither final nor names a slot says that
-    copying has begun, for a receiver that wants to be awake when it ends.
+    copying has begun, for a receiver that wants to be awake when it ends. If it names a word of the writer's board and a value,
+    it is the final one from when that word has that value.
     """
 
     nonce: Nonce
@@ -213,6 +214,7 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     filled: Many[Filled] = ()
     packed: Many[tuple[Small, Tokens]] = ()
     sums: Many[PartialSums] = ()
+    word: tuple[Small, Nonce] | None = None
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):

@@ -70,7 +70,9 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `told`: it knows that the attempt has failed. `lost_at`: the epoch of its loss."""
+    """One destination rank of a send. `told`: it knows that the attempt has failed. `foretold`: what it knows that it will be
+    told. `lost_at`: the epoch of its loss.
+    """
 
     state: SendState = SendState.AWAITED
     reserve: Reserve | None = None
@@ -80,6 +82,7 @@ class Destination:
     packed: dict[int, int] = field(default_factory=dict)
     sums: dict[int, tuple[PartialSums, ...]] = field(default_factory=dict)
     started: int = 0
+    foretold: Complete | None = None
     reason: str = ""
     told: bool = False
     cause: Cause = Cause.PEER
@@ -297,6 +300,19 @@ class Sends:
             self._fail_destination(session, peer, destination, brief(error), now)
         self._settle(session)
 
+    def foretell(self, ticket: Ticket) -> Complete | None:
+        """What its destination will be told if a transfer that is under way succeeds, and nothing else happens before: for who
+        can make it known on the spot. `None` where it is not the last, or its sums are still to come.
+        """
+        session = self.sessions.get((ticket.peer.instance, ticket.key))
+        destination = session.destinations.get(ticket.peer) if session else None
+        if session is None or destination is None or destination.state is not SendState.ACTIVE or not session.finished:
+            return None
+        if destination.in_flight != {ticket.chunk} or destination.unsettled or self._reserve_of(destination).verify != "off":
+            return None
+        destination.foretold = self._complete_of(session, destination)
+        return destination.foretold
+
     def settled(
         self,
         ticket: Ticket,
@@ -306,9 +322,11 @@ class Sends:
         unsettled: bool = False,
         packed: int = 0,
         sums: tuple[PartialSums, ...] = (),
+        known: bool = False,
     ) -> None:
         """A started transfer is over: done, failed with `error`, or (`unsettled`) not provably over. `packed` of its bytes
-        went into the receiver's ring; `sums` are those that the reserve asked for.
+        went into the receiver's ring; `sums` are those that the reserve asked for. `known`: the receiver sees that it is done,
+        so what was foretold is not said, unless that is not answered.
 
         A transfer that was reported unsettled may be reported again once it has settled.
         """
@@ -316,9 +334,10 @@ class Sends:
         destination = session.destinations.get(ticket.peer) if session else None
         if session is None or destination is None:
             return
-        known = ticket.chunk in destination.in_flight or ticket.chunk in destination.unsettled
-        if not known:
+        if ticket.chunk not in destination.in_flight and ticket.chunk not in destination.unsettled:
             return
+        if not known:
+            destination.foretold = None
         destination.in_flight.discard(ticket.chunk)
         if packed:
             destination.packed[ticket.chunk] = packed
@@ -410,22 +429,26 @@ class Sends:
             self._say_drained(session, peer, destination, now)
 
     def _say_complete(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        assert destination.reserve is not None
-        written = tuple(w for number in sorted(destination.landed) for w in destination.landed[number])
         self._schedule(session, destination, now)
-        self._effects.append(
-            SendMessage(
-                peer,
-                Complete(
-                    **ids(session.key),
-                    nonce=destination.reserve.nonce,
-                    written=written,
-                    payload=session.payload,
-                    packed=tuple(sorted(destination.packed.items())),
-                    sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
-                ),
-            )
+        complete = self._complete_of(session, destination)
+        foretold, destination.foretold = destination.foretold, None
+        if complete != foretold:
+            self._effects.append(SendMessage(peer, complete))
+
+    def _complete_of(self, session: SendSession, destination: Destination) -> Complete:
+        return Complete(
+            **ids(session.key),
+            nonce=self._reserve_of(destination).nonce,
+            written=tuple(w for number in sorted(destination.landed) for w in destination.landed[number]),
+            payload=session.payload,
+            packed=tuple(sorted(destination.packed.items())),
+            sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
         )
+
+    @staticmethod
+    def _reserve_of(destination: Destination) -> Reserve:
+        assert destination.reserve is not None
+        return destination.reserve
 
     def _say_drained(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
         assert destination.reserve is not None
@@ -490,6 +513,7 @@ class Sends:
         if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
             return
         destination.told |= not message.ok
+        destination.foretold = None  # it answers before this side knows: what it is told then, it answers again
         if destination.state is SendState.ACTIVE and not message.ok:
             self._fail_destination(session, peer, destination, message.reason, now, told=True)
         if self._step(destination, SendStep.OUTCOME):

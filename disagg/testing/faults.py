@@ -40,6 +40,7 @@ from disagg.backends.base import (
     Transfer,
     TransferStatus,
 )
+from disagg.boards import Board
 from disagg.channel import Channel, Inbound, Reply
 from disagg.copies import CopyBatch
 from disagg.errors import ConfigError, DisaggError, LocalProtocolError
@@ -370,6 +371,9 @@ class FaultyChannel:
 
     def wake(self) -> None:
         self.inner.wake()
+
+    def board(self, address: str) -> Board | None:
+        return self.inner.board(address)
 
     def linger(self, seconds: float, signs: list[_core.Sign]) -> bool:
         return self.inner.linger(seconds, signs)

@@ -128,6 +128,7 @@ RESERVE = Reserve(
 COMPLETE = Complete(
     **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
 )
+FORETOLD = Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 16, 40),), word=(5, 517))
 FILLED = Complete(**IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
 
 
@@ -152,6 +153,7 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         RESERVE,
         COMPLETE,
         FILLED,
+        FORETOLD,
         Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
         Busy(reason="starting", retry_after_s=1.0),
         Abort(**IDS, nonce=7, reason="client gone", from_writer=True),

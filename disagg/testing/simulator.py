@@ -99,6 +99,9 @@ class Fates(Protocol):
     def transfer(self, index: int) -> Behaviour:
         """How the transfer goes."""
 
+    def foretold(self, index: int) -> float | None:
+        """How long after it has landed the receiver of a transfer sees that, told beforehand; `None`: it is not told."""
+
     def lateness_s(self) -> float:
         """How much later than due a tick comes."""
 
@@ -109,12 +112,16 @@ class FixedFates:
 
     messages: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     transfers: Mapping[int, Behaviour] = field(default_factory=dict)
+    seen_s: Mapping[int, float] = field(default_factory=dict)
 
     def message(self, index: int, now: float) -> tuple[float, ...]:  # noqa: ARG002
         return self.messages.get(index, (0.001,))
 
     def transfer(self, index: int) -> Behaviour:
         return self.transfers.get(index, Behaviour())
+
+    def foretold(self, index: int) -> float | None:
+        return self.seen_s.get(index)
 
     def lateness_s(self) -> float:
         return 0.0
@@ -151,6 +158,12 @@ class RandomFates:
         if draw() < 0.5:
             return Behaviour(Way.FAILED, seconds)
         return Behaviour(Way.LATE, seconds, draw() * 20.0, self.rng.choice(("", "cancelled")))
+
+    def foretold(self, index: int) -> float | None:  # noqa: ARG002
+        draw = self.rng.random
+        if draw() < 0.5:
+            return None
+        return NEVER if draw() < self.loss else draw() * draw()
 
     def lateness_s(self) -> float:
         return self.rng.random() * 0.05
@@ -637,13 +650,19 @@ class World:
         flight = Flight(host, destination, start, opened.holding, list(self._moves(opened.holding, peer, start)))
         self.flights.add(flight)
         behaviour = self.fates.transfer(self.num_transfers)
+        seen_s = self.fates.foretold(self.num_transfers)
+        foretold = host.sessions.sends.foretell(start.ticket) if seen_s is not None else None
         self.num_transfers += 1
         over = self.now + behaviour.seconds
         half = len(flight.moves) // 2
         self.at(self.now + behaviour.seconds / 2, partial(self._land, flight, slice(0, half)))
         if behaviour.way is Way.DONE:
             self.at(over, partial(self._land, flight, slice(half, None), over=True))
-            self.at(over, partial(self._settled, flight, ""))
+            if foretold is None or seen_s is None:
+                self.at(over, partial(self._settled, flight, ""))
+            else:  # its receiver may see it, and answer, before this side looks; or never
+                self.at(over + seen_s, partial(self._deliver, host, peer, host.links[peer], encode(foretold)))
+                self.at(over + self.fates.lateness_s(), partial(self._settled, flight, "", known=True))
         elif behaviour.way is Way.FAILED:
             self.at(over, partial(self._land, flight, slice(0, 0), over=True))
             self.at(over, partial(self._settled, flight, "broken wire"))
@@ -685,10 +704,10 @@ class World:
         if over:
             self.flights.discard(flight)
 
-    def _settled(self, flight: Flight, error: str, *, unsettled: bool = False) -> None:
+    def _settled(self, flight: Flight, error: str, *, unsettled: bool = False, known: bool = False) -> None:
         host = flight.source
         settled = partial(host.sessions.sends.settled, flight.ticket, now=self.now, error=error, unsettled=unsettled)
-        self._act(host, settled)
+        self._act(host, partial(settled, known=known))
 
     # -------------------------------------------------------------------------------------------------------- losses
 

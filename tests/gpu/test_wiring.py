@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,19 +15,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from disagg import _core, new_request_id
+from disagg import _core, hub, new_request_id, transfers
 from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
-from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.backends.local import LocalBackend
+from disagg.channel import Channel
 from disagg.copies import CopyBatch
 from disagg.device import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from disagg.errors import BackendError, ConfigError
 from disagg.handles import RequestHandle
 from disagg.leases import Lease
 from disagg.memory import Device, MemoryRegion
-from disagg.session import Event, RequestKey
+from disagg.session import Event, Limits, RequestKey
 from disagg.spans import SpanBatch, SpanShape
+from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.twins_gpu import SpanLaunch, span_pieces
+from disagg.wire import Complete, decode
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 TILE = 256
@@ -124,6 +129,102 @@ class Spans(LocalBackend):
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
         raise AssertionError("addresses were computed on the host")
+
+
+class Copying:
+    """A transfer that another thread makes; its sign shows once it is done, and never where it fails."""
+
+    def __init__(self, copy: Callable[[], Transfer], *, fails: bool) -> None:
+        self.status, self.error = TransferStatus.PENDING, "the GPU has fallen off the bus" if fails else None
+        self.sign = _core.Flag()
+        self._copy, self._fails = copy, fails
+        threading.Thread(target=self._run).start()
+
+    def _run(self) -> None:
+        time.sleep(1e-3)
+        if self._fails:
+            self.status = TransferStatus.FAILED
+            return
+        self._copy()
+        self.status = TransferStatus.DONE
+        self.sign.set()
+
+    def poll(self) -> TransferStatus:
+        return self.status
+
+    def close(self) -> None:
+        assert self.status is not TransferStatus.PENDING
+
+
+class SignedSpans(Spans):
+    """As a kernel that goes on by itself."""
+
+    fails = False
+
+    def submit_spans(self, prepared: Twin, batch: SpanBatch) -> Transfer:
+        return Copying(functools.partial(super().submit_spans, prepared, batch), fails=SignedSpans.fails)
+
+
+@pytest.fixture
+def completes(monkeypatch: pytest.MonkeyPatch) -> list[Complete]:
+    """What writers say has landed or will have, of transfers that are all long, and threads awake."""
+    monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
+    monkeypatch.setattr(transfers, "LONG_NBYTES", 0)
+    found: list[Complete] = []
+    send = Channel.send
+
+    def noting(self: Channel, address: str, data: bytes) -> bool:
+        message = decode(data)
+        if isinstance(message, Complete):
+            found.append(message)
+        return send(self, address, data)
+
+    monkeypatch.setattr(Channel, "send", noting)
+    return found
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES)
+def test_a_receiver_sees_that_copying_has_ended(prefill: Side, decode: Side, completes: list[Complete]) -> None:
+    with cluster(prefill, decode, settings={"backend": SignedSpans}) as made:
+        for _ in range(12):
+            completes.clear()
+            events = made.transfer(61, first_token=5)
+            assert all(event.ok for event in events), [event.error for event in events]
+            assert all(event.payload == b"token" for event in events)
+            assert any(complete.word for complete in completes)
+            if not any(complete.final for complete in completes):
+                return
+    pytest.fail(f"all of it was said as well: {completes}")
+
+
+def test_a_receiver_that_may_not_have_looked_is_told(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "KNOWN_S", 0.0)
+    with cluster(Side(), Side(), settings={"backend": SignedSpans}) as made:
+        assert all(event.ok for event in made.transfer(61))
+    assert any(complete.word for complete in completes)
+    assert any(complete.final for complete in completes)
+
+
+def test_what_was_foretold_and_fails_does_not_land(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SignedSpans, "fails", True)
+    with cluster(Side(), Side(), settings={"backend": SignedSpans}) as made:
+        events = made.transfer(61)
+        assert not any(event.ok for event in events)
+        assert all("fallen off the bus" in str(event.error) for event in events)
+        assert any(complete.word for complete in completes)
+        assert not any(complete.final for complete in completes)
+        monkeypatch.setattr(SignedSpans, "fails", False)
+        assert all(event.ok for event in made.transfer(61))
+
+
+@pytest.mark.usefixtures("completes")
+def test_words_and_messages_that_are_mistreated() -> None:
+    with cluster(Side(tp=2), Side(), settings={"backend": SignedSpans, "limits": Limits(retry_s=0.02)}) as made:
+        for seed, rank in enumerate(made.prefill + made.decode):
+            mistreat(rank.manager, MessageFaults(seed=seed, lose=0.2, double=0.2, delay=0.3, delay_s=(0.0, 0.02)))
+        for _ in range(10):
+            events = made.transfer(61)
+            assert all(event.ok for event in events), [event.error for event in events]
 
 
 class Packing(LocalBackend):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from disagg import lanes
+from disagg import _core, lanes
+from disagg.boards import NUM_WORDS, Board, BoardView
 from disagg.channel import Channel, Inbound, Reply
+from disagg.errors import RemoteProtocolError
 from disagg.lanes import MAX_PACKET_NBYTES, MAX_UNPROVED, Lane, Listener, Offer, Source
 
 HERE = Source(b"connection", "key")
@@ -156,6 +161,86 @@ def test_a_packet_that_is_none_ends_the_lane(listener: Listener, packet: bytes) 
         found.send(packet)
         taken = listener.take(descriptor)
         assert taken is None or taken == (HERE, [b"a"])
+
+
+# -- boards ----------------------------------------------------------------------------------------------------------------
+
+
+def shown(listener: Listener, descriptor: int) -> BoardView | None:
+    """What is seen by who looks, once a peer has opened a lane and given a descriptor with the secret."""
+    offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
+    found, lane = stranger(listener)
+    with found:
+        socket.send_fds(found, [offer.secret], [descriptor])
+        assert listener.take(lane) == (HERE, [])
+        return listener.board(lane)
+
+
+@pytest.fixture
+def looking() -> Iterator[Listener]:
+    made = Listener(looks=True)
+    yield made
+    made.close()
+
+
+def test_a_word_is_seen_once_its_sign_shows(looking: Listener) -> None:
+    board, sign = Board(), _core.Flag()
+    lane = Lane.open(looking.offer(HERE), board)
+    assert lane is not None
+    assert lane.shows
+    (descriptor,) = looking.accept()
+    assert looking.take(descriptor) == (HERE, [])
+    view = looking.board(descriptor)
+    assert view is not None
+    lane.close()
+    board.close()
+    notices = [board.notice(sign) for _ in range(NUM_WORDS + 1)]
+    words = [view.word(*seen) for _, seen in notices]
+    assert len({value for _, (_, value) in notices}) == len(notices)
+    notice, word = notices[0][0], words[0]
+    nothing = np.empty(0, np.int32)
+    assert not _core.linger(0.0, nothing, [notice, word])
+    assert not word.is_told()
+    sign.set()
+    assert _core.linger(0.0, nothing, [notice])
+    assert [each.is_told() for each in words] == [True] + [False] * NUM_WORDS
+    notices[-1][0].tell()  # the same word, for something else
+    assert [each.is_told() for each in words] == [False] * NUM_WORDS + [True]
+    assert _core.linger(10.0, nothing, [words[-1]])
+
+
+def test_no_board_where_nobody_looks(listener: Listener) -> None:
+    board = Board()
+    lane = Lane.open(listener.offer(HERE), board)
+    assert lane is not None
+    assert not lane.shows
+    lane.close()
+    assert len(list(listener.accept())) == 1
+    assert shown(listener, board.fileno()) is None  # given all the same
+    board.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "small", "not sealed", "empty"])
+def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None:
+    if kind == "pipe":
+        descriptor, other = os.pipe()
+        os.close(other)
+    else:
+        descriptor = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, {"small": 8, "not sealed": 1 << 16, "empty": 0}[kind])
+        if kind != "not sealed":
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert shown(looking, descriptor) is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1  # the lane that was accepted
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("index", [NUM_WORDS, 2**31 - 1])
+def test_a_word_that_a_board_does_not_have(index: int) -> None:
+    view = BoardView(np.zeros(NUM_WORDS, np.uint64))
+    with pytest.raises(RemoteProtocolError, match=f"expected a word below {NUM_WORDS}, found {index}"):
+        view.word(index, 1)
 
 
 # -- in a channel ----------------------------------------------------------------------------------------------------------

@@ -160,6 +160,58 @@ def test_an_attempt_is_sent_once_to_each_peer() -> None:
     sessions.sends.open(KEY, peer="E", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
 
 
+# ----------------------------------------------------------------------------------------------------- what is known before
+
+
+def test_what_a_receiver_sees_by_itself_is_not_said_until_it_does_not_answer() -> None:
+    sessions = Sessions()
+    sending(sessions)
+    foretold = sessions.sends.foretell(Ticket(D0, KEY, 0))
+    assert foretold == Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")
+    done(sessions, known=True)
+    assert said(sessions) == []
+    sessions.tick(2.0)
+    assert said(sessions) == [(D0, foretold)]
+
+
+@pytest.mark.parametrize("case", ["too late", "it failed", "answered before", "never foretold"])
+def test_what_was_foretold_is_said_where_the_receiver_may_not_have_seen_it(case: str) -> None:
+    sessions = Sessions()
+    session = sending(sessions)
+    foretold = sessions.sends.foretell(Ticket(D0, KEY, 0)) if case != "never foretold" else None
+    if case == "answered before":
+        sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
+        assert session.destinations[D0].state is SendState.ACTIVE
+    done(sessions, known=case not in ("too late", "it failed"), error="broken wire" if case == "it failed" else "")
+    messages = [message for _, message in said(sessions)]
+    if case == "it failed":
+        assert messages == [
+            Abort(**IDS, reason="broken wire", from_writer=True),
+            Drained(**IDS, reason="broken wire"),
+        ]
+    else:
+        assert messages == [foretold or Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")]
+
+
+@pytest.mark.parametrize("case", ["unfinished", "not the last", "to be summed", "unsettled", "ended", "unknown"])
+def test_what_cannot_be_foretold(case: str) -> None:
+    sessions = Sessions()
+    session = send(sessions)
+    asked = reserve()
+    if case == "to be summed":
+        asked = Reserve(**{field: getattr(asked, field) for field in asked.__struct_fields__} | {"verify": "sample"})
+    sessions.on_message(D0, asked, 0.0)
+    for number in range(2 if case == "not the last" else 1):
+        sessions.sends.send(session, chunk(number, 0, 20), 0.0)
+    if case != "unfinished":
+        sessions.sends.finish(session, b"first", 0.0)
+    if case == "unsettled":
+        done(sessions, error="the engine cannot tell", unsettled=True)
+    if case == "ended":
+        sessions.sends.abort(session, FAILED, 0.0)
+    assert sessions.sends.foretell(Ticket(D1 if case == "unknown" else D0, KEY, 0)) is None
+
+
 # --------------------------------------------------------------------------------------------------------- how it succeeds
 
 

@@ -83,6 +83,7 @@ SAMPLES: dict[str, Message] = {
     "complete_filled": Complete(
         **IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
     ),
+    "complete_foretold": Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 0, 8),), word=(5, 517)),
     "complete_packed": Complete(**IDS, nonce=7, written=(Written(0, "kv", (1,), 0, 8),), packed=((0, 65536),)),
     "abort": Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
     "drained": Drained(**IDS, nonce=7, reason="broken wire"),

@@ -1,0 +1,73 @@
+"""Boards: words of memory that a process shows to others of its machine, and sets when work of its has ended.
+
+Who looks at a word sees it set within a microsecond, without a message that its writer would have to send first. Which word
+of a board is meant, and what it means, messages say beforehand. A word gets a value that no other word or use of it has,
+so that an old one is never taken for a new one; one that was set anew before anybody looked is lost, which the protocol
+allows for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg import _core
+from disagg.errors import RemoteProtocolError
+
+NUM_WORDS = 512
+"""Pieces of work that end after a given one, before its word is used again."""
+_NBYTES = NUM_WORDS * 8
+
+
+class Board:
+    """The writing side: memory of this process, which whoever is given `fileno` can map, and not make smaller."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("disagg-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, _NBYTES)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(mmap.mmap(self._descriptor, _NBYTES), np.uint64)
+        self._values = itertools.count(1)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def notice(self, sign: _core.Flag | _core.CudaEvent) -> tuple[_core.Notice, tuple[int, int]]:
+        """What sets a word of this board once `sign` shows, and what that will be: `(index, value)`."""
+        value = next(self._values)
+        index = value % NUM_WORDS
+        return _core.Notice(sign, self._words, index, value), (index, value)
+
+    def close(self) -> None:
+        """Nobody else is given it any more; its memory is there for as long as it is in use."""
+        os.close(self._descriptor)
+
+
+class BoardView:
+    """The side that looks."""
+
+    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
+        self._words = words
+
+    @classmethod
+    def of(cls, descriptor: int) -> BoardView | None:
+        """The board of another process; `None` where it is none, or could be made smaller. It keeps no descriptor."""
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(descriptor).st_size < _NBYTES:
+                return None
+            memory = mmap.mmap(descriptor, _NBYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+        return cls(np.frombuffer(memory, np.uint64))
+
+    def word(self, index: int, value: int) -> _core.Word:
+        """The word that is to have a value. Raises `RemoteProtocolError` where there is none of that number."""
+        if index >= len(self._words):
+            raise RemoteProtocolError(f"board: expected a word below {len(self._words)}, found {index}")
+        return _core.Word(self._words, index, value)
