@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import KVManager, ModelId, Pages, new_request_id
+from disagg import KVManager, ModelId, Pages, _core, new_request_id, transfers
 from disagg.backends.nvlink import NvlinkBackend
+from disagg.boards import BoardView
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
@@ -77,7 +78,8 @@ def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
 
 
 def serve_prefill(pipe: Connection, model: KVModel, side: Side) -> None:
-    """The prefill instance, on GPU 0, in a process of its own."""
+    """The prefill instance, on GPU 0, in a process of its own; every copy is one that takes a while."""
+    transfers.LONG_NBYTES = 0
     ranks = start(model, side, "prefill-0", "cuda:0")
     pipe.send(ranks[0].manager.address)
     decode = pipe.recv()
@@ -96,7 +98,7 @@ def serve_prefill(pipe: Connection, model: KVModel, side: Side) -> None:
 
 
 def send_request(model: KVModel, ranks: list[Rank], request: bytes, seed: int, num_tokens: int, cut: int) -> list[bool]:
-    """Fill every rank's pages and send them in two chunks."""
+    """Fill every rank's pages and send them in two chunks, `cut` there; or in one, the last, where that is at the end."""
     rng = np.random.default_rng(seed)
     senders = []
     for rank in ranks:
@@ -106,9 +108,10 @@ def send_request(model: KVModel, ranks: list[Rank], request: bytes, seed: int, n
         rank.write(pools)
         sender = rank.manager.sender(request, peer="decode-0", deadline_s=PATIENCE_S)
         rows = {"kv": Pages(np.array(pages.ids, dtype=np.int32), 0)}
-        sender.send(rows, tokens=(0, cut))
-        sender.send(rows, tokens=(cut, num_tokens))
-        sender.finish(payload=b"token")
+        if cut < num_tokens:
+            sender.send(rows, tokens=(0, cut))
+            sender.send(rows, tokens=(cut, num_tokens))
+        sender.finish(rows if cut == num_tokens else None, payload=b"token")
         senders.append(sender)
     return [sender.wait(timeout_s=PATIENCE_S).ok for sender in senders]
 
@@ -163,10 +166,20 @@ def ask(pipe: Connection, order: object = None) -> Any:
     ],
 )
 @pytest.mark.parametrize("dims", [(8, 6), (64, 64)])
-def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int]) -> None:
+def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one chunk, receivers are told beforehand how they will see that it has ended."""
+    awaited: list[_core.Word] = []
+    word = BoardView.word
+
+    def noting(self: BoardView, index: int, value: int) -> _core.Word:
+        awaited.append(word(self, index, value))
+        return awaited[-1]
+
+    monkeypatch.setattr(BoardView, "word", noting)
     model = KVModel(num_kv_heads=6, dims=dict(zip("kv", dims, strict=True)), dtype="int16")
     with instances(model, prefill, decode) as (pipe, ranks):
-        for seed, (first_token, num_tokens) in enumerate([(0, 37), (5, 61), (16, 64)]):
+        for seed, (first_token, num_tokens, cut) in enumerate([(0, 37, 19), (5, 61, 61), (16, 64, 33), (0, 64, 64)]):
+            awaited.clear()
             request, need = new_request_id(), (first_token, num_tokens)
             rng = np.random.default_rng(100 + seed)
             taken = [some_pages(rng, rank.spec, num_tokens, first_token) for rank in ranks]
@@ -182,10 +195,12 @@ def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, 
                 )
                 for rank, pages in zip(ranks, taken, strict=True)
             ]
-            assert all(ask(pipe, (request, seed, num_tokens, num_tokens // 2 + 1)))
+            assert all(ask(pipe, (request, seed, num_tokens, cut)))
             events = [receiver.wait(timeout_s=PATIENCE_S) for receiver in receivers]
             assert all(event.ok for event in events), [event.error for event in events]
             assert events[0].payload == b"token"
+            assert awaited or cut < num_tokens
+            assert all(each.is_told() for each in awaited)
             for rank, pages in zip(ranks, taken, strict=True):
                 wanted = reference.expected(model, rank.spec, pages, num_tokens=num_tokens, need=need)
                 assert reference.first_difference(wanted, rank.read()) is None
