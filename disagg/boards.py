@@ -22,17 +22,34 @@ from disagg.errors import RemoteProtocolError
 NUM_WORDS = 512
 """Pieces of work that end after a given one, before its word is used again."""
 _NBYTES = NUM_WORDS * 8
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Writing through mappings that there are already goes on. Python's `fcntl` has no name for it yet."""
 
 
 class Board:
-    """The writing side: memory of this process, which whoever is given `fileno` can map, and not make smaller."""
+    """The writing side: memory of this process, which whoever is given `fileno` can map for reading, and not make smaller."""
 
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("disagg-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, _NBYTES)
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._words: npt.NDArray[np.uint64] = np.frombuffer(mmap.mmap(self._descriptor, _NBYTES), np.uint64)
+    def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
+        self._descriptor = descriptor
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(memory, np.uint64)
         self._values = itertools.count(1)
+
+    @classmethod
+    def make(cls) -> Board | None:
+        """A new one; `None` where the system cannot keep others from writing there (Linux before 5.1)."""
+        try:
+            descriptor = os.memfd_create("disagg-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return None
+        try:
+            os.ftruncate(descriptor, _NBYTES)
+            memory = mmap.mmap(descriptor, _NBYTES)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return cls(descriptor, memory)
 
     def fileno(self) -> int:
         return self._descriptor
@@ -49,17 +66,17 @@ class Board:
 
 
 class BoardView:
-    """The side that looks."""
+    """The side that looks; it can only read."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
 
     @classmethod
     def of(cls, descriptor: int) -> BoardView | None:
-        """The board of another process; `None` where it is none, or could be made smaller. It keeps no descriptor."""
+        """The board of another process; `None` where it is none, or could be made smaller, which would kill who reads it."""
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(descriptor).st_size < _NBYTES:
+            if not sealed or os.fstat(descriptor).st_size != _NBYTES:
                 return None
             memory = mmap.mmap(descriptor, _NBYTES, prot=mmap.PROT_READ)
         except (OSError, ValueError):

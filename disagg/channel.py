@@ -189,7 +189,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._dialled: dict[str, _Dialled] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
-        self._board = Board()
+        self._board = Board.make()
         self._lanes = Listener(looks=looks)
         try:
             if keys is not None:
@@ -339,8 +339,9 @@ class Channel:
                 self._users.move_to_end(connection)
                 while len(self._users) > MAX_OFFERS:
                     self._users.popitem(last=False)
+            board = self._lanes.board(Source(connection, user))
             for frame in frames[1:]:
-                yield Inbound(connection, user, frame.bytes)
+                yield Inbound(connection, user, frame.bytes, board)
 
     def _join(self, dialled: _Dialled, offer: bytes) -> None:
         """Take a lane that a peer offers, if it is a new one, and within reach."""
@@ -367,7 +368,7 @@ class Channel:
             self._close_lane(descriptor)
             return
         source, messages = found
-        board = self._lanes.board(descriptor)
+        board = self._lanes.board(source)
         for message in messages:
             yield Inbound(source.connection, source.user, message, board)
 
@@ -395,7 +396,8 @@ class Channel:
             self._leave(dialled)
         self._dialled.clear()
         self._lanes.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
         if hasattr(self, "_monitor"):
             self._router.disable_monitor()
             self._monitor.close(0)

@@ -132,7 +132,7 @@ class _Summing:
 
 
 class _Foretold(NamedTuple):
-    """What the receiver of a transfer sees when that is done, and until when it is certain to look."""
+    """What the receiver of a transfer sees when that is done, and until when it looks, if it was told."""
 
     notice: _core.Notice
     until: float
@@ -332,7 +332,7 @@ class Hub:
         # What is there already is carried out first; then it is the channel's turn.
         self._passes_over = not self._passes_over and bool(work or self._commands or self._worker.has_reports)
         if not self._passes_over:
-            idle_s = self._idle_s()
+            idle_s = 0.0 if work else self._idle_s()
             if self._spin_s and idle_s > 0:
                 self._worker.take_over()
             for each in self._channel.poll(idle_s):
@@ -418,10 +418,13 @@ class Hub:
             elif isinstance(message, RequestMessage | Busy):
                 self.sessions.on_message(peer, message, now)
         except RemoteProtocolError as error:
-            self.refused_messages += 1
-            self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
+            self._refuse(error)
             return False
         return True
+
+    def _refuse(self, error: RemoteProtocolError) -> None:
+        self.refused_messages += 1
+        self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
 
     def _expect(self, peer: PeerRank, message: Complete, word: _core.Word, now: float) -> None:
         """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
@@ -438,8 +441,11 @@ class Hub:
             if told or (peer.instance, key) not in self.sessions.receives.sessions:
                 del self._expected[peer, key]
             if told:
-                self.sessions.on_message(peer, complete, time.monotonic())
                 taken = True
+                try:
+                    self.sessions.on_message(peer, complete, time.monotonic())
+                except RemoteProtocolError as error:
+                    self._refuse(error)
         return taken
 
     def _take_filled(self, peer: PeerRank, message: Complete) -> None:

@@ -73,7 +73,8 @@ class Listener:
         self._socket.listen(_BACKLOG)
         self._offers: OrderedDict[Source, Offer] = OrderedDict()
         self._unproved: OrderedDict[int, socket.socket] = OrderedDict()
-        self._lanes: dict[int, tuple[socket.socket, Source, BoardView | None]] = {}
+        self._lanes: dict[int, tuple[socket.socket, Source]] = {}
+        self._boards: dict[Source, tuple[int, BoardView]] = {}
 
     def fileno(self) -> int:
         """Readable when a peer opens a lane."""
@@ -81,12 +82,12 @@ class Listener:
 
     def offer(self, source: Source) -> bytes:
         """What is to be told to the peer of a connection; the same as long as the connection lives."""
-        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES), self._looks)
+        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES), looks=self._looks)
         self._offers[source] = offer
         self._offers.move_to_end(source)
         while len(self._offers) > MAX_OFFERS:
             self._offers.popitem(last=False)
-        return msgspec.msgpack.encode(offer)
+        return msgspec.msgpack.encode(offer if offer.looks else (offer.name, offer.secret))
 
     def accept(self) -> Iterator[int]:
         """Take connections of this user's processes; the descriptors to poll from now on."""
@@ -96,8 +97,7 @@ class Listener:
             except OSError:  # no more, or it is gone again
                 return
             found.setblocking(False)
-            credentials = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            if _user_of(found) != os.geteuid():
                 found.close()
                 continue
             self._unproved[found.fileno()] = found
@@ -107,9 +107,10 @@ class Listener:
         """Descriptors of connections to close, since too many have shown no secret."""
         return list(self._unproved)[: max(0, len(self._unproved) - MAX_UNPROVED)]
 
-    def board(self, descriptor: int) -> BoardView | None:
-        """What the peer of a lane shows; `None` where that is nothing, or nobody here looks."""
-        return self._lanes[descriptor][2]
+    def board(self, source: Source) -> BoardView | None:
+        """What a peer shows, as long as it has a lane; `None` where that is nothing, or nobody here looks."""
+        found = self._boards.get(source)
+        return found[1] if found is not None else None
 
     def take(self, descriptor: int) -> tuple[Source, list[bytes]] | None:
         """What has arrived in a lane, and from whom; `None` where the lane is over, or none: it is to be closed."""
@@ -118,7 +119,7 @@ class Listener:
         known = self._lanes.get(descriptor)
         if known is None:
             return None
-        lane, source, _ = known
+        lane, source = known
         messages: list[bytes] = []
         for _ in range(MAX_PACKETS):
             try:
@@ -138,17 +139,21 @@ class Listener:
         found = self._unproved[descriptor]
         shown: list[int] = []
         try:
-            secret, shown, _, _ = socket.recv_fds(found, SECRET_NBYTES + 1, 1)
+            secret, shown, _, _ = socket.recv_fds(found, SECRET_NBYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
             source = next((s for s, offer in self._offers.items() if secrets.compare_digest(offer.secret, secret)), None)
             if source is None:
                 return False
-            board = BoardView.of(shown[0]) if shown and self._looks else None
-            self._lanes[descriptor] = self._unproved.pop(descriptor), source, board
+            if shown and self._looks:
+                board = BoardView.of(shown[0])
+                if board is None:  # its peer would rely on it
+                    return False
+                self._boards[source] = descriptor, board
         except OSError:
             return False
         finally:
             for each in shown:
                 os.close(each)
+        self._lanes[descriptor] = self._unproved.pop(descriptor), source
         return True
 
     def descriptors(self) -> list[int]:
@@ -159,7 +164,9 @@ class Listener:
         """Close a lane, or what has not become one."""
         found = self._unproved.pop(descriptor, None)
         if found is None:
-            found, _, _ = self._lanes.pop(descriptor)
+            found, source = self._lanes.pop(descriptor)
+            if self._boards.get(source, (-1,))[0] == descriptor:
+                del self._boards[source]
         found.close()
 
     def close(self) -> None:
@@ -167,6 +174,12 @@ class Listener:
         for descriptor in self.descriptors():
             self.close_lane(descriptor)
         self._socket.close()
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Whose process is at the other end."""
+    user: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return user
 
 
 def _unpack(packet: bytes, messages: list[bytes]) -> bool:
@@ -204,6 +217,8 @@ class Lane:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             opened.connect(f"\0{wanted.name}")
+            if _user_of(opened) != os.geteuid():
+                raise PermissionError
             shown = [board.fileno()] if board is not None and wanted.looks else []
             socket.send_fds(opened, [wanted.secret], shown)
         except (OSError, ValueError):

@@ -255,7 +255,8 @@ class SpanWriter(Protocol):
     def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> Transfer:
         """Post `batch`, over the shapes that were prepared. Raises as `Backend.submit` does, with nothing posted.
 
-        The transfer may have a `sign`, which shows once it is `DONE`; that of one that is not shows a failure, or nothing.
+        The transfer may have a `sign`, which shows once it is `DONE`, not before, also after `close`; that of one that fails
+        shows the failure, or nothing.
         """
 
 

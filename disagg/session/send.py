@@ -71,7 +71,7 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 @dataclass
 class Destination:
     """One destination rank of a send. `told`: it knows that the attempt has failed. `foretold`: what it knows that it will be
-    told. `lost_at`: the epoch of its loss.
+    told; `answered`: it has answered that. `lost_at`: the epoch of its loss.
     """
 
     state: SendState = SendState.AWAITED
@@ -83,6 +83,7 @@ class Destination:
     sums: dict[int, tuple[PartialSums, ...]] = field(default_factory=dict)
     started: int = 0
     foretold: Complete | None = None
+    answered: bool = False
     reason: str = ""
     told: bool = False
     cause: Cause = Cause.PEER
@@ -302,7 +303,8 @@ class Sends:
 
     def foretell(self, ticket: Ticket) -> Complete | None:
         """What its destination will be told if a transfer that is under way succeeds, and nothing else happens before: for who
-        can make it known on the spot. `None` where it is not the last, or its sums are still to come.
+        tells it now, can show it that moment, and says at `settled` whether that was seen. `None` where the transfer is not the
+        last, or its sums are still to come.
         """
         session = self.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session else None
@@ -423,7 +425,11 @@ class Sends:
         """Say what has landed, or that all is quiet."""
         if destination.state is SendState.ACTIVE and session.finished and destination.quiet:
             self._step(destination, SendStep.LANDED)
-            self._say_complete(session, peer, destination, now)
+            if destination.answered:
+                self._step(destination, SendStep.OUTCOME)
+                destination.ok = True
+            else:
+                self._say_complete(session, peer, destination, now)
         elif destination.state is SendState.ABORTING and destination.quiet:
             self._step(destination, SendStep.QUIET)
             self._say_drained(session, peer, destination, now)
@@ -513,7 +519,7 @@ class Sends:
         if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
             return
         destination.told |= not message.ok
-        destination.foretold = None  # it answers before this side knows: what it is told then, it answers again
+        destination.answered |= message.ok and destination.foretold is not None  # before this side knows, it may be
         if destination.state is SendState.ACTIVE and not message.ok:
             self._fail_destination(session, peer, destination, message.reason, now, told=True)
         if self._step(destination, SendStep.OUTCOME):

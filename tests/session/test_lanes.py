@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import mmap
 import os
 import select
 import socket
@@ -14,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg import _core, lanes
+from disagg import _core, boards, lanes
 from disagg.boards import NUM_WORDS, Board, BoardView
 from disagg.channel import Channel, Inbound, Reply
 from disagg.errors import RemoteProtocolError
@@ -142,9 +144,9 @@ def test_one_who_says_nothing_or_hangs_up_is_closed_out(listener: Listener) -> N
 
 
 def test_another_user_is_closed_out(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     lane = Lane.open(listener.offer(HERE))
     assert lane is not None
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert list(listener.accept()) == []
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
         lane.send([b"hello"])
@@ -166,14 +168,23 @@ def test_a_packet_that_is_none_ends_the_lane(listener: Listener, packet: bytes) 
 # -- boards ----------------------------------------------------------------------------------------------------------------
 
 
-def shown(listener: Listener, descriptor: int) -> BoardView | None:
-    """What is seen by who looks, once a peer has opened a lane and given a descriptor with the secret."""
+def opens(listener: Listener, descriptor: int) -> bool:
+    """Whether a lane is opened by a peer that gives a descriptor with the secret."""
     offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
     found, lane = stranger(listener)
     with found:
         socket.send_fds(found, [offer.secret], [descriptor])
-        assert listener.take(lane) == (HERE, [])
-        return listener.board(lane)
+        taken = listener.take(lane)
+        assert taken in (None, (HERE, []))
+        return taken is not None
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board.make()
+    assert made is not None
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -183,17 +194,19 @@ def looking() -> Iterator[Listener]:
     made.close()
 
 
-def test_a_word_is_seen_once_its_sign_shows(looking: Listener) -> None:
-    board, sign = Board(), _core.Flag()
+def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Board) -> None:
+    sign = _core.Flag()
     lane = Lane.open(looking.offer(HERE), board)
     assert lane is not None
     assert lane.shows
     (descriptor,) = looking.accept()
     assert looking.take(descriptor) == (HERE, [])
-    view = looking.board(descriptor)
+    view = looking.board(HERE)
     assert view is not None
     lane.close()
-    board.close()
+    assert looking.take(descriptor) is None
+    looking.close_lane(descriptor)
+    assert looking.board(HERE) is None  # but those that are looked at already
     notices = [board.notice(sign) for _ in range(NUM_WORDS + 1)]
     words = [view.word(*seen) for _, seen in notices]
     assert len({value for _, (_, value) in notices}) == len(notices)
@@ -209,29 +222,81 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener) -> None:
     assert _core.linger(10.0, nothing, [words[-1]])
 
 
-def test_no_board_where_nobody_looks(listener: Listener) -> None:
-    board = Board()
+def test_no_board_where_nobody_looks(listener: Listener, board: Board) -> None:
+    assert len(msgspec.msgpack.decode(listener.offer(HERE))) == 2
     lane = Lane.open(listener.offer(HERE), board)
     assert lane is not None
     assert not lane.shows
     lane.close()
     assert len(list(listener.accept())) == 1
-    assert shown(listener, board.fileno()) is None  # given all the same
-    board.close()
+    assert opens(listener, board.fileno())  # given all the same
+    assert listener.board(HERE) is None
 
 
-@pytest.mark.parametrize("kind", ["pipe", "small", "not sealed", "empty"])
+def test_who_is_shown_a_board_cannot_write_there(board: Board) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(board.fileno(), 4096)
+    with pytest.raises(PermissionError):
+        os.pwrite(board.fileno(), b"1", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(board.fileno(), 0)
+    view = BoardView.of(board.fileno())
+    assert view is not None
+    notice, seen = board.notice(_core.Flag())
+    with pytest.raises(TypeError):
+        _core.Notice(_core.Flag(), view._words, *seen)
+    assert not view.word(*seen).is_told()
+    notice.tell()
+    assert view.word(*seen).is_told()
+
+
+def test_a_board_is_shown_to_processes_of_this_user_only(
+    looking: Listener, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = looking.offer(HERE)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert Lane.open(offer, board) is None
+
+
+def test_where_the_system_cannot_keep_a_board_from_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(boards, "_F_SEAL_FUTURE_WRITE", 1 << 30)
+    assert Board.make() is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with contextlib.closing(Channel("tcp://127.0.0.1:0", looks=True)) as channel:
+        assert channel.board("tcp://127.0.0.1:1") is None
+
+
+def test_a_new_lane_brings_its_own_board(looking: Listener, board: Board) -> None:
+    lanes, descriptors = [], []
+    for each in (board, board):
+        lane = Lane.open(looking.offer(HERE), each)
+        assert lane is not None
+        (descriptor,) = looking.accept()
+        assert looking.take(descriptor) == (HERE, [])
+        lanes.append(lane)
+        descriptors.append(descriptor)
+    looking.close_lane(descriptors[0])
+    assert looking.board(HERE) is not None
+    looking.close_lane(descriptors[1])
+    assert looking.board(HERE) is None
+    for lane in lanes:
+        lane.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "small", "large", "not sealed", "empty"])
 def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None:
     if kind == "pipe":
         descriptor, other = os.pipe()
         os.close(other)
     else:
         descriptor = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, {"small": 8, "not sealed": 1 << 16, "empty": 0}[kind])
+        os.ftruncate(descriptor, {"small": 8, "large": 2 << 20, "not sealed": 4096, "empty": 0}[kind])
         if kind != "not sealed":
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert shown(looking, descriptor) is None
+    assert not opens(looking, descriptor)
+    assert looking.board(HERE) is None
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 1  # the lane that was accepted
     os.close(descriptor)
 

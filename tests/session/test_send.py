@@ -174,14 +174,38 @@ def test_what_a_receiver_sees_by_itself_is_not_said_until_it_does_not_answer() -
     assert said(sessions) == [(D0, foretold)]
 
 
-@pytest.mark.parametrize("case", ["too late", "it failed", "answered before", "never foretold"])
-def test_what_was_foretold_is_said_where_the_receiver_may_not_have_seen_it(case: str) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_receiver_that_answers_before_this_side_knows_is_not_asked_again(known: bool) -> None:
     sessions = Sessions()
     session = sending(sessions)
+    sessions.sends.foretell(Ticket(D0, KEY, 0))
+    sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
+    assert session.destinations[D0].state is SendState.ACTIVE
+    assert effects(sessions) == []
+    done(sessions, known=known)
+    (event,) = effects(sessions)
+    assert event.ok
+    assert session.lease.state is LeaseState.RELEASED
+    sessions.peer_lost(D0, "connection reset", 2.0)
+    sessions.tick(20.0)
+    assert effects(sessions) == []
+
+
+def test_a_receiver_that_was_foretold_and_answers_is_told_that_it_failed() -> None:
+    sessions = Sessions()
+    session = sending(sessions)
+    sessions.sends.foretell(Ticket(D0, KEY, 0))
+    sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
+    done(sessions, error="broken wire")
+    assert session.destinations[D0].state is SendState.DRAINED
+    assert [type(message).__name__ for _, message in said(sessions)] == ["Abort", "Drained"]
+
+
+@pytest.mark.parametrize("case", ["too late", "it failed", "never foretold"])
+def test_what_was_foretold_is_said_where_the_receiver_may_not_have_seen_it(case: str) -> None:
+    sessions = Sessions()
+    sending(sessions)
     foretold = sessions.sends.foretell(Ticket(D0, KEY, 0)) if case != "never foretold" else None
-    if case == "answered before":
-        sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
-        assert session.destinations[D0].state is SendState.ACTIVE
     done(sessions, known=case not in ("too late", "it failed"), error="broken wire" if case == "it failed" else "")
     messages = [message for _, message in said(sessions)]
     if case == "it failed":
