@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -227,23 +227,29 @@ class Links:
             self._siblings = PeerInstance(identity.instance, leader, own_key)
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
-        """Know an instance by the address of its leader. Known under another address or key, it is dialled anew."""
+        """Know an instance by the address of its leader. Known under another address or key, it is dialled anew. Ranks that
+        restarted, and said hello before this side knew their address, stay let in: else they would have to find that out.
+        """
         known = self.instances.get(name)
         if known is not None and (known.address, known.public_key) == (address, public_key):
             return
         if known is not None:
-            self.remove_peer(name, "its address was changed")
+            epochs = {link.epoch for link in known.links.values()} if known.public_key == public_key else None
+            self.remove_peer(name, "its address was changed", epochs=epochs)
         instance = self.instances[name] = PeerInstance(name, address, public_key)
         self._open(instance, address, None, now)
 
-    def remove_peer(self, name: str, cause: str) -> None:
-        """Forget an instance; whatever its ranks were doing ends."""
+    def remove_peer(self, name: str, cause: str, *, epochs: Set[int] | None = None) -> None:
+        """Forget an instance; whatever its ranks were doing ends. Who has said hello is forgotten if it is of `epochs` (`None`:
+        of any).
+        """
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._drop(link, cause)
             self.effects.append(HangUp(link.address))
-        for connection in [c for c, accepted in self._inbound.items() if accepted.peer.instance == name]:
-            self._forget(connection)
+        for connection, accepted in list(self._inbound.items()):
+            if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
+                self._forget(connection)
 
     def join(self, now: float) -> None:
         """Report to the leader of this instance, if that is another rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -157,6 +158,36 @@ def test_adding_a_peer_again_changes_nothing_and_another_address_replaces_it() -
     assert lost == Lost(PeerRank("decode-0", 0), 7, "its address was changed")
     assert (hang_up, dial) == (HangUp(LEADER), Dial(SECOND, None))
     assert made.link(PeerRank("decode-0", 0)) is None
+
+
+def test_a_restarted_peer_that_says_hello_before_its_new_address_is_known_stays_let_in() -> None:
+    made = links()
+    ready(made)
+    made.on_inbound(b"old", "", hello(epoch=7), 0.0)
+    taken(made)
+    made.on_inbound(b"new", "", hello(epoch=8), 1.0)
+    assert isinstance(answer(made), Welcome)
+    made.add_peer("decode-0", SECOND, None, 2.0)
+    taken(made)
+    assert made.on_inbound(b"new", "", DRAINED, 3.0) == PeerRank("decode-0", 0)
+    assert made.effects == deque()
+    made.add_peer("decode-0", LEADER, "another key", 4.0)
+    taken(made)
+    assert made.on_inbound(b"new", "", DRAINED, 5.0) is None
+    assert isinstance(said := answer(made), Reject)
+    assert said.hello_first
+
+
+def test_a_peer_that_lives_on_under_another_address_says_hello_again() -> None:
+    made = links()
+    ready(made)
+    made.on_inbound(b"live", "", hello(epoch=7), 0.0)
+    taken(made)
+    made.add_peer("decode-0", SECOND, None, 1.0)
+    taken(made)
+    assert made.on_inbound(b"live", "", DRAINED, 2.0) is None
+    assert isinstance(said := answer(made), Reject)
+    assert said.hello_first
 
 
 def test_the_leader_names_the_other_ranks_and_each_address_is_its_own() -> None:
