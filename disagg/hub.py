@@ -23,7 +23,7 @@ from disagg.agreement import LocalRank
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.boards import Board
 from disagg.channel import Channel, Complaints, Inbound, Reply, parse_address
-from disagg.errors import DisaggError, RemoteProtocolError, VerificationFailed
+from disagg.errors import DisaggError, RemoteProtocolError, RequestAborted, VerificationFailed
 from disagg.handshake import Handshake, RemoteRank
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
@@ -474,7 +474,14 @@ class Hub:
         for session, ready in waiting:
             if session.error is not None:
                 continue
-            if ready.query():
+            try:
+                passed = ready.query()
+            except Exception as error:  # of the server's own event
+                logger.exception("%s: the event of a receiver's rows", self._handshake.me)
+                what = f"the event of the rows failed: {type(error).__name__}: {error}"
+                self.sessions.receives.abort(session, RequestAborted(what), now)
+                continue
+            if passed:
                 self.sessions.receives.ready(session, now)
             else:
                 self._rows_waiting.append((session, ready))

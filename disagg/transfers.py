@@ -135,7 +135,7 @@ class Bound(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Copies to make: `bind` gives them once `ready` has passed, and may raise; nothing is posted after `cancelled()`.
+    """Copies to make: `bind` gives them, and may raise; they are posted once `ready` has passed, and not after `cancelled()`.
     `num_rows`: so many page ids and slots there are to bind.
     """
 
@@ -292,7 +292,7 @@ class TransferWorker:
         self._new: deque[Job] = deque()
         self._unpacks: deque[Unpack] = deque()
         self._unpacking: deque[_Unpacking] = deque()
-        self._waiting: list[Job] = []
+        self._waiting: list[_Active] = []
         self._active: list[_Active] = []
         self._turning = threading.Lock()
         self._wake = threading.Event()
@@ -466,18 +466,29 @@ class TransferWorker:
         self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started))
 
     def _take_new(self) -> list[_Active]:
-        """Bind every job whose event has passed; those for which that was possible."""
-        jobs, self._waiting = self._waiting, []
+        """Bind every new job, and begin those whose event has passed; these."""
+        bound, self._waiting = self._waiting, []
         while self._new:
-            jobs.append(self._new.popleft())
+            active = self._bind(self._new.popleft())
+            if active is not None:
+                bound.append(active)
         begun = []
-        for job in jobs:
-            if job.ready is not None and not job.cancelled() and not job.ready.query():
-                self._waiting.append(job)
-            elif (active := self._bind(job)) is not None:
+        for active in bound:
+            passed = self._has_passed(active)
+            if passed:
+                active.started_at = time.perf_counter()
                 begun.append(active)
+            elif passed is not None:
+                self._waiting.append(active)
         self._active += begun
         return begun
+
+    def _has_passed(self, active: _Active) -> bool | None:
+        """Whether a job need not wait for its event any more; `None` where that has failed, and the job with it."""
+        ready = active.job.ready
+        if ready is None or active.job.cancelled():
+            return True
+        return self._attempt(lambda: bool(ready.query()), active.report)
 
     def _bind(self, job: Job) -> _Active | None:
         report = Settled(job.ticket)

@@ -136,17 +136,20 @@ class SumWorker:
             while (job := self._jobs.get()) is not None:
                 if not job.wanted():
                     continue
-                if job.ready is not None and not job.ready.query():
+                passed, error = (True, None) if job.ready is None else self._attempt(job.ready.query)
+                if error is not None:
+                    self._on_summed(job.token, None, error)
+                elif passed:
+                    self._on_summed(job.token, *self._attempt(job.run))
+                else:
                     self._jobs.put(job)  # others first
                     time.sleep(READY_POLL_S)
-                else:
-                    self._on_summed(job.token, *self._sum(job.run))
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
             logger.exception("sum thread died")
             self._on_death(error)
 
     @staticmethod
-    def _sum(run: Callable[[], Any]) -> tuple[Any, DisaggError | None]:
+    def _attempt(run: Callable[[], Any]) -> tuple[Any, DisaggError | None]:
         try:
             return run(), None
         except DisaggError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import Pages, RequestTimeout, new_request_id
+from disagg import Pages, RequestTimeout, new_request_id, packing
 from disagg.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.faults import BackendFaults, MessageFaults, inject, mistreat
@@ -160,6 +160,58 @@ def test_nothing_arrives_before_the_receivers_own_kernels_are_done(engine: str) 
         done.passed = True
         assert receiver.wait(timeout_s=DEADLINE_S).ok
         assert sender.wait(timeout_s=DEADLINE_S).ok
+
+
+class Broken(Passing):
+    """The event of a context that is lost."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_an_event_that_fails_ends_its_request_only(who: str, verify: str, engine: str) -> None:
+    with cluster(Side(), Side(page=8, num_pages=16), settings={**settings(engine), "verify": verify}) as made:
+        request, rank = new_request_id(), made.prefill[0]
+        given = {who: Broken()}
+        receiver = receive(made.decode[0], request, PAGES, need=(0, 20), ready=given.get("decode"))
+        sender = rank.manager.sender(request, peer="decode-0", deadline_s=2.0)
+        sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20), ready=given.get("prefill"))
+        sender.finish()
+        event = (sender if who == "prefill" else receiver).wait(timeout_s=DEADLINE_S)
+        assert "RuntimeError: CUDA error: an illegal memory access" in str(event.error)
+        assert not receiver.wait(timeout_s=DEADLINE_S).ok
+        assert not sender.wait(timeout_s=DEADLINE_S).ok
+        assert (made.decode[0].pools[0][0].view(np.uint8) == reference.CANARY).all()
+        assert all(event.ok for event in made.transfer(20))
+
+
+def test_rows_are_bound_before_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is wrong with them is said then, and only the engine is left to call when it has."""
+    done = Passing()
+    with cluster(Side(), Side(page=8, num_pages=16), settings={"backend": "local"}) as made:
+        bound = threading.Event()
+        bind = packing.bind_outgoing
+
+        def noting(*given: Any, **more: Any) -> Any:
+            bound.set()
+            return bind(*given, **more)
+
+        monkeypatch.setattr("disagg.hub.bind_outgoing", noting)
+        rank, (wrong, right) = made.prefill[0], [new_request_id() for _ in range(2)]
+        rows = {wrong: Pages(np.array([0, 1, 2, 3, rank.spec.num_pages])), right: PAGES_OF_SENDER}
+        taken = {wrong: PageList((3, 4, 5)), right: PAGES}
+        receivers = {each: receive(made.decode[0], each, taken[each], need=(0, 20)) for each in rows}
+        senders = {each: rank.manager.sender(each, peer="decode-0") for each in rows}
+        for each, sender in senders.items():
+            sender.finish({"kv": rows[each]}, ready=done)
+        assert "outside the pool" in str(senders[wrong].wait(timeout_s=DEADLINE_S).error)
+        assert bound.wait(DEADLINE_S)
+        assert receivers[right].poll() is None
+        assert (made.decode[0].pools[0][0].view(np.uint8) == reference.CANARY).all()
+        done.passed = True
+        assert receivers[right].wait(timeout_s=DEADLINE_S).ok
 
 
 def test_nothing_is_read_before_the_senders_own_kernels_are_done(engine: str) -> None:
