@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from disagg import _core
 from disagg.errors import DisaggError, LocalProtocolError, RequestAborted
-from disagg.rows import Rows
+from disagg.rows import Rows, token_range
 from disagg.session import Chunk, Event, ReceiveSession, RequestKey, SendSession
 from disagg.transfers import ReadyEvent
 from disagg.wire import MAX_PAYLOAD_NBYTES, TokenRange
@@ -162,10 +163,21 @@ class Sender(RequestHandle):
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
         self._requests.check_kinds(rows)
-        if tokens is not None and not 0 <= tokens[0] <= tokens[1]:
-            raise LocalProtocolError(f"tokens: expected 0 <= start <= stop, found {tokens}")
-        chosen = None if layers is None else tuple(int(layer) for layer in layers)
-        return Chunk(next(self._numbers), dict(rows), tokens, chosen, ready)
+        asked = None if tokens is None else token_range(tokens)
+        if asked is None and tokens is not None:
+            raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
+        chosen = None if layers is None else _layer_ids(layers)
+        return Chunk(next(self._numbers), dict(rows), asked, chosen, ready)
+
+
+def _layer_ids(layers: Sequence[int]) -> tuple[int, ...]:
+    try:
+        chosen = tuple(operator.index(layer) for layer in layers)
+    except TypeError as error:
+        raise LocalProtocolError(f"layers: expected ids of layers, found {layers!r}") from error
+    if any(not 0 <= layer < 2**31 for layer in chosen):
+        raise LocalProtocolError(f"layers: expected ids of 0 to 2**31 - 1, found {list(chosen)}")
+    return chosen
 
 
 def _check_payload(payload: object) -> None:

@@ -616,10 +616,18 @@ class Hub:
             self._on_events([(event, self._work.pop((event.direction, event.peer, event.key), _NOTHING)) for event in ended])
 
     def _say(self, peer: PeerRank, message: Message) -> None:
-        """What cannot be sent now is said again by the protocol."""
+        """What cannot be sent now is said again by the protocol. What cannot be encoded, for all that was checked before, ends
+        nothing but the request that waits for it.
+        """
         link = self._links.link(peer)
-        if link is not None:
-            self._channel.send(link.address, encode(message))
+        if link is None:
+            return
+        try:
+            data = encode(message)
+        except Exception:
+            logger.exception("%s: no %s could be sent to %s", self._handshake.me, type(message).__name__, peer)
+            return
+        self._channel.send(link.address, data)
 
     def _start(self, start: StartTransfer) -> None:
         """Hand a transfer to the worker; before its rank is connected it waits."""

@@ -8,6 +8,7 @@ context and expert parallelism, replicas, fused sub-blocks and page sizes are di
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -407,7 +408,15 @@ class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
             raise LayoutError(f"layout table of {len(data)} bytes cannot be read: {error}") from error
 
 
-_ENCODER = msgspec.msgpack.Encoder()
+def _plain(value: object) -> int:
+    """An integer of another kind, such as NumPy's, as it is encoded."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise LayoutError(f"layouts: expected integers, found {value!r}, a {type(value).__name__}") from None
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(LayoutTable)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import secrets
 import threading
@@ -32,7 +33,7 @@ from disagg.memory import merge_regions
 from disagg.metrics import Metrics, MetricsServer, Snapshot
 from disagg.packing import Packing
 from disagg.plan import check_rows
-from disagg.rows import Pages, Rows, Slot
+from disagg.rows import MAX_TOKEN, Pages, Rows, Slot, token_range
 from disagg.session import Chunk, Event, Limits, PeerRank, RequestKey, Sessions
 from disagg.staging import RingPool, SlotPool
 from disagg.topology import Topology
@@ -138,6 +139,7 @@ class KVManager:
             )
             staged = [pool.region for pool in (slots, rings) if pool is not None]
             self.backend.register(merge_regions([*memory.regions, *staged]))
+            table = self._local.table.encode()
             self._opened = opened.pop_all()
         self.address = advertised_address(advertise, channel.address)
         identity = Identity(
@@ -147,7 +149,7 @@ class KVManager:
             epoch=secrets.randbits(62),
             model=model.name,
             revision=model.revision,
-            table=self._local.table.encode(),
+            table=table,
             address=self.address,
             leader=leader is None,
         )
@@ -268,8 +270,7 @@ class KVManager:
         for rows that cannot take what is needed, `LocalProtocolError` for an attempt that was used before.
         """
         agreement = self._agreement(peer)
-        if not 0 <= group < agreement.num_groups:
-            raise LocalProtocolError(f"group: peer {peer!r} has groups 0 to {agreement.num_groups - 1}, found {group}")
+        group = _number(group, f"group of peer {peer!r}", agreement.num_groups)
         self.check_kinds(rows)
         needed = self._needs(agreement, rows, need or {})
         receiver = Receiver(self, _key(request_id, attempt), peer, tag, needed)
@@ -442,6 +443,8 @@ class KVManager:
             expected = Pages if kind == "pages" else Slot
             if not isinstance(given, expected):
                 raise LocalProtocolError(f"rows of {name!r}: expected {expected.__name__}, found {type(given).__name__}")
+            if isinstance(given, Pages) and given.first_token > MAX_TOKEN:
+                raise LocalProtocolError(f"rows of {name!r}: expected a first token of 0 to 2**40, found {given.first_token}")
 
     def _needs(self, agreement: Agreement, rows: Mapping[str, Rows], need: Mapping[str, TokenRange]) -> dict[str, TokenRange]:
         """What this rank needs of every agreed component that it holds; checks the rows against it."""
@@ -454,11 +457,12 @@ class KVManager:
             layout, placement = held.get(name), self._local.placements.get(name)
             if layout is None or placement is None:
                 continue
-            start, stop = (0, 1) if layout.rows == "slot" else need.get(name, (-1, -1))
-            if not 0 <= start <= stop:
-                raise LocalProtocolError(f"need of {name!r}: expected tokens 0 <= start <= stop, found {need.get(name)}")
-            needed[name] = (int(start), int(stop))
-            if start == stop:
+            asked = (0, 1) if layout.rows == "slot" else token_range(need.get(name))
+            if asked is None:
+                found = need.get(name)
+                raise LocalProtocolError(f"need of {name!r}: expected integers 0 <= start <= stop <= 2**40, found {found}")
+            needed[name] = asked
+            if asked[0] == asked[1]:
                 continue
             if name not in rows:
                 raise LocalProtocolError(f"rows: component {name!r} is needed, but no rows are given for it")
@@ -637,9 +641,18 @@ def _failed(handle: Receiver | Sender, error: DisaggError, lease: Lease) -> Even
 def _key(request_id: bytes, attempt: int) -> RequestKey:
     if len(request_id) != 16:
         raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
-    if not 0 <= attempt < 2**31:
-        raise LocalProtocolError(f"attempt: expected 0 to 2**31 - 1, found {attempt}")
-    return RequestKey(request_id, attempt)
+    return RequestKey(request_id, _number(attempt, "attempt", 2**31))
+
+
+def _number(given: int, what: str, bound: int) -> int:
+    """An integer of any kind as Python's own; raises `LocalProtocolError` unless it is from 0 to below `bound`."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = -1
+    if not 0 <= number < bound:
+        raise LocalProtocolError(f"{what}: expected 0 to {bound - 1}, found {given!r}")
+    return number
 
 
 def _options(

@@ -179,6 +179,8 @@ def raw_tensor(tensor: Any) -> RawTensor:
         itemsize = ITEMSIZE[dtype]
         if any(stride % itemsize for stride in tensor.strides):
             raise ConfigError(f"array strides {tensor.strides} are not whole elements of {itemsize} bytes")
+        if interface["data"][1]:
+            raise ConfigError("tensor: expected memory that can be written, found a read-only array")
         strides = tuple(stride // itemsize for stride in tensor.strides)
         return RawTensor(int(interface["data"][0]), tuple(interface["shape"]), strides, dtype, owner=tensor)
     if isinstance(tensor, tuple) and len(tensor) == 5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.errors import LayoutError
+
+MAX_TOKEN = 2**40
+"""Tokens of a request are counted up to here between ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,7 @@ class Pages:
         copy = ids.astype(np.int32)
         copy.flags.writeable = False
         object.__setattr__(self, "ids", copy)
+        object.__setattr__(self, "first_token", int(self.first_token))
 
     @classmethod
     def of_ids(cls, ids: npt.NDArray[np.int32], first_token: int) -> Pages:
@@ -58,9 +63,19 @@ class Slot:
     def __post_init__(self) -> None:
         if not _is_count(self.id) or self.id >= 2**31:
             raise LayoutError(f"slot: expected an id of 0 to 2**31 - 1, found {self.id!r}")
+        object.__setattr__(self, "id", int(self.id))
 
 
 Rows = Pages | Slot
+
+
+def token_range(given: object) -> tuple[int, int] | None:
+    """The tokens `[start, stop)` that a server means; `None` where it is no range, or ends beyond `MAX_TOKEN`."""
+    try:
+        start, stop = (operator.index(token) for token in given)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return None
+    return (start, stop) if 0 <= start <= stop <= MAX_TOKEN else None
 
 
 def _is_count(value: object) -> bool:

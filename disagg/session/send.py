@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -445,7 +446,7 @@ class Sends:
         return Complete(
             **ids(session.key),
             nonce=self._reserve_of(destination).nonce,
-            written=tuple(w for number in sorted(destination.landed) for w in destination.landed[number]),
+            written=_joined(w for number in sorted(destination.landed) for w in destination.landed[number]),
             payload=session.payload,
             packed=tuple(sorted(destination.packed.items())),
             sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
@@ -609,6 +610,18 @@ class Sends:
         if state is not None:
             destination.state = state
         return state is not None
+
+
+def _joined(written: Iterable[Written]) -> tuple[Written, ...]:
+    """The same, with what goes on where another ends, in the same layers, as one: a request may be sent in very many chunks."""
+    joined: dict[tuple[str, tuple[int, ...] | None], list[Written]] = {}
+    for each in written:
+        parts = joined.setdefault((each.component, each.layers), [])
+        if parts and parts[-1].stop == each.start:
+            parts[-1] = Written(each.chunk, each.component, each.layers, parts[-1].start, each.stop)
+        else:
+            parts.append(each)
+    return tuple(part for parts in joined.values() for part in parts)
 
 
 def _late(session: SendSession) -> str:

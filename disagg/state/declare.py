@@ -174,6 +174,7 @@ def declare(
         sample = next(iter(tensors.values()))
         size = sample.shape[axes.index(TOKEN)] * role.granule if rows == "pages" else 1
         found.append((num_rows, size))
+    _check_apart(roles, what)
     if len(set(found)) > 1:
         raise ConfigError(f"{what}: its tensors must have as many rows and tokens per page, found {sorted(set(found))}")
     own = next((tuple(role.tensors) for role in roles if role.tensors), ())
@@ -273,6 +274,20 @@ def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
     if missing:
         raise ConfigError(f"{what}, tensor {role.name!r}: axes {role.axes!r} lack {' '.join(missing)!r}")
     return axes
+
+
+def _check_apart(roles: Sequence[Role], what: str) -> None:
+    """That no two positions of a tensor are one place in memory, nor two tensors the same."""
+    places: dict[tuple[int, tuple[int, ...]], str] = {}
+    for role in roles:
+        for layer, given in role.tensors.items():
+            tensor, where = raw_tensor(given), f"tensor {role.name!r} of layer {layer}"
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
+                found = f"strides {tensor.strides} of shape {tensor.shape}"
+                raise ConfigError(f"{what}, {where}: expected a place for every position, found {found}")
+            same = places.setdefault((tensor.pointer, tensor.strides), where)
+            if same != where:
+                raise ConfigError(f"{what}, {where}: expected memory of its own, found that of {same}")
 
 
 def _place(

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disagg.agreement import LocalRank
 from disagg.errors import ConfigError
 from disagg.layout import Interval, Periodic
-from disagg.memory import merge_regions
+from disagg.memory import RawTensor, merge_regions
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.moves import Case, Scene, Side
@@ -86,6 +87,46 @@ def test_k_and_v_packed_in_one_tensor_are_two_roles_of_it() -> None:
 def test_tensors_that_contradict_the_declaration_are_refused(tensors: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gqa(tensors, **changes)
+
+
+def _read_only() -> np.ndarray:
+    made = np.zeros((5, 16, 2, 8), "float16")
+    made.flags.writeable = False
+    return made
+
+
+SHARED = np.zeros((5, 16, 2, 8), "float16")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({0: (SHARED, SHARED)}, "'v' of layer 0: expected memory of its own, found that of tensor 'k' of layer 0"),
+        (
+            {0: (SHARED, SHARED.copy()), 1: (SHARED, SHARED.copy())},
+            "'k' of layer 1: expected memory of its own, found that of tensor 'k' of layer 0",
+        ),
+        ({0: (np.broadcast_to(SHARED[:, :1], SHARED.shape), SHARED)}, "a place for every position|read-only"),
+        (
+            {0: (RawTensor(4096, (5, 16, 2, 8), (16, 0, 8, 1), "float16"), SHARED)},
+            r"'k' of layer 0: expected a place for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
+        ),
+        ({0: (_read_only(), SHARED)}, "expected memory that can be written, found a read-only array"),
+    ],
+)
+def test_memory_that_would_be_written_twice_or_not_at_all_is_refused(tensors: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gqa(tensors)
+
+
+def test_numbers_of_numpy_in_a_declaration_are_as_good_as_any() -> None:
+    """Also on the wire."""
+    tensors = {layer: pair(5, 16, 2, 8) for layer in np.arange(2)}
+    num_kv_heads: Any = np.int64(4)
+    found = gqa(tensors, num_kv_heads=num_kv_heads)
+    plain = gqa({int(layer): given for layer, given in tensors.items()})
+    tables = [LocalRank.of(Topology(tp=2), [each]).table for each in (found, plain)]
+    assert tables[0].encode() == tables[1].encode()
 
 
 def test_layouts_of_equal_shape_are_told_apart_by_their_declaration() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,13 +271,13 @@ def test_calls_that_make_no_sense_say_so(made: Cluster) -> None:
         manager.receiver(request, peer="prefill-0", rows={"ssm": Slot(1)}, need={"kv": (0, 20)})
     with pytest.raises(LocalProtocolError, match="rows of 'kv': expected Pages, found Slot"):
         manager.receiver(request, peer="prefill-0", rows={"kv": Slot(1)}, need={"kv": (0, 20)})
-    with pytest.raises(LocalProtocolError, match="need of 'kv': expected tokens"):
+    with pytest.raises(LocalProtocolError, match="need of 'kv': expected integers"):
         manager.receiver(request, peer="prefill-0", rows=rows)
     with pytest.raises(LocalProtocolError, match="need: no component 'window'"):
         manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 20), "window": (0, 1)})
     with pytest.raises(LocalProtocolError, match="component 'kv' is needed, but no rows"):
         manager.receiver(request, peer="prefill-0", rows={}, need={"kv": (0, 20)})
-    with pytest.raises(LocalProtocolError, match="group: peer 'prefill-0' has groups 0 to 0, found 1"):
+    with pytest.raises(LocalProtocolError, match="group of peer 'prefill-0': expected 0 to 0, found 1"):
         manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 20)}, group=1)
     with pytest.raises(LocalProtocolError, match="request id: expected 16 bytes"):
         manager.receiver(b"short", peer="prefill-0", rows=rows, need={"kv": (0, 20)})
@@ -285,14 +286,74 @@ def test_calls_that_make_no_sense_say_so(made: Cluster) -> None:
     sender = made.prefill[0].manager.sender(request, peer="decode-0")
     with pytest.raises(LocalProtocolError, match="payload: expected at most 65536 bytes, found 65537 bytes"):
         sender.finish(payload=bytes(65537))
-    with pytest.raises(LocalProtocolError, match="tokens: expected 0 <= start <= stop"):
-        sender.send(rows, tokens=(4, 2))
+    for tokens in ((4, 2), (-1, 2), (0, 2**41), (0, 1.5), (0, 1, 2), 7):
+        with pytest.raises(LocalProtocolError, match="tokens: expected integers 0 <= start <= stop"):
+            sender.send(rows, tokens=tokens)  # type: ignore[arg-type]
+    for layers, found in (([-1], "0 to 2"), ([2**31], "0 to 2"), ([0.5], "ids of layers")):
+        with pytest.raises(LocalProtocolError, match=f"layers: expected ids of {found.removeprefix('ids of ')}"):
+            sender.send(rows, layers=layers)  # type: ignore[arg-type]
     sender.finish()
     with pytest.raises(LocalProtocolError, match="nothing can be sent after finish"):
         sender.send(rows, tokens=(0, 4))
     with pytest.raises(LocalProtocolError, match=r"finish\(\) was already called"):
         sender.finish()
     sender.abort("test over")
+
+
+@pytest.mark.parametrize("attempt", [-1, 2**31, 1.0, "1"])
+def test_attempts_that_are_none(made: Cluster, attempt: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="attempt: expected 0 to 2147483647, found"):
+        made.prefill[0].manager.sender(new_request_id(), peer="decode-0", attempt=attempt)
+
+
+@pytest.mark.parametrize("need", [(2**70, 2**70), (0, 2**41), (5, 4), (0.0, 4.0), (1, 2, 3), "ab", None])
+def test_needs_that_are_none(made: Cluster, need: Any) -> None:
+    rows = {"kv": Pages(np.arange(5))}
+    with pytest.raises(LocalProtocolError, match="need of 'kv': expected integers 0 <= start <= stop <="):
+        made.decode[0].manager.receiver(new_request_id(), peer="prefill-0", rows=rows, need={"kv": need})
+    far = {"kv": Pages(np.arange(1), 2**41)}
+    with pytest.raises(LocalProtocolError, match="rows of 'kv': expected a first token of 0 to"):
+        made.decode[0].manager.receiver(new_request_id(), peer="prefill-0", rows=far, need={"kv": (5, 5)})
+
+
+def test_integers_of_numpy_are_as_good_as_any(made: Cluster) -> None:
+    request, number = new_request_id(), np.int64
+    sink: Any = made.decode[0].manager
+    rows: Any = {"kv": Pages(np.arange(5), number(0))}  # type: ignore[arg-type]
+    receiver = sink.receiver(
+        request, peer="prefill-0", rows=rows, need={"kv": (number(0), number(20))}, group=number(0), attempt=number(3)
+    )
+    senders: list[Any] = []
+    for rank in made.prefill:
+        source: Any = rank.manager
+        sender = source.sender(request, peer="decode-0", attempt=np.int32(3))
+        sender.send(rows, tokens=(number(0), np.int32(8)), layers=np.arange(3))
+        sender.finish(rows)
+        senders.append(sender)
+    assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+    clear(made.decode[0].pools)
+    slot: Any = np.int32(3)
+    assert (Slot(slot), type(Slot(slot).id)) == (Slot(3), int)
+
+
+def test_a_message_that_cannot_be_encoded_ends_its_request_only(made: Cluster) -> None:
+    """Whatever checks have let through."""
+    rows, request = {"kv": Pages(np.arange(5))}, new_request_id()
+    object.__setattr__(rows["kv"], "first_token", 2**80)
+    receiver = made.decode[0].manager._hub.sessions.receives
+    opened = receiver.open
+
+    def spoilt(*given: Any, **more: Any) -> Any:
+        receiver.open = opened  # type: ignore[method-assign]
+        return opened(*given, **{**more, "rows": rows})
+
+    receiver.open = spoilt  # type: ignore[method-assign]
+    handle = made.decode[0].manager.receiver(
+        request, peer="prefill-0", rows={"kv": Pages(np.arange(5))}, need={"kv": (0, 20)}, deadline_s=0.3
+    )
+    assert isinstance(handle.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+    assert made.decode[0].manager.health().ok
+    assert all(event.ok for event in made.transfer(20))
 
 
 def test_one_requests_error_ends_that_request_only(made: Cluster) -> None:

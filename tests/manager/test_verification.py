@@ -90,7 +90,7 @@ def test_the_receiver_says_whether_its_writers_sum() -> None:
 def test_what_is_no_such_setting_is_refused() -> None:
     pool = np.zeros((4, 4, 2, 8), dtype=np.uint16)
     topology = Topology()
-    kv = paged.gqa({0: (pool, pool)}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
+    kv = paged.gqa({0: (pool, pool.copy())}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
     wrong: Any = "some"
     with pytest.raises(ConfigError, match="verify: expected one of off, sample, full, found 'some'"):
         KVManager(name="d", topology=topology, components=[kv], model=ModelId("m"), backend="local", verify=wrong)
@@ -134,7 +134,7 @@ def test_a_manager_keeps_the_arrays_that_it_was_given() -> None:
     pool = np.zeros((4, 4, 2, 8), dtype=np.uint16)
     gone = weakref.ref(pool)
     topology = Topology()
-    kv = paged.gqa({0: (pool, pool)}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
+    kv = paged.gqa({0: (pool, pool.copy())}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
     manager = KVManager(name="d", topology=topology, components=[kv], model=ModelId("m"), backend="local")
     del pool, kv
     assert gone() is not None

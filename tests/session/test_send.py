@@ -250,13 +250,30 @@ def test_complete_is_said_when_all_has_settled_and_the_end_comes_with_the_outcom
     assert kinds(sessions) == ["StartTransfer", "StartTransfer"]
     assert session.lease.state is LeaseState.HELD
     done(sessions, 0)
-    written = (Written(0, "kv", None, 0, 8), Written(1, "kv", None, 8, 20))
-    assert effects(sessions) == [(D0, Complete(**IDS, written=written, payload=b"first"))]
+    assert effects(sessions) == [(D0, Complete(**IDS, written=(Written(1, "kv", None, 0, 20),), payload=b"first"))]
     assert session.lease.released  # nothing reads the rows any more
     sessions.on_message(D0, Outcome(**IDS, ok=True), 2.0)
     (event,) = effects(sessions)
     assert (event.ok, event.error, event.payload, event.tag, event.direction) == (True, None, b"first", "tag", "send")
     assert (sessions.sends.sessions, sessions.sends._served) == ({}, {})
+
+
+def test_what_was_sent_in_very_many_chunks_is_said_in_a_few_words() -> None:
+    """Layer by layer and token by token: as many pieces as a message holds are soon exceeded."""
+    sessions = Sessions()
+    session = send(sessions)
+    sessions.on_message(D0, reserve(need=(0, 12)), 0.0)
+    chunks = [(start, layers) for start in (0, 3, 6, 10) for layers in ((0,), (1,), None)]
+    for number, (start, layers) in enumerate(chunks):
+        sessions.sends.send(session, chunk(number, start, start + 3, layers), 0.0)
+    sessions.sends.finish(session, b"", 0.0)
+    effects(sessions)
+    for number in range(len(chunks)):
+        done(sessions, number)
+    ((_, complete),) = said(sessions)
+    assert isinstance(complete, Complete)
+    found = {(w.layers, w.start, w.stop) for w in complete.written}
+    assert found == {(layers, *tokens) for layers in ((0,), (1,), None) for tokens in ((0, 9), (10, 12))}
 
 
 def test_a_send_that_nobody_needs_anything_of_succeeds_at_finish() -> None:
