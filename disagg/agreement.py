@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.component import Component, Placement, check_placement
 from disagg.errors import LayoutError, RemoteProtocolError
-from disagg.layout import LayoutTable, layout_table
+from disagg.layout import LayoutTable, layout_table, plain_integer
 from disagg.memory import RemoteRegion
 from disagg.plan import Election, TransferPlan, elect, expected_tokens, make_plan
 from disagg.sums import SumPlan, reader_plan, writer_plans
@@ -31,7 +31,7 @@ _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])
 
 def encode_placements(components: Sequence[Component]) -> bytes:
     """Where this rank's rows lie, for a welcome."""
-    return msgspec.msgpack.encode([c.placement for c in components if c.placement is not None])
+    return msgspec.msgpack.encode([c.placement for c in components if c.placement is not None], enc_hook=plain_integer)
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:

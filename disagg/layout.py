@@ -29,6 +29,8 @@ TOKEN = "token"
 MAX_AXIS_SIZE = 2**24
 """Positions of a constant axis; tables from peers are expanded to intervals, so they are bounded."""
 MAX_LAYERS = 2**14
+MAX_NAME = 256
+"""Characters of a component's name; messages hold as many."""
 MAX_PARTS = 2**12
 """Separate intervals that a periodic ownership may have on a constant axis."""
 
@@ -239,7 +241,7 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `size` is the global number of positions, `None` where it is not a constant of the model: the token axis (as long
     as the request) and the layer axis (the layers are named by id). `granule` tokens share one position of a token axis
-    (pooled keys, block scales).
+    (pooled keys), which exists once it has all of them.
     """
 
     name: str
@@ -324,6 +326,8 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
     optional: bool = False
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= MAX_NAME:
+            raise LayoutError(f"component: expected a name of 1 to {MAX_NAME} characters, found {self.name[:MAX_NAME]!r}")
         roles = [tensor.role for tensor in self.tensors]
         if len(set(roles)) != len(roles):
             raise LayoutError(f"component {self.name!r}: roles must be distinct, found {roles}")
@@ -408,15 +412,15 @@ class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
             raise LayoutError(f"layout table of {len(data)} bytes cannot be read: {error}") from error
 
 
-def _plain(value: object) -> int:
-    """An integer of another kind, such as NumPy's, as it is encoded."""
+def plain_integer(value: object) -> int:
+    """An integer of another kind, such as NumPy's, as it is to be encoded. Raises `LayoutError` for anything else."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise LayoutError(f"layouts: expected integers, found {value!r}, a {type(value).__name__}") from None
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_integer)
 _DECODER = msgspec.msgpack.Decoder(LayoutTable)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -57,6 +58,7 @@ class MemoryRegion:
     owner: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        _make_plain(self, "address", "nbytes")
         if self.address <= 0 or self.nbytes <= 0 or self.address + self.nbytes > 2**64:
             raise ConfigError(f"memory region: expected a positive address and size, found {self.address:#x} + {self.nbytes}")
 
@@ -87,6 +89,17 @@ def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
     return tuple(merged)
 
 
+def _make_plain(record: object, *names: str) -> None:
+    """Have Python's own integers in fields that may hold others, such as NumPy's, which no message does."""
+    for name in names:
+        given = getattr(record, name)
+        try:
+            plain = tuple(map(operator.index, given)) if isinstance(given, tuple) else operator.index(given)
+        except TypeError:
+            raise ConfigError(f"{type(record).__name__} {name}: expected integers, found {given!r}") from None
+        object.__setattr__(record, name, plain)
+
+
 @dataclass(frozen=True)
 class RawTensor:
     """A tensor by its parts: address of element 0, shape, strides in *elements*, dtype name, device.
@@ -108,6 +121,7 @@ class RawTensor:
             raise ConfigError(f"tensor: {len(self.shape)} sizes but {len(self.strides)} strides")
         if any(size < 0 for size in self.shape) or any(stride < 0 for stride in self.strides):
             raise ConfigError(f"tensor: expected sizes and strides of at least 0, found {self.shape}, {self.strides}")
+        _make_plain(self, "pointer", "shape", "strides")
 
     @property
     def itemsize(self) -> int:

@@ -36,6 +36,7 @@ from disagg.layout import (
     TensorLayout,
     agreed_components,
     overlap,
+    plain_integer,
 )
 from disagg.memory import ITEMSIZE
 from disagg.rows import Pages, Rows, Slot
@@ -66,7 +67,7 @@ class Election(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> bytes:
         """Equal exactly where two elections are equal."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+        return hashlib.sha256(msgspec.msgpack.encode(self, enc_hook=plain_integer)).digest()
 
     @cached_property
     def by_pair(self) -> dict[tuple[int, int], tuple[Flow, ...]]:

@@ -116,7 +116,9 @@ def tokens_in_turn(rank: Topology) -> Owned:
 class Role:
     """One tensor per layer. `axes` names its axes in memory order, `page` or `slot` among them; `inner` its other axes.
 
-    `granule` tokens share one position of its token axis. `dtype` is needed only where a rank may have no layer of it.
+    `granule` tokens share one position of its token axis; it moves if all of them are sent. (A block scale is there before: it
+    is a component of its own, whose need ends with the block, `docs/states.md`.) `dtype` is needed where a rank may have no
+    layer of it.
     Without `tensors` it is the description that memory is allocated by.
     """
 

@@ -169,3 +169,15 @@ def _misaligned() -> Any:
 def test_other_things_are_no_tensors(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         raw_tensor(make())
+
+
+def test_integers_of_numpy_become_pythons_own() -> None:
+    address: Any = np.uint64(4096)
+    assert [type(value) for value in (MemoryRegion(address, 64).address, RawTensor(address, (4,), (1,), "int8").pointer)] == [
+        int
+    ] * 2
+    sizes: Any = (np.int64(4),)
+    assert [type(size) for size in RawTensor(4096, sizes, sizes, "int8").shape] == [int]
+    wrong: Any = 4096.0
+    with pytest.raises(ConfigError, match=r"MemoryRegion address: expected integers, found 4096\.0"):
+        MemoryRegion(wrong, 64)

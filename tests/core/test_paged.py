@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disagg.agreement import LocalRank
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, LayoutError
 from disagg.layout import Interval, Periodic
 from disagg.memory import RawTensor, merge_regions
 from disagg.state import paged
@@ -127,6 +127,12 @@ def test_numbers_of_numpy_in_a_declaration_are_as_good_as_any() -> None:
     plain = gqa({int(layer): given for layer, given in tensors.items()})
     tables = [LocalRank.of(Topology(tp=2), [each]).table for each in (found, plain)]
     assert tables[0].encode() == tables[1].encode()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_names_that_no_message_holds_are_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match="component: expected a name of 1 to 256 characters, found"):
+        gqa({0: pair(5, 16, 2, 8)}, name=name)
 
 
 def test_layouts_of_equal_shape_are_told_apart_by_their_declaration() -> None:
