@@ -170,6 +170,9 @@ def group_layers(
     stages = tuple(tuple(stage) for stage in layers_by_stage)
     if len(stages) != topology.pp:
         raise ConfigError(f"{what}: expected layers_by_stage of {topology.pp} stages, found {len(stages)}")
+    for number, stage in enumerate(stages):
+        if len(set(stage)) != len(stage):
+            raise ConfigError(f"{what}: layers_by_stage gives a layer to stage {number} twice: {stage}")
     ids = [layer for stage in stages for layer in stage]
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{what}: layers_by_stage gives a layer to two stages: {stages}")

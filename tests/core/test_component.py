@@ -169,6 +169,7 @@ def test_stages_are_given_or_this_ranks_own() -> None:
         (Topology(pp=2), [0], [[0], [1], [2]], "of 2 stages, found 3"),
         (Topology(), [0], [[0], [1]], "of 1 stages, found 2"),
         (Topology(pp=2), [0], [[0], [0]], "a layer to two stages"),
+        (Topology(pp=2), [0, 0], [[0, 0], [1]], r"a layer to stage 0 twice: \(0, 0\)"),
         (Topology(pp=2, pp_rank=1), [0], [[0], [1]], r"gives stage 1 the layers \(1,\), its tensors are of \(0,\)"),
         (Topology(pp=2), [1, 0], [[0, 1], [2]], "its tensors are of"),
     ],
