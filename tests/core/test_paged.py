@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,13 @@ def test_numbers_of_numpy_in_a_declaration_are_as_good_as_any() -> None:
     plain = gqa({int(layer): given for layer, given in tensors.items()})
     tables = [LocalRank.of(Topology(tp=2), [each]).table for each in (found, plain)]
     assert tables[0].encode() == tables[1].encode()
+
+
+def test_what_is_no_integer_in_a_declaration_is_refused() -> None:
+    num_kv_heads: Any = Fraction(4)
+    found = gqa({0: pair(5, 16, 2, 8)}, num_kv_heads=num_kv_heads)
+    with pytest.raises(LayoutError, match=r"layouts: expected integers, found Fraction\(4, 1\), a Fraction"):
+        LocalRank.of(Topology(tp=2), [found]).table.encode()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
