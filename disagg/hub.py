@@ -429,7 +429,7 @@ class Hub:
     def _expect(self, peer: PeerRank, message: Complete, word: _core.Word, now: float) -> None:
         """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
         key = key_of(message)
-        if self._spin_s and (peer.instance, key) in self.sessions.receives.sessions:
+        if (peer.instance, key) in self.sessions.receives.sessions:
             self._expected[peer, key] = _Expected(msgspec.structs.replace(message, final=True, word=None), word)
             self._awake_until = max(self._awake_until, now + 2 * KNOWN_S)
 
@@ -713,9 +713,8 @@ class Hub:
         if isinstance(report, Begun):
             self._tell_begun(ticket, report.sign, now)
             return
-        foretold = self._foretold.pop(ticket, None)
-        known = foretold is not None and not report.error
-        if foretold is not None and known:
+        foretold, known = self._foretold.pop(ticket, None), False
+        if foretold is not None and not report.error:
             foretold.notice.tell()
             known = now < foretold.until
         if not report.unsettled:
@@ -738,14 +737,12 @@ class Hub:
         """Have a receiver that sleeps wake up meanwhile: nothing has landed yet. One that looks at this side's board is told
         what it will see there, and what that will mean.
         """
-        reserve = self._reserve_of(ticket)
-        if reserve is None:
+        reserve, link = self._reserve_of(ticket), self._links.link(ticket.peer)
+        if reserve is None or link is None:
             return
         begun = Complete(**ids(ticket.key), nonce=reserve.nonce, final=False)
-        link = self._links.link(ticket.peer)
-        board = self._channel.board(link.address) if link is not None and sign is not None else None
-        complete = self.sessions.sends.foretell(ticket) if board is not None else None
-        if board is not None and complete is not None and sign is not None:
+        board = self._channel.board(link.address)
+        if sign is not None and board is not None and (complete := self.sessions.sends.foretell(ticket)) is not None:
             notice, word = board.notice(sign)
             self._foretold[ticket] = _Foretold(notice, now + KNOWN_S)
             begun = msgspec.structs.replace(complete, final=False, word=word)

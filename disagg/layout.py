@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from disagg.errors import LayoutError
 from disagg.memory import ITEMSIZE
+from disagg.rows import MAX_NAME
 from disagg.topology import Topology
 
 Positions = npt.NDArray[np.int64]
@@ -29,8 +30,6 @@ TOKEN = "token"
 MAX_AXIS_SIZE = 2**24
 """Positions of a constant axis; tables from peers are expanded to intervals, so they are bounded."""
 MAX_LAYERS = 2**14
-MAX_NAME = 256
-"""Characters of a component's name; messages hold as many."""
 MAX_PARTS = 2**12
 """Separate intervals that a periodic ownership may have on a constant axis."""
 

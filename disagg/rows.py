@@ -13,6 +13,8 @@ from disagg.errors import LayoutError
 
 MAX_TOKEN = 2**40
 """Tokens of a request are counted up to here between ranks."""
+MAX_NAME = 256
+"""Characters of a component's name."""
 
 
 @dataclass(frozen=True, eq=False)

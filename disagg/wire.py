@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from disagg.errors import RemoteProtocolError
-from disagg.rows import MAX_TOKEN, Pages, Rows, Slot
+from disagg.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
 PROTOCOL_VERSION = 1
 
@@ -27,7 +27,7 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Nonce = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_NBYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]

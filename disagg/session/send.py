@@ -458,11 +458,9 @@ class Sends:
         return destination.reserve
 
     def _say_drained(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        assert destination.reserve is not None
         self._schedule(session, destination, now)
-        self._effects.append(
-            SendMessage(peer, Drained(**ids(session.key), nonce=destination.reserve.nonce, reason=destination.reason))
-        )
+        drained = Drained(**ids(session.key), nonce=self._reserve_of(destination).nonce, reason=destination.reason)
+        self._effects.append(SendMessage(peer, drained))
 
     def _fail_destination(
         self, session: SendSession, peer: PeerRank, destination: Destination, reason: str, now: float, *, told: bool = False
@@ -477,9 +475,8 @@ class Sends:
         self._progress(session, peer, destination, now)
 
     def _say_abort(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        assert destination.reserve is not None
         self._schedule(session, destination, now)
-        nonce, reason = destination.reserve.nonce, destination.reason
+        nonce, reason = self._reserve_of(destination).nonce, destination.reason
         abort = Abort(**ids(session.key), nonce=nonce, reason=reason, from_writer=True)
         self._effects.append(SendMessage(peer, abort))
 

@@ -165,18 +165,20 @@ def declare(
     placements: list[TensorPlacement] = []
     regions: list[MemoryRegion] = []
     found: list[tuple[int, int]] = []
+    given: list[tuple[str, Mapping[int, RawTensor]]] = []
     for role in roles:
         tensors = {layer: raw_tensor(tensor) for layer, tensor in role.tensors.items()}
         axes = _axes(role, row_axis, what)
         if not tensors:
             continue
+        given.append((role.name, tensors))
         place, num_rows, memory = _place(role, tensors, axes, row_axis, topology, what)
         placements.append(place)
         regions.extend(memory)
         sample = next(iter(tensors.values()))
         size = sample.shape[axes.index(TOKEN)] * role.granule if rows == "pages" else 1
         found.append((num_rows, size))
-    _check_apart(roles, what)
+    _check_apart(given, what)
     if len(set(found)) > 1:
         raise ConfigError(f"{what}: its tensors must have as many rows and tokens per page, found {sorted(set(found))}")
     own = next((tuple(role.tensors) for role in roles if role.tensors), ())
@@ -278,12 +280,12 @@ def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
     return axes
 
 
-def _check_apart(roles: Sequence[Role], what: str) -> None:
-    """That no two positions of a tensor are one place in memory, nor two tensors the same."""
+def _check_apart(given: Sequence[tuple[str, Mapping[int, RawTensor]]], what: str) -> None:
+    """That no two positions of a tensor are one place in memory, nor two tensors, of roles and layers, the same."""
     places: dict[tuple[int, tuple[int, ...]], str] = {}
-    for role in roles:
-        for layer, given in role.tensors.items():
-            tensor, where = raw_tensor(given), f"tensor {role.name!r} of layer {layer}"
+    for role, tensors in given:
+        for layer, tensor in tensors.items():
+            where = f"tensor {role!r} of layer {layer}"
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
                 found = f"strides {tensor.strides} of shape {tensor.shape}"
                 raise ConfigError(f"{what}, {where}: expected a place for every position, found {found}")

@@ -706,8 +706,8 @@ class World:
 
     def _settled(self, flight: Flight, error: str, *, unsettled: bool = False, known: bool = False) -> None:
         host = flight.source
-        settled = partial(host.sessions.sends.settled, flight.ticket, now=self.now, error=error, unsettled=unsettled)
-        self._act(host, partial(settled, known=known))
+        settled = host.sessions.sends.settled
+        self._act(host, partial(settled, flight.ticket, now=self.now, error=error, unsettled=unsettled, known=known))
 
     # -------------------------------------------------------------------------------------------------------- losses
 

@@ -32,6 +32,7 @@ from disagg.spans import SpanBatch, SpanShape
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.twins_gpu import SpanLaunch, span_pieces
 from disagg.wire import MAX_PAYLOAD_NBYTES, Complete, decode
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 TILE = 256
@@ -190,13 +191,6 @@ def completes(monkeypatch: pytest.MonkeyPatch) -> list[Complete]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(1e-3)
-
-
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_a_receiver_sees_that_copying_has_ended(
     prefill: Side, decode: Side, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
@@ -257,7 +251,7 @@ def test_a_request_that_ends_while_its_word_is_awaited(
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61), deadline_s=deadlines["decode"])
         sender = send(made.prefill[0], request, pages[0], 61, deadline_s=deadlines["prefill"])
-        wait_until(lambda: any(complete.word for complete in completes))
+        until(lambda: any(complete.word for complete in completes))
         if how == "abort":
             (sender if who == "prefill" else receiver).abort("enough")
         first = (sender if who == "prefill" else receiver).wait(timeout_s=DEADLINE_S)
@@ -266,7 +260,7 @@ def test_a_request_that_ends_while_its_word_is_awaited(
         going.set()
         events = [handle.wait(timeout_s=DEADLINE_S) for handle in (sender, receiver)]
         assert not (events[0].ok and not events[1].ok)
-        wait_until(lambda: all(event.lease.released for event in events))
+        until(lambda: all(event.lease.released for event in events))
         for rank in made.decode:
             clear(rank.pools)
         assert all(event.ok for event in made.transfer(61))
@@ -294,7 +288,7 @@ def test_what_is_taken_is_told_before_the_control_thread_sleeps(
         requests = [new_request_id() for _ in range(2)]
         receivers = [receive(sink, request, made.pages(sink, 29), need=(0, 29)) for request in requests]
         senders = [send(source, request, made.pages(source, 29), 29) for request in requests]
-        wait_until(lambda: sum(complete.word is not None for complete in completes) == 2)
+        until(lambda: sum(complete.word is not None for complete in completes) == 2)
         first.set()
         assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (*receivers, *senders))
 

@@ -168,6 +168,10 @@ def test_a_packet_that_is_none_ends_the_lane(listener: Listener, packet: bytes) 
 # -- boards ----------------------------------------------------------------------------------------------------------------
 
 
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def opens(listener: Listener, descriptor: int) -> bool:
     """Whether a lane is opened by a peer that gives a descriptor with the secret."""
     offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
@@ -259,10 +263,10 @@ def test_a_board_is_shown_to_processes_of_this_user_only(
 
 
 def test_where_the_system_cannot_keep_a_board_from_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = num_descriptors()
     monkeypatch.setattr(boards, "_F_SEAL_FUTURE_WRITE", 1 << 30)
     assert Board.make() is None
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert num_descriptors() == before
     with contextlib.closing(Channel("tcp://127.0.0.1:0", looks=True)) as channel:
         assert channel.board("tcp://127.0.0.1:1") is None
 
@@ -294,10 +298,10 @@ def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None
         os.ftruncate(descriptor, {"small": 8, "large": 2 << 20, "not sealed": 4096, "empty": 0}[kind])
         if kind != "not sealed":
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = num_descriptors()
     assert not opens(looking, descriptor)
     assert looking.board(HERE) is None
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1  # the lane that was accepted
+    assert num_descriptors() == before + 1  # the lane that was accepted
     os.close(descriptor)
 
 
