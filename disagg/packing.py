@@ -97,7 +97,7 @@ def bind_outgoing(
         )
         small = tuple(i for i, span in enumerate(component.spans) if is_small(component, span, pack_below))
         whole = placed()
-        if not small or whole.num_copies() < MIN_PIECES:
+        if not small or not whole.has_copies(MIN_PIECES):
             direct.append(whole.copies())
             continue
         large = tuple(i for i in range(len(component.spans)) if i not in small)
@@ -314,9 +314,8 @@ class Packing:
         """A chunk's stream, bound by the worker when it is first unpacked."""
         key = peer, filled.chunk
         if key not in session.streams:
-            session.streams[key] = functools.cache(
-                lambda: bind_incoming(incoming, filled.parts, session.rows, session.need, stream_of=stream_of)
-            )
+            bind = functools.partial(bind_incoming, incoming, filled.parts, session.rows, session.need, stream_of=stream_of)
+            session.streams[key] = functools.cache(bind)
         stream: Callable[[], PackedStream] = session.streams[key]
         return stream
 

@@ -444,6 +444,11 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
         """How many copies `bind` would give, but for neighbours in different layers or spans, which it joins."""
         return _core.num_copies(self.spans, self.runs, self.layers)
 
+    def has_copies(self, count: int) -> bool:
+        """Whether `num_copies` is at least `count`; the first runs alone tell that of most requests."""
+        first = _core.num_copies(self.spans, [runs[:count] for runs in self.runs], self.layers)
+        return first >= count or self.num_copies() >= count
+
     def append_to(self, stream: _core.Stream) -> None:
         """Add the copies' bytes, in their order, to a stream of either side."""
         stream.append(self.spans, self.runs, self.layers)

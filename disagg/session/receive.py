@@ -166,7 +166,7 @@ Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
 
 @dataclass
 class ReceiveSession:
-    """One request that this rank receives. `streams` is what its unpacker keeps for as long as the session lives."""
+    """One request that this rank receives. `streams` is what its unpacker keeps until it has ended."""
 
     key: RequestKey
     peer: str
@@ -344,6 +344,7 @@ class Receives:
         del self.sessions[session.peer, session.key]
         self._timers.disarm(session)
         session.lease.release()
+        session.streams.clear()  # a server may keep the request's handle
         for peer, writer in session.writers.items():
             if writer.reserve is not None:
                 self._effects.append(SendMessage(peer, outcome))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -94,13 +95,14 @@ class Later:
 class TwinMover:
     """What `GpuMover` does, in host memory."""
 
-    moved = 0
+    moved = held = 0
     problem = ""
 
     def prepare(self, shapes: Sequence[SpanShape]) -> Twin:
         return Twin.of(shapes)
 
     def upload(self, shapes: Twin, batch: SpanBatch) -> Twin:
+        TwinMover.held += 1
         return shapes.upload(batch)
 
     def gather(self, order: Twin, offset: int, nbytes: int, address: int) -> Later:
@@ -110,7 +112,7 @@ class TwinMover:
         return Later(order.pieces(offset, offset + nbytes, linear_source=address))
 
     def release(self, order: Twin) -> None:
-        """Nothing is held."""
+        TwinMover.held -= 1
 
 
 class Spans(LocalBackend):
@@ -331,6 +333,23 @@ def test_packing_by_kernels(prefill: Side, decode: Side, monkeypatch: pytest.Mon
         events = made.transfer(61, first_token=5, chunks=(30,))
         assert all(event.ok for event in events), [event.error for event in events]
     assert TwinMover.moved > before
+
+
+def test_what_packing_holds_of_a_gpu_is_given_back_when_its_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, by no collection of garbage, and also while a server keeps its handles."""
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
+    with cluster(Side(tp=2), Side(), settings={"backend": Packing}) as made:
+        gc.collect()
+        monkeypatch.setattr(TwinMover, "held", 0)
+        gc.disable()
+        try:
+            request = new_request_id()
+            receiver = receive(made.decode[0], request, made.pages(made.decode[0], 61), need=(0, 61))
+            senders = [send(rank, request, made.pages(rank, 61), 61) for rank in made.prefill]
+            assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+            until(lambda: TwinMover.held == 0)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])

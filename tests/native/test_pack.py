@@ -137,6 +137,7 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
         assert stream.total == len(content)
         assert stream.num_pieces <= sum(len(span.layers) for span in spans) * 14 * 27
     assert placed.num_copies() >= len(copies)
+    assert [placed.has_copies(n) for n in (1, 2, 5, 17)] == [placed.num_copies() >= n for n in (1, 2, 5, 17)]
     staging = np.zeros(len(content), dtype=np.uint8)
     cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=4))
     places, sizes = copies.destination[:0], copies.nbytes[:0]
