@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import operator
@@ -95,8 +94,10 @@ class RequestHandle:
             self._over.hand_over()
 
     def _let_go(self) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody has seen yet that it was let go of before
+        try:
             self._pending.release()
+        except RuntimeError:  # nobody has seen yet that it was let go of before
+            return
 
 
 class Receiver(RequestHandle):

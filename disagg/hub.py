@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from disagg.errors import DisaggError, RemoteProtocolError, RequestAborted, Veri
 from disagg.handshake import Handshake, RemoteRank
 from disagg.links import Answer, Dial, HangUp, Links, Lost, Ready, Say, SayHello
 from disagg.packing import Packing, bind_outgoing
-from disagg.rows import Pages
+from disagg.rows import Pages, Rows
 from disagg.session import (
     Event,
     PeerRank,
@@ -199,7 +199,7 @@ class Hub:
         self._on_begin = on_begin
         self._on_events = on_events
         self._on_death = on_death
-        self._commands: deque[Callable[[float], None]] = deque()
+        self._commands: deque[tuple[Callable[[float], None], Callable[[DisaggError], None] | None]] = deque()
         self._early: dict[PeerRank, list[StartTransfer]] = {}
         self._work: dict[tuple[str, str, RequestKey], Work] = {}
         self._settled: list[tuple[Settled, SendSession | None]] = []
@@ -242,16 +242,7 @@ class Hub:
 
     def command(self, run: Callable[[float], None], *, on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`; from any thread. Its `DisaggError` goes to `on_error`."""
-
-        def guarded(now: float) -> None:
-            try:
-                run(now)
-            except DisaggError as error:
-                if on_error is None:
-                    raise
-                on_error(error)
-
-        self._commands.append(guarded)
+        self._commands.append((run, on_error))
         self._channel.wake()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
@@ -326,7 +317,7 @@ class Hub:
             self.changed.notify_all()
 
     def _turn(self) -> None:
-        """One round: take what has arrived, then commands, then what time brings; then carry out the effects."""
+        """One round: take what has arrived, then commands, and carry out the effects; then what time brings."""
         arrived = False
         work = bool(self._expected) and self._take_expected()
         # What is there already is carried out first; then it is the channel's turn.
@@ -345,8 +336,17 @@ class Hub:
             self._look()
             return
         for _ in range(len(self._commands)):
-            self._commands.popleft()(now)
-        self._take_ready_rows(now)
+            run, on_error = self._commands.popleft()
+            try:
+                run(now)
+            except DisaggError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+        if self._rows_waiting:
+            self._take_ready_rows(now)
+        self._carry_out(now)
+        # Last, as somebody waits for what has arrived.
         if now >= self._due_again:
             self._due_again = now + MOST_LATE_S
             self._next_due()
@@ -357,6 +357,11 @@ class Hub:
             self._carry_out_links(now)
             self.sessions.tick(now)
             self._fence_lost(now)
+            self._carry_out(now)
+        self._due_known = False
+
+    def _carry_out(self, now: float) -> None:
+        """The effects of what was taken; those who wait for a request are told last of all."""
         self._carry_out_links(now)
         self._carry_out_sessions()
         for report in self._worker.attend():
@@ -366,7 +371,6 @@ class Hub:
             self._say(peer, message)
         self._channel.flush()
         self._tell()
-        self._due_known = False
 
     def _look(self) -> None:
         """Without a sleep, at what is likely to come next; the next turn carries it out."""
@@ -659,7 +663,7 @@ class Hub:
             lambda: destination.reason != "",
             start.chunk.ready,
             rank.ring,
-            num_rows=sum(len(rows.ids) if isinstance(rows, Pages) else 1 for rows in start.chunk.rows.values()),
+            num_rows=_num_rows(start.chunk.rows.values()),
         )
         self._worker.submit(job)
         if start.reserve.verify != "off":
@@ -758,3 +762,11 @@ class Hub:
         session = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
         return destination.reserve if destination is not None else None
+
+
+def _num_rows(given: Iterable[Rows]) -> int:
+    """How many page ids and slots there are to bind."""
+    count = 0
+    for rows in given:
+        count += len(rows.ids) if isinstance(rows, Pages) else 1
+    return count

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import msgspec
 import numpy as np
@@ -426,14 +425,11 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
         """The same over `span_shapes(plan)`, the first of which is number `first`."""
         chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
-        return tuple(
-            SpanRuns(
-                first + number,
-                None if chosen is None else np.flatnonzero(np.isin(self.plan.spans[number].layers, chosen)),
-                runs,
-            )
-            for number, runs in zip(self.numbers, self.runs, strict=True)
-        )
+        found = []
+        for number, runs in zip(self.numbers, self.runs, strict=True):
+            bases = None if chosen is None else np.flatnonzero(np.isin(self.plan.spans[number].layers, chosen))
+            found.append(SpanRuns(first + number, bases, runs))
+        return tuple(found)
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
         """What `bind` gives."""
@@ -465,17 +461,15 @@ def place(
     spans: Sequence[int] | None = None,
 ) -> Placed:
     """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
-    runs: dict[int, Ints] = {}
+    by_granule: dict[int, Ints] = {}
+    runs: list[Ints] = []
     numbers = range(len(plan.spans)) if spans is None else spans
-    for span in (plan.spans[number] for number in numbers):
-        if span.granule not in runs:
-            runs[span.granule] = token_runs(plan, span.granule, source, destination, tokens, num_tokens)
-    return Placed(
-        plan,
-        numbers,
-        [runs[plan.spans[number].granule] for number in numbers],
-        None if layers is None else np.ascontiguousarray(layers, dtype=np.int64),
-    )
+    for number in numbers:
+        granule = plan.spans[number].granule
+        if granule not in by_granule:
+            by_granule[granule] = token_runs(plan, granule, source, destination, tokens, num_tokens)
+        runs.append(by_granule[granule])
+    return Placed(plan, numbers, runs, None if layers is None else np.ascontiguousarray(layers, dtype=np.int64))
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
@@ -506,31 +500,31 @@ def token_runs(
     num_tokens: int | None,
 ) -> Ints:
     """Runs of positions that lie in one page on each side: rows, offsets and lengths, as `_core.token_runs` has them."""
-    what = f"component {plan.name!r}"
-    sides = (source, plan.source, "source"), (destination, plan.destination, "destination")
-    if plan.source.tokens is None or plan.destination.tokens is None:
-        rows = [_slot(rows, space, what, side) for rows, space, side in sides]
-        return np.array([[rows[0], 0, rows[1], 0, 1]], dtype=np.int64)
+    name, ours, theirs = plan.name, plan.source, plan.destination
+    if ours.tokens is None or theirs.tokens is None:
+        slots = _slot(source, ours, name, "source"), _slot(destination, theirs, name, "destination")
+        return np.array([[slots[0], 0, slots[1], 0, 1]], dtype=np.int64)
     if tokens is None:
-        raise LayoutError(f"{what}: pages hold tokens, so a token range is needed")
+        raise LayoutError(f"component {name!r}: pages hold tokens, so a token range is needed")
     length = tokens[1] if num_tokens is None else num_tokens
-    _check_range(tokens, what)
-    pages = [_pages(rows, space, granule, length, where=f"{what}, {side}") for rows, space, side in sides]
-    runs, fault = _core.token_runs(*tokens, granule, *pages)
+    _check_range(tokens, name)
+    held = _pages(source, ours, granule, length, name, "source")
+    wanted = _pages(destination, theirs, granule, length, name, "destination")
+    runs, fault = _core.token_runs(tokens[0], tokens[1], granule, held, wanted)
     if fault is not None:
-        rows_, space, side = sides[fault[0]]
-        raise _no_place(rows_, space, fault, where=f"{what}, {side}")
+        rows, space, side = ((source, ours, "source"), (destination, theirs, "destination"))[fault[0]]
+        raise _no_place(rows, space, fault, name, side)
     return runs
 
 
 MAX_TOKENS = 2**24
 
 
-def _check_range(tokens: tuple[int, int], what: str) -> None:
+def _check_range(tokens: tuple[int, int], name: str) -> None:
     """That a range of tokens, which may come from a peer, is one, and not too long."""
     start, stop = tokens
     if not 0 <= start <= stop <= start + MAX_TOKENS or stop >= 2**62:
-        raise LayoutError(f"{what}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
+        raise LayoutError(f"component {name!r}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
 
 
 def _owned(space: RowSpace, num_tokens: int) -> Intervals | Periodic:
@@ -539,24 +533,25 @@ def _owned(space: RowSpace, num_tokens: int) -> Intervals | Periodic:
     return space.tokens.within(num_tokens) if isinstance(space.tokens, Share) else space.tokens
 
 
-def _slot(rows: Rows, space: RowSpace, what: str, side: str) -> int:
+def _slot(rows: Rows, space: RowSpace, name: str, side: str) -> int:
     if not isinstance(rows, Slot):
-        raise LayoutError(f"{what}, {side}: expected a Slot, found {type(rows).__name__}")
+        raise LayoutError(f"component {name!r}, {side}: expected a Slot, found {type(rows).__name__}")
     if rows.id >= space.num_rows:
-        raise LayoutError(f"{what}, {side}: slot {rows.id} is outside the pool of {space.num_rows}")
+        raise LayoutError(f"component {name!r}, {side}: slot {rows.id} is outside the pool of {space.num_rows}")
     return rows.id
 
 
-def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, *, where: str) -> _core.PageList:
+def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str, side: str) -> _core.PageList:
     """One side's pages as the compiled core takes them."""
     if not isinstance(rows, Pages):
-        raise LayoutError(f"{where}: expected Pages, found {type(rows).__name__}")
+        raise LayoutError(f"component {name!r}, {side}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
-        raise LayoutError(f"{where}: a granule of {granule} tokens does not divide the page of {space.page_size}")
+        what = f"component {name!r}, {side}"
+        raise LayoutError(f"{what}: a granule of {granule} tokens does not divide the page of {space.page_size}")
     edges, period = space.fixed_edges or _edges(_owned(space, num_tokens))
-    first = int(rows.first_token)
+    first = rows.first_token
     return _core.PageList(
-        cast("npt.NDArray[np.int32]", rows.ids),  # as `Pages` makes them
+        rows.ids,  # type: ignore[arg-type]  # int32, as `Pages` makes them
         first_page=min(first_page(space, first, num_tokens), 2**62) if first else 0,
         page_size=space.page_size,
         num_rows=space.num_rows,
@@ -572,10 +567,11 @@ def _edges(owned: Intervals | Periodic) -> tuple[Ints, int]:
     return np.array(owned.parts, dtype=np.int64).reshape(-1), 0
 
 
-def _no_place(rows: Rows, space: RowSpace, fault: _core.Fault, *, where: str) -> LayoutError:
+def _no_place(rows: Rows, space: RowSpace, fault: _core.Fault, name: str, side: str) -> LayoutError:
     """What is wrong with the first needed token that has no page inside its pool."""
     assert isinstance(rows, Pages)
     _, listed, token, row = fault
+    where = f"component {name!r}, {side}"
     if listed:
         return LayoutError(f"{where}: token {token} lies in page {row}, outside the pool of {space.num_rows} pages")
     return LayoutError(
@@ -599,17 +595,16 @@ def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: 
 
     Raises `LayoutError` naming the first token without a page inside the pool, or a page that would be written twice.
     """
-    space = row_space(layout, placement)
-    what = f"component {layout.name!r}"
+    space, name = row_space(layout, placement), layout.name
     if space.tokens is None:
-        _slot(rows, space, what, "destination")
+        _slot(rows, space, name, "destination")
         return
     for granule in {tensor.token.granule for tensor in layout.tensors if tensor.token}:
-        _check_range(need, what)
-        pages = _pages(rows, space, granule, need[1], where=f"{what}, destination")
+        _check_range(need, name)
+        pages = _pages(rows, space, granule, need[1], name, "destination")
         runs, fault = _core.token_runs(*need, granule, pages, pages)
         if fault is not None:
-            raise _no_place(rows, space, fault, where=f"{what}, destination")
+            raise _no_place(rows, space, fault, name, "destination")
         starts = runs[:, 0] * space.page_size + runs[:, 1]
         order = np.argsort(starts, kind="stable")
         stops = np.maximum.accumulate((starts + runs[:, 4])[order])
@@ -617,5 +612,5 @@ def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: 
         if twice.any():
             page = int(runs[order[1:][twice][0], 0])
             raise LayoutError(
-                f"{what}, destination: page {page} is listed twice for needed tokens, so it would be written twice"
+                f"component {name!r}, destination: page {page} is listed twice for needed tokens, so it would be written twice"
             )

@@ -77,22 +77,21 @@ class SpanRuns(msgspec.Struct, frozen=True, eq=False):
     runs: Ints
 
 
-class SpanBatch(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The copies of a request over `shapes`, in order of parts, bases, runs, positions and dims: a stream of bytes."""
+class SpanBatch:
+    """The copies of a request over `shapes`, in order of parts, bases, runs, positions and dims: a stream of bytes.
 
-    shapes: Sequence[SpanShape]
-    parts: tuple[SpanRuns, ...]
+    Immutable. `core`: the same for the compiled core; `total_nbytes`: how many bytes that is. Raises `ValueError` for a span
+    class that there is not, a run without a position, or 2**64 bytes.
+    """
 
-    @cached_property
-    def core(self) -> _core.Order:
-        """The same for the compiled core."""
-        shapes = self.shapes if isinstance(self.shapes, SpanShapes) else SpanShapes(self.shapes)
-        return _core.Order(shapes.sizes, [(part.span, part.bases, part.runs) for part in self.parts])
+    __slots__ = ("core", "parts", "shapes", "total_nbytes")
+
+    def __init__(self, shapes: Sequence[SpanShape], parts: Sequence[SpanRuns]) -> None:
+        self.shapes, self.parts = shapes, tuple(parts)
+        sizes = (shapes if isinstance(shapes, SpanShapes) else SpanShapes(shapes)).sizes
+        self.core = _core.Order(sizes, [(part.span, part.bases, part.runs) for part in parts])
+        self.total_nbytes = self.core.total_nbytes
 
     def __len__(self) -> int:
         """Pieces, neighbours not joined."""
         return self.core.num_pieces
-
-    @property
-    def total_nbytes(self) -> int:
-        return self.core.total_nbytes

@@ -426,10 +426,11 @@ class TransferWorker:
 
     def _turn(self) -> int:
         """Unpack, begin and advance what there is; how much has changed. One thread at a time."""
-        unpacked, begun = self._unpack_some(), len(self._take_new())
-        advanced = sum(self._advance(active) for active in self._active)
+        changed = self._unpack_some() + len(self._take_new())
+        for active in self._active:
+            changed += self._advance(active)
         self._drop_ended()
-        return unpacked + begun + advanced
+        return changed
 
     def _idle_s(self) -> float | None:
         if self._progressive is not None:
@@ -550,7 +551,8 @@ class TransferWorker:
         return 1
 
     def _drop_ended(self) -> None:
-        self._active = [active for active in self._active if not active.posted or active.packing or active.in_flight()]
+        if self._active:
+            self._active = [active for active in self._active if not active.posted or active.packing or active.in_flight()]
 
     def _pack(self, active: _Active) -> int:
         """Pack at the source; then fill slots of the peer's ring once there are enough to be worth telling of. How many."""

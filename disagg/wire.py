@@ -287,10 +287,13 @@ def pack_rows(rows: Rows) -> PagesRow | SlotRow:
     return PagesRow(rows.ids.astype("<i4").tobytes(), rows.first_token)
 
 
+_IDS = np.dtype("<i4")
+
+
 def unpack_rows(row: PagesRow | SlotRow) -> Rows:
     """Rows of a reserve; raises `RemoteProtocolError` where they are none."""
     if isinstance(row, SlotRow):
         return Slot(row.id)
     if len(row.ids) % 4:
         raise RemoteProtocolError(f"reserve: {len(row.ids)} bytes of page ids: expected four for each")
-    return Pages.of_ids(np.frombuffer(row.ids, dtype="<i4"), row.first_token)
+    return Pages.of_ids(np.frombuffer(row.ids, dtype=_IDS), row.first_token)

@@ -93,6 +93,17 @@ class Buffer:
         gpu.free(self.device_address)
 
 
+def take_buffer(free: list[Buffer], nbytes: int) -> Buffer | None:
+    """Remove from `free` the smallest that has so many bytes; `None` where none has."""
+    best: Buffer | None = None
+    for buffer in free:
+        if buffer.nbytes >= nbytes and (best is None or buffer.nbytes < best.nbytes):
+            best = buffer
+    if best is not None:
+        free.remove(best)
+    return best
+
+
 def batch_nbytes(num_pieces: int) -> int:
     """Bytes of a header and three columns."""
     return 8 * (HEADER_WORDS + 3 * num_pieces)

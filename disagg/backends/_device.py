@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg import _core
-from disagg.backends._cuda import KERNEL_SOURCE, Buffer, CudaError, Gpu, Queue
-from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
+from disagg.backends._cuda import KERNEL_SOURCE, Buffer, CudaError, Gpu, Queue, take_buffer
+from disagg.backends._orders import ShapeTable, encode_order, encode_shapes, order_nbytes
 from disagg.copies import Addresses
 from disagg.errors import BackendError
 from disagg.spans import SpanBatch, SpanShape
@@ -64,7 +64,7 @@ class GpuOrder:
     """A request over span classes, uploaded."""
 
     shapes: GpuShapes
-    order: Order
+    order: _core.Order
     buffer: Buffer
 
 
@@ -129,12 +129,11 @@ class GpuMover:
         """A request, to be packed or unpacked in parts; `release` it afterwards."""
         with self._lock:
             buffer = self._take(order_nbytes(batch))
-        order = encode_order(batch, shapes.table, tile=TILE, out=buffer.words)
         try:
-            self._queue.upload(buffer, order.nbytes)
+            self._queue.upload(buffer, encode_order(batch, shapes.table, tile=TILE, out=buffer.words))
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
-        return GpuOrder(shapes, order, buffer)
+        return GpuOrder(shapes, batch.core, buffer)
 
     def release(self, order: GpuOrder) -> None:
         """Nothing more is asked of a request, and what was is done."""
@@ -155,8 +154,9 @@ class GpuMover:
         return self._move(order, offset, nbytes, (address, 0))
 
     def _move(self, order: GpuOrder, offset: int, nbytes: int, linear: tuple[int, int]) -> GpuWork:
-        if not 0 <= offset < offset + nbytes <= order.order.total:
-            raise IndexError(f"stream of {order.order.total} bytes: expected a range of it, found [{offset}, +{nbytes})")
+        if not 0 <= offset < offset + nbytes <= order.order.total_nbytes:
+            total = order.order.total_nbytes
+            raise IndexError(f"stream of {total} bytes: expected a range of it, found [{offset}, +{nbytes})")
         tiles, high = order.order.tiles(offset, offset + nbytes), offset + nbytes
         address = order.buffer.device_address
         arguments = (address, address, 0, order.shapes.address, *tiles, TILE, offset, high, *linear)
@@ -255,11 +255,9 @@ class GpuMover:
         return int(sums[: len(layers)].sum(dtype=np.uint64))
 
     def _take(self, nbytes: int) -> Buffer:
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.nbytes)
-            self._free.remove(best)
-            return best
+        found = take_buffer(self._free, nbytes)
+        if found is not None:
+            return found
         try:
             with self.gpu.current():
                 return self._buffer(max(SMALL_BUFFER, 1 << (nbytes - 1).bit_length()))

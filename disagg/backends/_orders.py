@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disagg import _core
 from disagg.copies import Addresses
 from disagg.errors import BackendError
 from disagg.spans import Ints, SpanBatch, SpanShape, SpanShapes
@@ -51,26 +50,13 @@ def order_nbytes(batch: SpanBatch) -> int:
     return 8 * batch.core.num_words
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is known of an encoded order: its size in bytes, and that of the stream that it moves."""
-
-    nbytes: int
-    total: int
-    core: _core.Order
-
-    def tiles(self, low: int, high: int) -> tuple[int, int]:
-        """The tiles `[first, end)` that hold bytes `[low, high)` of the stream."""
-        return self.core.tiles(low, high)
-
-
-def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> Order:
-    """Write `batch` into `out`, words of 8 bytes (`order_nbytes` says how many there must be), in tiles of `tile` bytes.
+def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> int:
+    """Write `batch` into `out`, words of 8 bytes (`order_nbytes` says how many there must be), in tiles of `tile` bytes; how
+    many bytes were written. `batch.core.tiles` says from then on which tiles hold what.
 
     Raises `BackendError` for more pieces or tiles than the kernel counts.
     """
-    order = batch.core
     try:
-        return Order(order.encode(table.at, tile, out), order.total_nbytes, order)
+        return batch.core.encode(table.at, tile, out)
     except ValueError as error:
         raise BackendError(str(error)) from error

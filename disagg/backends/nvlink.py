@@ -61,6 +61,7 @@ from disagg.backends._cuda import (
     Queue,
     batch_nbytes,
     load_bindings,
+    take_buffer,
 )
 from disagg.backends._mapped import Mappings, hold
 from disagg.backends._orders import ShapeTable, encode_order, encode_shapes, order_nbytes
@@ -81,7 +82,7 @@ from disagg.backends.processes import ProcessIdentity, ProcessWatch
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
-from disagg.spans import SpanBatch, SpanShape
+from disagg.spans import SpanBatch, SpanShape, SpanShapes
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +159,9 @@ class NvlinkSpans:
     """Span classes towards a peer: their table, and where it is on the GPU."""
 
     peer: NvlinkPeer
+    shapes: SpanShapes
     table: ShapeTable
     address: int
-
-    @property
-    def shapes(self) -> Sequence[SpanShape]:
-        return self.table.shapes
 
 
 class NvlinkTransfer:
@@ -390,7 +388,7 @@ class NvlinkBackend:
             except CudaError as error:
                 raise BackendError(f"backend 'nvlink': span classes cannot be uploaded: {error}") from error
             own.prepared.append(address)
-            return NvlinkSpans(own, table, address)
+            return NvlinkSpans(own, table.shapes, table, address)
 
     def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> NvlinkTransfer:
         with self._lock:
@@ -559,12 +557,7 @@ class _Engine:
 
     def _take(self, transfer: NvlinkTransfer, nbytes: int) -> Buffer:
         """A buffer of at least `nbytes` bytes for a transfer."""
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.nbytes)
-            self._free.remove(best)
-        else:
-            best = self._buffer(max(SMALL_BUFFER, 1 << (nbytes - 1).bit_length()))
+        best = take_buffer(self._free, nbytes) or self._buffer(max(SMALL_BUFFER, 1 << (nbytes - 1).bit_length()))
         transfer.buffers.append(best)
         return best
 
@@ -591,14 +584,14 @@ class _Engine:
         """
         blocks, tile = launch_shape(batch.total_nbytes, max_blocks=self._blocks)
         buffer = self._take(transfer, order_nbytes(batch))
-        order = encode_order(batch, prepared.table, tile=tile, out=buffer.words)
-        brought = -(-order.nbytes // NEAR_WORD)
+        nbytes, total = encode_order(batch, prepared.table, tile=tile, out=buffer.words), batch.total_nbytes
+        brought = -(-nbytes // NEAR_WORD)
         counters, address = self._counters, buffer.host_address
         if brought * NEAR_WORD > NEAR_NBYTES:
-            self.queue.upload(buffer, order.nbytes)
+            self.queue.upload(buffer, nbytes)
             counters = address = buffer.device_address
             brought = 0
-        arguments = (counters, address, brought, prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        arguments = (counters, address, brought, prepared.address, *batch.core.tiles(0, total), tile, 0, total, 0, 0)
         self._launch(transfer, self._kernels["move_spans"], arguments, blocks, shared=brought * NEAR_WORD, last=True)
 
     def post_plain(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
@@ -614,11 +607,11 @@ class _Engine:
         self, transfer: NvlinkTransfer, kernel: int, arguments: Sequence[int], blocks: int, *, shared: int = 0, last: bool
     ) -> None:
         """Start a kernel; the transfer's event comes after the last."""
-        done = transfer.event = self._event() if last else None
+        if last:
+            transfer.event = self._event()
+            transfer.sign = self.queue.sign(transfer.event)
         transfer.posted = True
-        self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=done or 0)
-        if done is not None:
-            transfer.sign = self.queue.sign(done)
+        self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=transfer.event or 0)
 
     def _event(self) -> int:
         if self._events:

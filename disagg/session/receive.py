@@ -22,6 +22,7 @@ from disagg.session.types import (
     RequestKey,
     SendMessage,
     StartVerify,
+    State,
     Timers,
     Tombstone,
     Tombstones,
@@ -33,7 +34,7 @@ from disagg.session.types import (
 from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PartialSums, Reserve, TokenRange, Verify, pack_rows
 
 
-class ReceiveState(enum.Enum):
+class ReceiveState(State):
     """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `VERIFYING`: everything has landed, and is summed.
     `ABORTING`: failed, writers not all quiet.
     """
@@ -46,7 +47,7 @@ class ReceiveState(enum.Enum):
     FAILED = "failed"
 
 
-class ReceiveStep(enum.Enum):
+class ReceiveStep(State):
     READY = "the rows are ready"
     LANDED = "everything needed has landed, and is to be verified"
     COVERED = "everything needed is there"
@@ -157,7 +158,9 @@ class Writer:
     @property
     def has_everything(self) -> bool:
         """Whether its last word has come, and all that it packed has been unpacked."""
-        return self.owed is not None and all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())
+        if not self.owed:
+            return self.owed is not None
+        return all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())
 
 
 Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
@@ -305,8 +308,9 @@ class Receives:
 
     def _judge(self, session: ReceiveSession) -> None:
         """Success, once every writer is complete; or, where that is wanted, the rows are verified first."""
-        if any(writer.state is not WriterState.COMPLETE for writer in session.writers.values()):
-            return
+        for writer in session.writers.values():
+            if writer.state is not WriterState.COMPLETE:
+                return
         if session.verify == "off":
             self._succeed(session)
         else:
@@ -328,7 +332,8 @@ class Receives:
 
     def _succeed(self, session: ReceiveSession) -> None:
         self._step(session, ReceiveStep.COVERED)
-        session.payload = next((w.payload for w in session.writers.values() if w.payload), b"")
+        for writer in session.writers.values():
+            session.payload = session.payload or writer.payload
         self._end(session, ok=True)
         self._report(session, ok=True)
 
@@ -372,13 +377,13 @@ class Receives:
         """A writer is complete once its last word has come and everything is unpacked."""
         if session.state is not ReceiveState.OPEN or not writer.has_everything:
             return
-        lacking = next(((name, c) for name, c in writer.coverage.items() if not c.complete), None)
         writer.state = WriterState.COMPLETE
-        if lacking:
-            what = f"{peer} finished without component {lacking[0]!r}: {lacking[1]}"
-            self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
-        else:
-            self._judge(session)
+        for name, coverage in writer.coverage.items():
+            if not coverage.complete:
+                what = f"{peer} finished without component {name!r}: {coverage}"
+                self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
+                return
+        self._judge(session)
 
     def begin_unpack(self, peer: PeerRank, message: Complete) -> ReceiveSession | None:
         """The session whose rows a filled slot is to be unpacked into, if it still waits for that; its rows are then kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from disagg.session.types import (
     RequestKey,
     SendMessage,
     StartTransfer,
+    State,
     Ticket,
     Timers,
     Tombstone,
@@ -32,7 +32,7 @@ from disagg.session.types import (
 from disagg.wire import Abort, Busy, Complete, Drained, Outcome, PagesRow, PartialSums, Reserve, TokenRange, Written
 
 
-class SendState(enum.Enum):
+class SendState(State):
     """Of one destination. `AWAITED`: no reserve yet. `CLOSED`: outcome known. `LOST`: the peer is gone."""
 
     AWAITED = "awaited"
@@ -44,7 +44,7 @@ class SendState(enum.Enum):
     LOST = "lost"
 
 
-class SendStep(enum.Enum):
+class SendStep(State):
     RESERVED = "a reserve arrived"
     LANDED = "everything has been sent and has settled"
     FAILURE = "something failed"
@@ -414,11 +414,15 @@ class Sends:
             return
         for chunk in session.chunks[destination.started :]:
             destination.started += 1
-            written = tuple(w for name, need in destination.reserve.need.items() if (w := chunk.written(name, need)))
-            if not written:
+            found = []
+            for name, need in destination.reserve.need.items():
+                part = chunk.written(name, need)
+                if part is not None:
+                    found.append(part)
+            if not found:
                 continue
             destination.in_flight.add(chunk.number)
-            destination.landed[chunk.number] = written
+            written = destination.landed[chunk.number] = tuple(found)
             ticket = Ticket(peer, session.key, chunk.number)
             self._effects.append(StartTransfer(ticket, chunk, destination.reserve, written))
 
@@ -528,16 +532,19 @@ class Sends:
     def _settle(self, session: SendSession) -> None:
         """Release the source rows when nothing reads them any more; report when every destination has ended."""
         destinations = session.destinations.values()
-        all_known = session.error is not None or len(session.destinations) >= len(session.expected)
-        ended = all_known and all(d.ended for d in destinations)
+        if session.error is None and len(session.destinations) < len(session.expected):
+            return  # some are not known yet
+        ended, read = True, False
+        for destination in destinations:
+            ended = ended and destination.ended
+            read = read or destination.state is SendState.ACTIVE or not destination.quiet
         if ended and not session.reported:
             worst = next((d for d in destinations if not d.ok), None)
             if worst is not None:
                 session.error = RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
             if session.finished or session.error is not None:
                 self._report(session)
-        no_more = session.finished or session.error is not None
-        if no_more and all_known and not any(d.state is SendState.ACTIVE or not d.quiet for d in destinations):
+        if not read and (session.finished or session.error is not None):
             session.lease.release()
         if session.reported and ended and session.lease.released:
             self._bury(session)

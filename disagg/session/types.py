@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 from collections import OrderedDict
@@ -84,6 +85,14 @@ class Chunk(msgspec.Struct, frozen=True):
             start, stop = self.tokens or (rows.first_token, need[1])
         start, stop = max(start, need[0]), min(stop, need[1])
         return Written(self.number, component, self.layers, start, stop) if start < stop else None
+
+
+class State(enum.Enum):
+    """What a table of states is looked up by: members are equal only to themselves, and their hash is that of an object, as
+    `enum` would have it computed in Python.
+    """
+
+    __hash__ = object.__hash__
 
 
 class Ticket(NamedTuple):

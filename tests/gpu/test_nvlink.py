@@ -228,12 +228,13 @@ def test_addresses_computed_on_the_gpu(
     assert settle(last) is TransferStatus.DONE, last.error
     table = encode_shapes(shapes, lambda addresses, nbytes, side: addresses)
     out = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
-    order = encode_order(batch, table, tile=4096, out=out)
+    encode_order(batch, table, tile=4096, out=out)
+    order, total = batch.core, batch.total_nbytes
     ends = local.address(0), target.address(0)
     source_base, destination_base = ends if op is Op.WRITE else ends[::-1]
     at = local.at(0)
     source, after = (images[0], images[1].copy()) if op is Op.WRITE else (images[1], images[0].copy())
-    for piece in span_pieces(SpanLaunch(out, table.words, *order.tiles(0, order.total), 4096, 0, order.total)):
+    for piece in span_pieces(SpanLaunch(out, table.words, *order.tiles(0, total), 4096, 0, total)):
         start, stop = at + piece.source - source_base, at + piece.destination - destination_base
         after[stop : stop + piece.nbytes] = source[start : start + piece.nbytes]
     wanted = (images[0], after) if op is Op.WRITE else (after, images[1])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.backends._orders import Order, encode_order, encode_shapes, order_nbytes
+from disagg.backends._orders import encode_order, encode_shapes, order_nbytes
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendError
 from disagg.plan import ComponentPlan, RowSpace, SpanClass, bind, place, span_shapes
@@ -31,11 +31,9 @@ def launch_of(batch: SpanBatch, *, tile: int, limits: tuple[int, int] | None = N
     """A launch over the order of `batch`; the words beyond the order are of an earlier one."""
     table = encode_shapes(batch.shapes, here)
     out = np.full(-(-order_nbytes(batch) // 8), 0xDEADBEEFDEADBEEF, np.uint64)
-    order: Order = encode_order(batch, table, tile=tile, out=out)
-    assert order.nbytes <= order_nbytes(batch)
-    assert order.total == batch.total_nbytes
-    low, high = limits or (0, order.total)
-    return SpanLaunch(out, table.words, *order.tiles(low, high), tile, low, high, **linear)
+    assert encode_order(batch, table, tile=tile, out=out) <= order_nbytes(batch)
+    low, high = limits or (0, batch.total_nbytes)
+    return SpanLaunch(out, table.words, *batch.core.tiles(low, high), tile, low, high, **linear)
 
 
 def copies_of(launch: SpanLaunch) -> CopyBatch:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from disagg import _core, hub, new_request_id, transfers
-from disagg.backends._orders import Order, ShapeTable, encode_order, encode_shapes, order_nbytes
+from disagg.backends._orders import ShapeTable, encode_order, encode_shapes, order_nbytes
 from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.backends.local import LocalBackend
 from disagg.channel import Channel
@@ -51,7 +51,7 @@ class Twin:
 
     table: ShapeTable
     words: Any = None
-    order: Order | None = None
+    order: _core.Order | None = None
     peer: RemotePeer | None = None
 
     @property
@@ -64,7 +64,8 @@ class Twin:
 
     def upload(self, batch: SpanBatch) -> Twin:
         words = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
-        return Twin(self.table, words, encode_order(batch, self.table, tile=TILE, out=words), self.peer)
+        encode_order(batch, self.table, tile=TILE, out=words)
+        return Twin(self.table, words, batch.core, self.peer)
 
     def pieces(self, low: int, high: int, **linear: int) -> CopyBatch:
         assert self.order is not None
