@@ -8,11 +8,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
@@ -364,16 +366,19 @@ struct Order {
 
 using Words = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Asks again and again for so long, without the GIL and without sleeping; whether `is_over` said so.
-template <typename IsOver>
-bool ask_for(double seconds, const IsOver& is_over) {
+// Asks again and again for so long, without the GIL and without sleeping; whether `is_over` said so. `leave` is called before
+// the GIL is taken again.
+template <typename IsOver, typename Leave>
+bool ask_for(double seconds, const IsOver& is_over, const Leave& leave) {
     const nb::gil_scoped_release released;
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    do {
-        if (is_over()) return true;
+    bool found = is_over();
+    while (!found && std::chrono::steady_clock::now() < end) {
         std::this_thread::yield();
-    } while (std::chrono::steady_clock::now() < end);
-    return false;
+        found = is_over();
+    }
+    leave();
+    return found;
 }
 
 // An event of a queue, which it keeps.
@@ -402,7 +407,7 @@ struct Flag {
     // With the interpreter again on return, and only then no longer counted.
     bool linger(double seconds) {
         ++num_lingering;
-        const bool found = ask_for(seconds, [&] { return is_set.load(); });
+        const bool found = ask_for(seconds, [&] { return is_set.load(); }, [] {});
         --num_lingering;
         return found;
     }
@@ -456,35 +461,84 @@ struct Notice : WordOf<Words> {
     }
 };
 
-bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
-    std::vector<pollfd> watched;
-    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
-    std::vector<nb::object> held;  // whatever becomes of the list meanwhile
-    std::vector<const Notice*> notices;
-    std::vector<const Word*> words;
-    std::vector<const Flag*> flags;
-    std::vector<CudaEvent> events;
-    for (const nb::handle sign : signs) {
-        held.push_back(nb::borrow(sign));
-        if (nb::isinstance<Notice>(sign)) {
-            notices.push_back(nb::inst_ptr<Notice>(sign));
-        } else if (nb::isinstance<Word>(sign)) {
-            words.push_back(nb::inst_ptr<Word>(sign));
-        } else if (nb::isinstance<Flag>(sign)) {
-            flags.push_back(nb::inst_ptr<Flag>(sign));
-        } else {
-            events.push_back(nb::cast<CudaEvent>(sign));
-        }
-    }
-    return ask_for(seconds, [&] {
-        // Every notice is asked, whatever else there is: others wait for it.
-        return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
-               std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
-               std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
-               std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
-               poll(watched.data(), watched.size(), 0) > 0;
-    });
+bool is_readable(int descriptor) {
+    pollfd watched{descriptor, POLLIN, 0};
+    return poll(&watched, 1, 0) > 0;
 }
+
+void send_packet(int socket, const nb::bytes& packet) {
+    if (send(socket, packet.c_str(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+}
+
+// How a thread looks for work without the interpreter. While it does not look it has work, and others that have nothing better
+// to do than to ask whether that is done let it have the interpreter, which they would keep for milliseconds otherwise.
+class Lookout {
+  public:
+    // Until a descriptor is readable or a sign shows, without sleeping.
+    bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
+        std::vector<pollfd> watched = watch(descriptors);
+        std::vector<nb::object> held;  // whatever becomes of the list meanwhile
+        std::vector<const Notice*> notices;
+        std::vector<const Word*> words;
+        std::vector<const Flag*> flags;
+        std::vector<CudaEvent> events;
+        for (const nb::handle sign : signs) {
+            held.push_back(nb::borrow(sign));
+            if (nb::isinstance<Notice>(sign)) {
+                notices.push_back(nb::inst_ptr<Notice>(sign));
+            } else if (nb::isinstance<Word>(sign)) {
+                words.push_back(nb::inst_ptr<Word>(sign));
+            } else if (nb::isinstance<Flag>(sign)) {
+                flags.push_back(nb::inst_ptr<Flag>(sign));
+            } else {
+                events.push_back(nb::cast<CudaEvent>(sign));
+            }
+        }
+        const auto shows = [&] {
+            // Every notice is asked, whatever else there is: others wait for it.
+            return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
+                   std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
+                   std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
+                   std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
+                   poll(watched.data(), watched.size(), 0) > 0;
+        };
+        looks_.store(true);
+        return ask_for(seconds, shows, [&] { looks_.store(false); });
+    }
+
+    // Until a descriptor is readable, sleeping.
+    void sleep(double seconds, const Column<std::int32_t>& descriptors) {
+        std::vector<pollfd> watched = watch(descriptors);
+        looks_.store(true);
+        const nb::gil_scoped_release released;
+        poll(watched.data(), watched.size(), static_cast<int>(std::ceil(std::clamp(seconds, 0.0, 3600.0) * 1e3)));
+        looks_.store(false);
+    }
+
+    // Lets the thread that looks have the interpreter until it looks again, for so long, and then for twice as long not again.
+    void give_way() {
+        constexpr auto patience = std::chrono::microseconds(100);
+        if (looks_.load()) return;
+        const auto now = std::chrono::steady_clock::now();
+        if (now < again_.load()) return;
+        const nb::gil_scoped_release released;
+        while (!looks_.load() && std::chrono::steady_clock::now() < now + patience) std::this_thread::yield();
+        again_.store(now + 3 * patience);
+    }
+
+  private:
+    static std::vector<pollfd> watch(const Column<std::int32_t>& descriptors) {
+        std::vector<pollfd> watched;
+        for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+        return watched;
+    }
+
+    std::atomic<bool> looks_ = true;
+    std::atomic<std::chrono::steady_clock::time_point> again_{std::chrono::steady_clock::time_point{}};
+};
 
 }  // namespace
 
@@ -605,6 +659,7 @@ NB_MODULE(_core, m) {
             "low"_a, "high"_a,
             "The tiles [first, end) that hold bytes [low, high) of the stream, once encoded. ValueError where there are none.");
     using Status = std::tuple<const char*, int>;
+    // These keep the interpreter: they are short, and a thread that lets go of it may have to wait for it for milliseconds.
     nb::class_<disagg::CudaQueue>(m, "CudaQueue",
                                   "Work for one stream of a CUDA context, by the driver that is loaded by name.")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t>(), "library"_a, "context"_a,
@@ -613,7 +668,6 @@ NB_MODULE(_core, m) {
             "upload",
             [](const disagg::CudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
                std::uintptr_t uploaded) -> Status {
-                const nb::gil_scoped_release released;
                 const auto [call, status] = queue.upload(device, host, nbytes, uploaded);
                 return {call, status};
             },
@@ -622,7 +676,6 @@ NB_MODULE(_core, m) {
             "launch",
             [](const disagg::CudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments,
                unsigned blocks, unsigned threads, unsigned shared, std::uintptr_t done) -> Status {
-                const nb::gil_scoped_release released;
                 const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, shared, done);
                 return {call, status};
             },
@@ -631,11 +684,13 @@ NB_MODULE(_core, m) {
         .def(
             "query",
             [](const disagg::CudaQueue& queue, std::uintptr_t event) -> Status {
-                const nb::gil_scoped_release released;
                 const auto [call, status] = queue.query(event);
                 return {call, status};
             },
             "event"_a, "The status of an event.");
+    m.def("is_readable", &is_readable, "descriptor"_a, "Whether a descriptor is readable or over; keeps the interpreter.");
+    m.def("send", &send_packet, "socket"_a, "packet"_a,
+          "Send a packet at once, keeping the interpreter. OSError where that cannot be, BlockingIOError for want of room.");
     nb::class_<Flag>(m, "Flag", "Set once, by any thread.")
         .def(nb::init<>())
         .def("set", [](Flag& self) { self.is_set.store(true); })
@@ -656,8 +711,10 @@ NB_MODULE(_core, m) {
     nb::class_<Notice>(m, "Notice", "A sign, and the word of memory that is given a value once it shows.")
         .def(nb::init<nb::object, Words, std::size_t, std::uint64_t>(), "sign"_a, "board"_a.noconvert(), "index"_a, "value"_a)
         .def("tell", &Notice::tell, "Give the word its value now.");
-    m.def("linger", &linger, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
-          "Wait for so long without sleeping, or until a descriptor is readable or over, a flag is set, the work before an\n"
-          "event is over, or a word has its value; notices are given meanwhile. Other threads have the interpreter. Whether\n"
-          "one of these is so.");
+    nb::class_<Lookout>(m, "Lookout", "How a thread looks for work without the interpreter, and gets it again.")
+        .def(nb::init<>())
+        .def("linger", &Lookout::linger, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
+             "Wait without sleeping until a descriptor is readable or a sign shows; whether one does.")
+        .def("sleep", &Lookout::sleep, "seconds"_a, "descriptors"_a.noconvert(), "Wait until a descriptor is readable.")
+        .def("give_way", &Lookout::give_way, "Let the thread that looks have the interpreter while it has work.");
 }

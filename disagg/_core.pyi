@@ -281,6 +281,14 @@ class CudaQueue:
     def query(self, event: int) -> tuple[str | None, int]:
         """The status is that of the event: 0 where all before it is done, 600 where it is not, an error otherwise."""
 
+def is_readable(descriptor: int) -> bool:
+    """Whether a descriptor is readable, or over. Keeps the interpreter."""
+
+def send(socket: int, packet: bytes) -> None:
+    """Send a packet at once, keeping the interpreter. Raises `OSError` where that cannot be, and `BlockingIOError` for want of
+    room.
+    """
+
 class Flag:
     """Set once, by any thread."""
 
@@ -316,8 +324,19 @@ class Notice:
 Sign = Flag | CudaEvent | Word | Notice
 """What can be asked for without the interpreter. Exists for type checkers only."""
 
-def linger(seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
-    """Wait for so long without sleeping, as waking up takes longer, or until a descriptor is readable or over, a flag is set,
-    the work before an event is over, or a word has its value; notices are given meanwhile. Other threads have the interpreter.
-    Whether one of these is so.
-    """
+class Lookout:
+    """How one thread looks for work while others have the interpreter, and how they let it have that when it has found some."""
+
+    def __init__(self) -> None: ...
+    def linger(self, seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
+        """Wait for so long without sleeping, as waking up takes longer, or until a descriptor is readable or over, a flag is
+        set, the work before an event is over, or a word has its value; notices are given meanwhile. Whether one of these is so.
+        """
+
+    def sleep(self, seconds: float, descriptors: npt.NDArray[np.int32]) -> None:
+        """Wait for so long, an hour at most, or until a descriptor is readable or over."""
+
+    def give_way(self) -> None:
+        """In any other thread: where the one that looks has work, let it have the interpreter until it looks again, for 100 us,
+        and not again in 200.
+        """

@@ -184,6 +184,8 @@ class Channel:
         self._complaints = Complaints(logger)
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+        self._looks = looks
+        self._lookout = _core.Lookout()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._poller = zmq.Poller()
@@ -212,7 +214,7 @@ class Channel:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._lanes.fileno(), zmq.POLLIN)
-        self._descriptors: npt.NDArray[np.int32] | None = None  # what `linger` looks at, listed when it is asked
+        self._descriptors: npt.NDArray[np.int32] | None = None  # what is waited for, listed when it is asked
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -280,7 +282,10 @@ class Channel:
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
         """Everything that has arrived; waits at most `timeout_s` for the first, or for `wake`."""
         self.flush()
-        ready = dict(self._poller.poll(math.ceil(max(0, min(timeout_s, 3600)) * 1000)))
+        ready = dict(self._poller.poll(0 if self._looks else math.ceil(max(0, min(timeout_s, 3600)) * 1000)))
+        if self._looks and timeout_s > 0 and not ready:
+            self._lookout.sleep(timeout_s, self._watched())
+            ready = dict(self._poller.poll(0))
         if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
             self._woken = False
@@ -302,11 +307,19 @@ class Channel:
         """Wait without a sleep for something that `poll` is to take, right after it has found nothing, or for a sign; whether
         one of them is there.
         """
+        return self._lookout.linger(seconds, self._watched(), signs)
+
+    def give_way(self) -> None:
+        """From any other thread: let the one that lingers or polls have the interpreter while it has work."""
+        self._lookout.give_way()
+
+    def _watched(self) -> npt.NDArray[np.int32]:
+        """Every descriptor that something may come by, right after `poll` has found nothing there."""
         if self._descriptors is None:
             sockets = self._router, self._monitor, *(dialled.socket for dialled in self._dialled.values())
             found = [self._wake_fd, self._lanes.fileno(), *self._lanes.descriptors(), *(each.get(zmq.FD) for each in sockets)]
             self._descriptors = np.array(found, np.int32)
-        return _core.linger(seconds, self._descriptors, signs)
+        return self._descriptors
 
     def flush(self) -> None:
         """Send what was queued, as `poll` does first; what one address gets goes together."""

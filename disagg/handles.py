@@ -32,6 +32,7 @@ class Requests(Protocol):
     def spin_s(self) -> float:
         """For how long a thread that waits for a request looks at it without a sleep, in seconds."""
 
+    def give_way(self) -> None: ...
     def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
     def send(self, sender: Sender, chunk: Chunk) -> None: ...
     def finish(self, sender: Sender, payload: bytes, chunk: Chunk | None) -> None: ...
@@ -59,18 +60,20 @@ class RequestHandle:
 
     def poll(self) -> Event | None:
         """How the request ended; `None` while it has not."""
+        if self._event is None:
+            self._requests.give_way()
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
         """How the request ended; raises `TimeoutError` where it has not within `timeout_s`."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while (event := self.poll()) is None:
+        while (event := self._event) is None:
             if self._spin_s and self._over.linger(min(self._spin_s, until - time.monotonic())):
                 continue
             left_s = until - time.monotonic()
             if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
                 raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
-            if self.poll() is not None:
+            if self._event is not None:
                 self._let_go()  # whoever else waits
         return event
 

@@ -155,6 +155,7 @@ class Wire(Protocol):
     def board(self, address: str) -> Board | None: ...
     def wake(self) -> None: ...
     def linger(self, seconds: float, signs: list[_core.Sign]) -> bool: ...
+    def give_way(self) -> None: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -244,6 +245,11 @@ class Hub:
         """Have the control thread call `run(now)`; from any thread. Its `DisaggError` goes to `on_error`."""
         self._commands.append((run, on_error))
         self._channel.wake()
+
+    def give_way(self) -> None:
+        """Let the control thread have the interpreter while it has work; from any thread that has nothing better to do."""
+        if not self.over:
+            self._channel.give_way()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         """Put something between this manager and its channel; from any thread, once."""
@@ -359,6 +365,8 @@ class Hub:
             self._fence_lost(now)
             self._carry_out(now)
         self._due_known = False
+        if (self._foretold or self._expected) and not (self._commands or self._worker.has_reports):
+            self._look()  # at once: whatever lets go of the interpreter before may have to wait for it
 
     def _carry_out(self, now: float) -> None:
         """The effects of what was taken; those who wait for a request are told last of all."""

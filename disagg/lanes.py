@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from disagg import _core
 from disagg.boards import Board, BoardView
 
 logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class Lane:
         for stop in _packets(messages):
             packet = b"".join(part for message in messages[sent:stop] for part in (_LENGTH.pack(len(message)), message))
             try:
-                self._socket.send(packet, socket.MSG_NOSIGNAL)
+                _core.send(self._socket.fileno(), packet)
             except BlockingIOError:
                 return sent
             sent = stop

@@ -325,6 +325,8 @@ class KVManager:
 
     def events(self) -> list[Event]:
         """Every request that has ended since the last call."""
+        if not self._events:
+            self.give_way()
         with contextlib.suppress(OSError):  # nothing to read, or closed
             os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -431,6 +433,10 @@ class KVManager:
 
         if not self._problem:
             self._hub.command(abort)
+
+    def give_way(self) -> None:
+        """Let the control thread have the interpreter while it has work; who asks again and again would keep it otherwise."""
+        self._hub.give_way()
 
     def check_kinds(self, rows: Mapping[str, Rows]) -> None:
         """That rows are of declared components and of their kind; raises `LocalProtocolError`."""

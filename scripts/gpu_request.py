@@ -6,7 +6,8 @@
 Without `--engines`: 32 layers of K and V by `nvlink`, pages of 16 tokens of 512 bytes, the same layout on both sides, so that
 a piece is a page of 8 KiB. With it: 8 layers, 8 heads, from tokens-first to heads-first pages, so that a piece is one head of
 one token; each engine as it packs by default, and `direct`, piece by piece, with less data. Pages are random on both sides.
-The receiver has reserved before the clock starts. `contiguous`: the engine alone, 16 blocks of 32 MiB in one call. `plain`: a
+The receiver has reserved 3 ms before the clock starts; `conditions`: other pauses, and both sides asking `poll` again and
+again in place of `wait`. `contiguous`: the engine alone, 16 blocks of 32 MiB in one call. `plain`: a
 device-to-device copy of as many bytes. `pipelined`: 48 requests of 512 MiB, 4 at a time. `floor`: a message there and back over
 ZeroMQ between the same processes. Medians; the last request of each case is verified byte for byte.
 """
@@ -35,6 +36,7 @@ from disagg.backends.base import Op, PreparedSpans, TransferStatus
 from disagg.backends.nvlink import NvlinkBackend, NvlinkTransfer
 from disagg.bench.rank import versions
 from disagg.copies import CopyBatch
+from disagg.handles import Receiver, Sender
 from disagg.spans import SpanBatch
 from disagg.state import paged
 
@@ -82,6 +84,26 @@ def engine_cases(engines: list[str]) -> list[Case]:
             count = max(1, min(32 << 20, 2048 * dim * 2) // page)
             cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, count, 2, mixed=True, direct=True))
     return cases
+
+
+@dataclass(frozen=True)
+class One:
+    """A request to be sent: how long after it was reserved, and whether its sender asks again and again if it has ended."""
+
+    request: bytes
+    pause_s: float = 0.003
+    polls: bool = False
+
+
+CONDITIONS = {
+    "after 1 ms": (0.001, False),
+    "after 3 ms": (0.003, False),
+    "after 10 ms": (0.01, False),
+    "after 100 ms": (0.1, False),
+    "after 3 ms, both poll": (0.003, True),
+    "after 100 ms, both poll": (0.1, True),
+}
+"""Of more requests of the smallest case: how long they were reserved before, and whether both sides poll."""
 
 
 class Timed(NvlinkBackend):
@@ -181,16 +203,20 @@ class Rank:
         nbytes = self.case.nbytes * self.case.pool_pages // self.case.num_pages // 4
         return len(requests) * nbytes / (time.monotonic() - started) / 1e9
 
-    def send(self, request: bytes) -> tuple[float, ...]:
+    def receive(self, one: One) -> Receiver:
+        """Reserve all rows for a request."""
+        need = {"kv": (0, self.case.num_pages * 16)}
+        return self.manager.receiver(one.request, peer=ROLES[0], rows=self.rows, need=need, deadline_s=PATIENCE_S)
+
+    def send(self, one: One) -> tuple[float, ...]:
         """When `finish` was called, and the engine's marks."""
-        sender = self.manager.sender(request, peer=ROLES[1], deadline_s=PATIENCE_S)
+        sender = self.manager.sender(one.request, peer=ROLES[1], deadline_s=PATIENCE_S)
         while sender.needed("kv") is None:
             time.sleep(0.0005)
-        time.sleep(0.003)
+        time.sleep(one.pause_s)
         started = time.monotonic()
         sender.finish(self.rows)
-        ended = sender.wait(timeout_s=PATIENCE_S)
-        assert ended.ok, ended.error
+        wait_for(sender, one)
         marks = self.manager.backend.marks if isinstance(self.manager.backend, Timed) else ()
         return (started, *marks)
 
@@ -210,6 +236,14 @@ class Rank:
             assert transfer.poll() is TransferStatus.DONE, transfer.error
             transfer.close()
         return statistics.median(found[1:])
+
+
+def wait_for(handle: Receiver | Sender, one: One) -> None:
+    """Returns once a request has ended well."""
+    while one.polls and handle.poll() is None:
+        pass
+    ended = handle.wait(timeout_s=PATIENCE_S)
+    assert ended.ok, ended.error
 
 
 def plain_s(nbytes: int) -> float:
@@ -238,8 +272,8 @@ def prefill(pipe: Connection) -> None:
                 rank.introduce(pipe.recv())
                 rank.fill()
                 pipe.send(rank.manager.backend.transport)
-            case bytes(request) if rank is not None:
-                pipe.send(rank.send(request))
+            case One() as one if rank is not None:
+                pipe.send(rank.send(one))
             case tuple(many) if rank is not None:
                 rank.send_many(many)
                 pipe.send("sent")
@@ -295,6 +329,18 @@ def receive(pipe: Connection) -> Any:
     return pipe.recv()
 
 
+def run_one(rank: Rank, pipe: Connection, one: One) -> tuple[float, list[float]]:
+    """Seconds from `finish` to the receiver's success, and of each stage."""
+    receiver = rank.receive(one)
+    pipe.send(one)
+    if one.polls:  # not before its sender does
+        time.sleep(one.pause_s)
+    wait_for(receiver, one)
+    ended = time.monotonic()
+    started, *marks = receive(pipe)
+    return ended - started, [b - a for a, b in itertools.pairwise([started, *marks, ended])]
+
+
 def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     """One case's row."""
     address = ask(pipe, case)
@@ -309,18 +355,14 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     for number in range(case.repeat + warm):
         if number == warm:
             before = ask(pipe, "stats")
-        request = new_request_id()
-        receiver = rank.manager.receiver(
-            request, peer=ROLES[0], rows=rank.rows, need={"kv": (0, case.num_pages * 16)}, deadline_s=PATIENCE_S
-        )
-        pipe.send(request)
-        event = receiver.wait(timeout_s=PATIENCE_S)
-        ended = time.monotonic()
-        assert event.ok, event.error
-        started, *marks = receive(pipe)
-        found.append(ended - started)
-        stages.append([b - a for a, b in itertools.pairwise([started, *marks, ended])])
+        seconds, each = run_one(rank, pipe, One(new_request_id()))
+        found.append(seconds)
+        stages.append(each)
     after = ask(pipe, "stats")
+    conditions = {}
+    for name, (pause_s, polls) in CONDITIONS.items() if case == nvlink_cases()[0] else ():
+        more = [run_one(rank, pipe, One(new_request_id(), pause_s, polls))[0] * 1e6 for _ in range(41)]
+        conditions[name] = dict(zip(("p50_us", "p99_us"), np.quantile(more, (0.5, 0.99)).round(1).tolist(), strict=True))
     rate = None
     if case.mixed and not case.direct:
         rank.manager.events()
@@ -331,12 +373,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     contiguous = ask(pipe, [t.data_ptr() for pair in rank.pools.values() for t in pair]) if case.mixed else None
     plain.append(ask(pipe, case.nbytes))
     if contiguous is not None:  # the blocks were written over what the last request had brought
-        pipe.send(request := new_request_id())
-        receiver = rank.manager.receiver(
-            request, peer=ROLES[0], rows=rank.rows, need={"kv": (0, case.num_pages * 16)}, deadline_s=PATIENCE_S
-        )
-        assert receiver.wait(timeout_s=PATIENCE_S).ok
-        receive(pipe)
+        run_one(rank, pipe, One(new_request_id()))
     verified = rank.holds()
     ceiling, p50, p99 = statistics.median(plain), *np.quantile(found[warm:], (0.5, 0.99)).tolist()
     row: dict[str, Any] = {
@@ -362,7 +399,9 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     if rate is not None:
         row["pipelined_gbps"] = round(rate, 2)
         row["pipelined_ratio"] = round(rate / row["contiguous_gbps"], 3)
-    if marks:
+    if conditions:
+        row["conditions"] = conditions
+    if len(stages[0]) > 1:
         names = ("finish to submit", "submit", "submit to done seen", "done seen to success")
         middle = np.median(np.array(stages[warm:]), axis=0) * 1e6
         row["stages_us_p50"] = dict(zip(names, middle.round(1).tolist(), strict=True))

@@ -90,7 +90,8 @@ _IDLE_S = 1.0
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _LOOK_S = 5e-3, 10e-6
 """Between GPUs: for how long work is looked at without a sleep, and how long a look waits."""
-_NO_DESCRIPTORS = np.empty(0, np.int32)
+_NOTHING = _core.Flag()
+"""Never set: a thread that lingers for it waits without a sleep."""
 _REFUSED = (0, 2**64 - 1)
 """What posting returns instead of a batch's number."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
@@ -448,7 +449,7 @@ class _PeerQueue:
             else:
                 self._open = False
                 return False
-        _core.linger(_LOOK_S, _NO_DESCRIPTORS, [])
+        _NOTHING.linger(_LOOK_S)
         return self._open
 
     def _may_post(self) -> bool:

@@ -8,12 +8,13 @@ end. So nothing of a dead process can arrive any more once no socket of this pro
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from disagg import _core
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
@@ -76,7 +77,6 @@ class ProcessWatch:
 
     def __init__(self, process: ProcessIdentity) -> None:
         """One that has ended already is said to have; one that cannot be seen from here never is."""
-        self._poller = select.poll()
         self._descriptor: int | None = None
         self._ended = False
         if process.host != host_identity():
@@ -86,12 +86,11 @@ class ProcessWatch:
         except OSError:
             self._ended = True
             return
-        self._poller.register(self._descriptor, select.POLLIN)
         self._ended = process.has_ended()  # only now is it sure that the descriptor is of that process
 
     def has_ended(self) -> bool:
         """`False` also where that cannot be known, or after `close`."""
-        self._ended = self._ended or (self._descriptor is not None and bool(self._poller.poll(0)))
+        self._ended = self._ended or (self._descriptor is not None and _core.is_readable(self._descriptor))
         return self._ended
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -322,6 +323,32 @@ def test_an_engine_that_computes_addresses(prefill: Side, decode: Side, spin_s: 
             events = made.transfer(num_tokens, first_token=first_token, chunks=(num_tokens // 2,))
             assert all(event.ok for event in events), [event.error for event in events]
     assert Spans.posted > before
+
+
+def test_a_server_that_asks_again_and_again_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the interpreter, but for what `poll` and `events` let go of."""
+    monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
+    interval = sys.getswitchinterval()
+    with cluster(Side(), Side(), settings={"backend": Spans}) as made:
+        ranks = (*made.prefill, *made.decode)
+        assert all(event.ok for event in made.transfer(61))
+        for rank in ranks:
+            rank.manager.events()
+        for by_events in (False, True):
+            pages, ended = [made.pages(rank, 61) for rank in ranks], 0
+            sys.setswitchinterval(1000.0)
+            try:
+                request = new_request_id()
+                handles = receive(made.decode[0], request, pages[1], need=(0, 61)), send(made.prefill[0], request, pages[0], 61)
+                deadline = time.monotonic() + DEADLINE_S
+                while ended < 2 and time.monotonic() < deadline:
+                    found = [len(rank.manager.events()) for rank in ranks] if by_events else [h.poll() is not None for h in handles]
+                    ended = sum(found) + (ended if by_events else 0)
+            finally:
+                sys.setswitchinterval(interval)
+            assert ended == 2
+            for rank in ranks:
+                rank.manager.events()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
