@@ -14,10 +14,12 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
+#include <ctime>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <numeric>
 #include <optional>
@@ -55,17 +57,54 @@ std::span<const T> view(const Column<T>& column) {
     return {column.data(), column.shape(0)};
 }
 
+// ----------------------------------------------------------------------------------------------- who wants the interpreter
+
+// Threads of this library that have work: those that wait by one of the functions here, and do not wait now. Others, which
+// may have nothing better to do than to ask whether that work is done, let them have the interpreter (`give_way`), which they
+// would keep for milliseconds otherwise.
+std::atomic<int> num_busy = 0;
+
+struct Busy {
+    bool counted = false;
+
+    ~Busy() { count(false); }
+    bool count(bool is_busy) {
+        if (is_busy != counted) num_busy += is_busy ? 1 : -1;
+        return std::exchange(counted, is_busy);
+    }
+};
+thread_local Busy busy;
+
+// While one lives its thread does without the interpreter, waiting for work; from then on it has some.
+struct Idle {
+    Idle() { busy.count(false); }
+    ~Idle() { busy.count(true); }
+    Idle(const Idle&) = delete;
+    Idle& operator=(const Idle&) = delete;
+    nb::gil_scoped_release released;
+};
+
+// While one lives its thread does without the interpreter, at work that does not need it.
+struct Apart {
+    Apart() : was_busy{busy.count(false)} {}
+    ~Apart() { busy.count(was_busy); }
+    Apart(const Apart&) = delete;
+    Apart& operator=(const Apart&) = delete;
+    nb::gil_scoped_release released;
+    bool was_busy;
+};
+
 // Lets go of the GIL while a function works, if it has more than a few microseconds of work: a thread that computes in
 // Python keeps it for milliseconds once it has it.
 class Released {
   public:
     explicit Released(std::size_t num_items) {
-        if (num_items >= kWorth) released_.emplace();
+        if (num_items >= kWorth) apart_.emplace();
     }
 
   private:
     static constexpr std::size_t kWorth = 4096;
-    std::optional<nb::gil_scoped_release> released_;
+    std::optional<Apart> apart_;
 };
 
 // ---------------------------------------------------------------------------------------------------------- index runs
@@ -87,7 +126,7 @@ Runs group_runs(const Column<S>& source, const Column<D>& destination) {
     Buffer memory;
     std::size_t count = 0;
     {
-        const nb::gil_scoped_release released;
+        const Apart apart;
         const std::unique_ptr<std::uint64_t[]> words(new std::uint64_t[Groups::num_words(source.shape(0)) + 1]);
         const Groups groups(view(source), view(destination), words.get());
         count = groups.num_runs();
@@ -245,7 +284,7 @@ using Addresses = Column<std::uint64_t>;
 
 std::uint64_t copy_batch(const Addresses& source, const Addresses& destination, const Addresses& nbytes,
                          std::int64_t num_threads) {
-    const nb::gil_scoped_release released;
+    const Apart apart;
     return disagg::copy_batch({view(source), view(destination), view(nbytes)}, num_threads);
 }
 
@@ -264,7 +303,7 @@ void append(disagg::Stream& self, const nb::list& spans, const std::vector<RunTa
 ReadOnlyColumns stream_copies(const disagg::Stream& self, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging) {
     disagg::Columns columns;
     {
-        const nb::gil_scoped_release released;
+        const Apart apart;
         self.copies(offset, nbytes, staging, columns);
     }
     return views(columns);
@@ -311,7 +350,7 @@ std::int32_t place_blocks(const Regions& self, const Addresses& addresses, const
 int copy_between_processes(int pid, const Addresses& local, const Addresses& remote, const Addresses& nbytes, bool write,
                            std::int64_t num_threads) {
     const disagg::ProcessCopies pieces{view(local), view(remote), view(nbytes)};
-    const nb::gil_scoped_release released;
+    const Apart apart;
     return disagg::copy_between_processes(pid, pieces, write, num_threads);
 }
 
@@ -326,7 +365,7 @@ std::uint64_t digest(const Column<std::int64_t>& layers, const Addresses& bases,
     disagg::DigestParts parts;
     if (by_layer) parts.by_layer = {by_layer->data(), by_layer->size()};
     if (by_row) parts.by_row = {by_row->data(), by_row->size()};
-    const nb::gil_scoped_release released;
+    const Apart apart;
     return disagg::digest({view(layers), view(bases), row_stride, token_stride, inner, itemsize, seed}, view(runs), num_threads,
                           parts);
 }
@@ -366,18 +405,15 @@ struct Order {
 
 using Words = nb::ndarray<std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Asks again and again for so long, without the GIL and without sleeping; whether `is_over` said so. `leave` is called before
-// the GIL is taken again.
-template <typename IsOver, typename Leave>
-bool ask_for(double seconds, const IsOver& is_over, const Leave& leave) {
-    const nb::gil_scoped_release released;
+// Asks again and again for so long, without sleeping, and without the GIL; whether `is_over` said so.
+template <typename IsOver>
+bool ask_for(double seconds, const IsOver& is_over) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     bool found = is_over();
     while (!found && std::chrono::steady_clock::now() < end) {
         std::this_thread::yield();
         found = is_over();
     }
-    leave();
     return found;
 }
 
@@ -407,7 +443,11 @@ struct Flag {
     // With the interpreter again on return, and only then no longer counted.
     bool linger(double seconds) {
         ++num_lingering;
-        const bool found = ask_for(seconds, [&] { return is_set.load(); }, [] {});
+        bool found = false;
+        {
+            const nb::gil_scoped_release released;
+            found = ask_for(seconds, [&] { return is_set.load(); });
+        }
         --num_lingering;
         return found;
     }
@@ -473,72 +513,90 @@ void send_packet(int socket, const nb::bytes& packet) {
     }
 }
 
-// How a thread looks for work without the interpreter. While it does not look it has work, and others that have nothing better
-// to do than to ask whether that is done let it have the interpreter, which they would keep for milliseconds otherwise.
-class Lookout {
-  public:
-    // Until a descriptor is readable or a sign shows, without sleeping.
-    bool linger(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
-        std::vector<pollfd> watched = watch(descriptors);
-        std::vector<nb::object> held;  // whatever becomes of the list meanwhile
-        std::vector<const Notice*> notices;
-        std::vector<const Word*> words;
-        std::vector<const Flag*> flags;
-        std::vector<CudaEvent> events;
-        for (const nb::handle sign : signs) {
-            held.push_back(nb::borrow(sign));
-            if (nb::isinstance<Notice>(sign)) {
-                notices.push_back(nb::inst_ptr<Notice>(sign));
-            } else if (nb::isinstance<Word>(sign)) {
-                words.push_back(nb::inst_ptr<Word>(sign));
-            } else if (nb::isinstance<Flag>(sign)) {
-                flags.push_back(nb::inst_ptr<Flag>(sign));
-            } else {
-                events.push_back(nb::cast<CudaEvent>(sign));
-            }
+std::vector<pollfd> watch(const Column<std::int32_t>& descriptors) {
+    std::vector<pollfd> watched;
+    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+    return watched;
+}
+
+// Until a descriptor is readable or a sign shows, without sleeping.
+bool look(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
+    std::vector<pollfd> watched = watch(descriptors);
+    std::vector<nb::object> held;  // whatever becomes of the list meanwhile
+    std::vector<const Notice*> notices;
+    std::vector<const Word*> words;
+    std::vector<const Flag*> flags;
+    std::vector<CudaEvent> events;
+    for (const nb::handle sign : signs) {
+        held.push_back(nb::borrow(sign));
+        if (nb::isinstance<Notice>(sign)) {
+            notices.push_back(nb::inst_ptr<Notice>(sign));
+        } else if (nb::isinstance<Word>(sign)) {
+            words.push_back(nb::inst_ptr<Word>(sign));
+        } else if (nb::isinstance<Flag>(sign)) {
+            flags.push_back(nb::inst_ptr<Flag>(sign));
+        } else {
+            events.push_back(nb::cast<CudaEvent>(sign));
         }
-        const auto shows = [&] {
-            // Every notice is asked, whatever else there is: others wait for it.
-            return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
-                   std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
-                   std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
-                   std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
-                   poll(watched.data(), watched.size(), 0) > 0;
-        };
-        looks_.store(true);
-        return ask_for(seconds, shows, [&] { looks_.store(false); });
+    }
+    const Idle idle;
+    return ask_for(seconds, [&] {
+        // Every notice is asked, whatever else there is: others wait for it.
+        return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
+               std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
+               std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
+               std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
+               poll(watched.data(), watched.size(), 0) > 0;
+    });
+}
+
+timespec duration(double seconds) {
+    const double bounded = std::clamp(seconds, 0.0, 3600.0);
+    const auto whole = static_cast<std::time_t>(bounded);
+    return {whole, static_cast<long>((bounded - static_cast<double>(whole)) * 1e9)};
+}
+
+// Until a descriptor is readable, sleeping.
+void sleep_for(double seconds, const Column<std::int32_t>& descriptors) {
+    std::vector<pollfd> watched = watch(descriptors);
+    const timespec longest = duration(seconds);
+    const Idle idle;
+    ppoll(watched.data(), watched.size(), &longest, nullptr);
+}
+
+// What a thread sleeps for until another one has it wake up.
+class Alarm {
+  public:
+    void set() {
+        const std::lock_guard<std::mutex> locked(mutex_);
+        is_set_ = true;
+        rung_.notify_one();
     }
 
-    // Until a descriptor is readable, sleeping.
-    void sleep(double seconds, const Column<std::int32_t>& descriptors) {
-        std::vector<pollfd> watched = watch(descriptors);
-        looks_.store(true);
-        const nb::gil_scoped_release released;
-        poll(watched.data(), watched.size(), static_cast<int>(std::ceil(std::clamp(seconds, 0.0, 3600.0) * 1e3)));
-        looks_.store(false);
-    }
-
-    // Lets the thread that looks have the interpreter until it looks again, for so long, and then for twice as long not again.
-    void give_way() {
-        constexpr auto patience = std::chrono::microseconds(100);
-        if (looks_.load()) return;
-        const auto now = std::chrono::steady_clock::now();
-        if (now < again_.load()) return;
-        const nb::gil_scoped_release released;
-        while (!looks_.load() && std::chrono::steady_clock::now() < now + patience) std::this_thread::yield();
-        again_.store(now + 3 * patience);
+    bool wait(double seconds) {
+        const Idle idle;
+        std::unique_lock<std::mutex> locked(mutex_);
+        rung_.wait_for(locked, std::chrono::duration<double>(std::clamp(seconds, 0.0, 3600.0)), [&] { return is_set_; });
+        return std::exchange(is_set_, false);
     }
 
   private:
-    static std::vector<pollfd> watch(const Column<std::int32_t>& descriptors) {
-        std::vector<pollfd> watched;
-        for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
-        return watched;
-    }
-
-    std::atomic<bool> looks_ = true;
-    std::atomic<std::chrono::steady_clock::time_point> again_{std::chrono::steady_clock::time_point{}};
+    std::mutex mutex_;
+    std::condition_variable rung_;
+    bool is_set_ = false;
 };
+
+// Lets threads of this library that have work have the interpreter, for so long, and then for twice as long not again.
+void give_way() {
+    constexpr auto patience = std::chrono::microseconds(100);
+    static std::atomic<std::chrono::steady_clock::time_point> again{std::chrono::steady_clock::time_point{}};
+    if (num_busy.load() == 0) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now < again.load()) return;
+    const nb::gil_scoped_release released;
+    while (num_busy.load() > 0 && std::chrono::steady_clock::now() < now + patience) std::this_thread::yield();
+    again.store(now + 3 * patience);
+}
 
 }  // namespace
 
@@ -621,11 +679,11 @@ NB_MODULE(_core, m) {
         .def_prop_ro("num_pieces", &disagg::Stream::num_pieces)
         .def("append", &append, "spans"_a, "runs"_a.noconvert(), "layers"_a.noconvert().none(),
              "Add spans over their runs. By one thread, before the stream is used. ValueError as for expand.")
-        .def("gather", &disagg::Stream::gather, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
-             "staging_address"_a, "num_threads"_a = 1,
+        .def("gather", &disagg::Stream::gather, nb::call_guard<Apart>(), "offset"_a, "nbytes"_a, "staging_address"_a,
+             "num_threads"_a = 1,
              "Copy bytes [offset, offset + nbytes) of the stream to the staging. IndexError where it does not have them.")
-        .def("scatter", &disagg::Stream::scatter, nb::call_guard<nb::gil_scoped_release>(), "offset"_a, "nbytes"_a,
-             "staging_address"_a, "num_threads"_a = 1,
+        .def("scatter", &disagg::Stream::scatter, nb::call_guard<Apart>(), "offset"_a, "nbytes"_a, "staging_address"_a,
+             "num_threads"_a = 1,
              "Copy the staging to bytes [offset, offset + nbytes) of the stream. IndexError where it does not have them.")
         .def("copies", &stream_copies, "offset"_a, "nbytes"_a, "staging_address"_a,
              "The copies that gather or scatter would make: (source, destination, nbytes). IndexError as there.");
@@ -711,10 +769,12 @@ NB_MODULE(_core, m) {
     nb::class_<Notice>(m, "Notice", "A sign, and the word of memory that is given a value once it shows.")
         .def(nb::init<nb::object, Words, std::size_t, std::uint64_t>(), "sign"_a, "board"_a.noconvert(), "index"_a, "value"_a)
         .def("tell", &Notice::tell, "Give the word its value now.");
-    nb::class_<Lookout>(m, "Lookout", "How a thread looks for work without the interpreter, and gets it again.")
+    m.def("linger", &look, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
+          "Wait without sleeping until a descriptor is readable or a sign shows; whether one does.");
+    m.def("sleep", &sleep_for, "seconds"_a, "descriptors"_a.noconvert(), "Wait until a descriptor is readable.");
+    nb::class_<Alarm>(m, "Alarm", "What a thread sleeps for until another one has it wake up.")
         .def(nb::init<>())
-        .def("linger", &Lookout::linger, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
-             "Wait without sleeping until a descriptor is readable or a sign shows; whether one does.")
-        .def("sleep", &Lookout::sleep, "seconds"_a, "descriptors"_a.noconvert(), "Wait until a descriptor is readable.")
-        .def("give_way", &Lookout::give_way, "Let the thread that looks have the interpreter while it has work.");
+        .def("set", &Alarm::set, "Have the one that waits, or waits next, wake up.")
+        .def("wait", &Alarm::wait, "seconds"_a, "Sleep until it is set, which it is no more then; whether it was.");
+    m.def("give_way", &give_way, "Let threads of this library have the interpreter while they have work.");
 }

@@ -324,19 +324,26 @@ class Notice:
 Sign = Flag | CudaEvent | Word | Notice
 """What can be asked for without the interpreter. Exists for type checkers only."""
 
-class Lookout:
-    """How one thread looks for work while others have the interpreter, and how they let it have that when it has found some."""
+def linger(seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
+    """In a thread of this library, which has work when it returns: wait for so long without sleeping, as waking up takes
+    longer, or until a descriptor is readable or over, a flag is set, the work before an event is over, or a word has its value;
+    notices are given meanwhile. Other threads have the interpreter. Whether one of these is so.
+    """
+
+def sleep(seconds: float, descriptors: npt.NDArray[np.int32]) -> None:
+    """As `linger`, sleeping: for so long, an hour at most, or until a descriptor is readable or over."""
+
+class Alarm:
+    """What a thread of this library sleeps for, as in `sleep`, until another one has it wake up."""
 
     def __init__(self) -> None: ...
-    def linger(self, seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
-        """Wait for so long without sleeping, as waking up takes longer, or until a descriptor is readable or over, a flag is
-        set, the work before an event is over, or a word has its value; notices are given meanwhile. Whether one of these is so.
-        """
+    def set(self) -> None:
+        """Have the one that waits, or waits next, wake up."""
 
-    def sleep(self, seconds: float, descriptors: npt.NDArray[np.int32]) -> None:
-        """Wait for so long, an hour at most, or until a descriptor is readable or over."""
+    def wait(self, seconds: float) -> bool:
+        """Sleep for so long, an hour at most, or until it is set, which it is no more then; whether it was."""
 
-    def give_way(self) -> None:
-        """In any other thread: where the one that looks has work, let it have the interpreter until it looks again, for 100 us,
-        and not again in 200.
-        """
+def give_way() -> None:
+    """In any other thread: let those of this library that have work have the interpreter until all of them wait again, for
+    100 us, and not again in 200.
+    """

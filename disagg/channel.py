@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import math
 import os
 import struct
 import time
@@ -184,8 +183,6 @@ class Channel:
         self._complaints = Complaints(logger)
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
-        self._looks = looks
-        self._lookout = _core.Lookout()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._poller = zmq.Poller()
@@ -282,9 +279,9 @@ class Channel:
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
         """Everything that has arrived; waits at most `timeout_s` for the first, or for `wake`."""
         self.flush()
-        ready = dict(self._poller.poll(0 if self._looks else math.ceil(max(0, min(timeout_s, 3600)) * 1000)))
-        if self._looks and timeout_s > 0 and not ready:
-            self._lookout.sleep(timeout_s, self._watched())
+        ready = dict(self._poller.poll(0))
+        if timeout_s > 0 and not ready:
+            _core.sleep(timeout_s, self._watched())
             ready = dict(self._poller.poll(0))
         if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
@@ -307,11 +304,7 @@ class Channel:
         """Wait without a sleep for something that `poll` is to take, right after it has found nothing, or for a sign; whether
         one of them is there.
         """
-        return self._lookout.linger(seconds, self._watched(), signs)
-
-    def give_way(self) -> None:
-        """From any other thread: let the one that lingers or polls have the interpreter while it has work."""
-        self._lookout.give_way()
+        return _core.linger(seconds, self._watched(), signs)
 
     def _watched(self) -> npt.NDArray[np.int32]:
         """Every descriptor that something may come by, right after `poll` has found nothing there."""

@@ -32,7 +32,6 @@ class Requests(Protocol):
     def spin_s(self) -> float:
         """For how long a thread that waits for a request looks at it without a sleep, in seconds."""
 
-    def give_way(self) -> None: ...
     def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
     def send(self, sender: Sender, chunk: Chunk) -> None: ...
     def finish(self, sender: Sender, payload: bytes, chunk: Chunk | None) -> None: ...
@@ -61,7 +60,7 @@ class RequestHandle:
     def poll(self) -> Event | None:
         """How the request ended; `None` while it has not."""
         if self._event is None:
-            self._requests.give_way()
+            _core.give_way()  # who asks again and again would keep the interpreter
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:

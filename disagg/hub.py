@@ -155,7 +155,6 @@ class Wire(Protocol):
     def board(self, address: str) -> Board | None: ...
     def wake(self) -> None: ...
     def linger(self, seconds: float, signs: list[_core.Sign]) -> bool: ...
-    def give_way(self) -> None: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -245,11 +244,6 @@ class Hub:
         """Have the control thread call `run(now)`; from any thread. Its `DisaggError` goes to `on_error`."""
         self._commands.append((run, on_error))
         self._channel.wake()
-
-    def give_way(self) -> None:
-        """Let the control thread have the interpreter while it has work; from any thread that has nothing better to do."""
-        if not self.over:
-            self._channel.give_way()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         """Put something between this manager and its channel; from any thread, once."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from disagg import backends
+from disagg import _core, backends
 from disagg.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
 from disagg.agreement import Agreement, LocalRank, ModelId
 from disagg.backends.base import Backend, BackendOptions, QuietWhenClosed, RemotePeer, Transport
@@ -326,7 +326,7 @@ class KVManager:
     def events(self) -> list[Event]:
         """Every request that has ended since the last call."""
         if not self._events:
-            self.give_way()
+            _core.give_way()  # who asks again and again would keep the interpreter
         with contextlib.suppress(OSError):  # nothing to read, or closed
             os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -433,10 +433,6 @@ class KVManager:
 
         if not self._problem:
             self._hub.command(abort)
-
-    def give_way(self) -> None:
-        """Let the control thread have the interpreter while it has work; who asks again and again would keep it otherwise."""
-        self._hub.give_way()
 
     def check_kinds(self, rows: Mapping[str, Rows]) -> None:
         """That rows are of declared components and of their kind; raises `LocalProtocolError`."""

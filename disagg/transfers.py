@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from disagg import _core
 from disagg.backends.base import (
@@ -42,6 +44,7 @@ T = TypeVar("T")
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
+NO_DESCRIPTORS = np.empty(0, np.int32)
 UNSETTLED_POLL_S = 0.05
 MOST_AT_ONCE = 8
 """Slots unpacked before anyone is told: telling costs both sides as much as several slots' copies."""
@@ -295,7 +298,7 @@ class TransferWorker:
         self._waiting: list[_Active] = []
         self._active: list[_Active] = []
         self._turning = threading.Lock()
-        self._wake = threading.Event()
+        self._wake = _core.Alarm()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"disagg-transfers-{name}", daemon=True)
 
@@ -397,8 +400,7 @@ class TransferWorker:
     def _loop(self) -> None:
         sleep_s = MIN_SLEEP_S
         while True:
-            self._wake.clear()
-            if self._stopping:  # looked at after the clear, or the wake that says so could be lost
+            if self._stopping:
                 return
             with self._turning:
                 busy = self._turn()
@@ -411,7 +413,7 @@ class TransferWorker:
                 continue
             if self._is_under_way() and not over:
                 sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
-                time.sleep(sleep_s)
+                _core.sleep(sleep_s, NO_DESCRIPTORS)
                 continue
             if self._wake.wait(self._idle_s()) and self._is_under_way():  # begun by whoever handed it over
                 sleep_s = MIN_SLEEP_S
@@ -432,10 +434,10 @@ class TransferWorker:
         self._drop_ended()
         return changed
 
-    def _idle_s(self) -> float | None:
+    def _idle_s(self) -> float:
         if self._progressive is not None:
             return IDLE_PROGRESS_S
-        return UNSETTLED_POLL_S if self._active else None
+        return UNSETTLED_POLL_S if self._active else math.inf
 
     def _unpack_some(self) -> int:
         """Scatter slots that have arrived, not more than are soon to be given back; how many were begun or done."""

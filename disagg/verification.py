@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from disagg import _core
 from disagg.errors import DisaggError, VerificationFailed
 from disagg.session import RequestKey, StartTransfer, StartVerify
 from disagg.sums import Digest, SumPlan, Sums, Words, difference, page_range, sum_rows
@@ -102,7 +103,8 @@ class SumWorker:
 
     def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:
         self._on_summed, self._on_death = on_summed, on_death
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: deque[_Job | None] = deque()
+        self._wake = _core.Alarm()
         self._thread = threading.Thread(target=self._run, name=f"disagg-sums-{name}", daemon=True)
         self._started = False
 
@@ -118,22 +120,24 @@ class SumWorker:
         if not self._started:
             self._started = True
             self._thread.start()
-        self._jobs.put(_Job(token, run, ready, wanted))
+        self._jobs.append(_Job(token, run, ready, wanted))
+        self._wake.set()
 
     @property
     def depth(self) -> int:
         """Jobs that nobody has begun."""
-        return self._jobs.qsize()
+        return len(self._jobs)
 
     def stop(self, timeout_s: float) -> None:
         """Take no more and end."""
-        self._jobs.put(None)
+        self._jobs.append(None)
+        self._wake.set()
         if self._started:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next()) is not None:
                 if not job.wanted():
                     continue
                 passed, error = (True, None) if job.ready is None else self._attempt(job.ready.query)
@@ -142,11 +146,16 @@ class SumWorker:
                 elif passed:
                     self._on_summed(job.token, *self._attempt(job.run))
                 else:
-                    self._jobs.put(job)  # others first
-                    time.sleep(READY_POLL_S)
+                    self._jobs.append(job)  # others first
+                    self._wake.wait(READY_POLL_S)
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
             logger.exception("sum thread died")
             self._on_death(error)
+
+    def _next(self) -> _Job | None:
+        while not self._jobs:
+            self._wake.wait(math.inf)
+        return self._jobs.popleft()
 
     @staticmethod
     def _attempt(run: Callable[[], Any]) -> tuple[Any, DisaggError | None]:

@@ -90,8 +90,7 @@ _IDLE_S = 1.0
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _LOOK_S = 5e-3, 10e-6
 """Between GPUs: for how long work is looked at without a sleep, and how long a look waits."""
-_NOTHING = _core.Flag()
-"""Never set: a thread that lingers for it waits without a sleep."""
+_NO_DESCRIPTORS = np.empty(0, np.int32)
 _REFUSED = (0, 2**64 - 1)
 """What posting returns instead of a batch's number."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
@@ -335,8 +334,9 @@ class _PeerQueue:
         self._opcodes = opcodes
         self._descriptor = descriptor
         self._limit = limit
-        self._changed = threading.Condition()
-        self._turn = threading.Lock()  # who posts, asks and judges; taken before `_changed` where both are
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # who posts, asks and judges; taken before the other where both are
+        self._alarm = _core.Alarm()
         self._waiting: deque[MooncakeTransfer] = deque()
         self._flights: deque[_Flight] = deque()
         self._unsettled: list[MooncakeTransfer] = []
@@ -352,7 +352,7 @@ class _PeerQueue:
 
     def acquire(self) -> bool:
         """Whether another user may have this queue: not once its thread is ending."""
-        with self._changed:
+        with self._lock:
             self._num_users += self._open
             return self._open
 
@@ -362,18 +362,18 @@ class _PeerQueue:
 
     def release(self) -> None:
         """One user less; after the last, the thread ends when nothing is left to be settled."""
-        with self._changed:
+        with self._lock:
             self._num_users -= 1
-            self._changed.notify()
+            self._alarm.set()
 
     def submit(self, transfer: MooncakeTransfer) -> None:
         """A few pieces for which nothing waits are posted here and now; the rest, by the thread."""
-        with self._changed:
+        with self._lock:
             if not self._open:
                 raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
             self._waiting.append(transfer)
             if len(self._waiting) > 1 or len(transfer.pieces) > _TAIL or not self._gets_turn():
-                self._changed.notify()
+                self._alarm.set()
                 return
         self._take_turn(self._post)
 
@@ -399,14 +399,13 @@ class _PeerQueue:
         finally:
             self._turn.release()
         if self._waiting or self._unsettled or not self._open:
-            with self._changed:
-                self._changed.notify()
+            self._alarm.set()
 
     def stop(self) -> None:
         """Returns once the thread has ended; what is not settled by then is unsettled."""
-        with self._changed:
+        with self._lock:
             self._open = False
-            self._changed.notify()
+            self._alarm.set()
         self._thread.join()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -430,34 +429,36 @@ class _PeerQueue:
 
     def _wait(self) -> bool:
         """Sleep while there is nothing to do, shortly between looks at what is in the engine; False when it is over."""
-        with self._changed:
-            while self._open and threading.main_thread().is_alive():
+        while threading.main_thread().is_alive():
+            with self._lock:
+                if not self._open:
+                    return False
                 if self._may_post():
                     return True
-                if self._flights:
-                    if not self.by_caller and time.monotonic() - self._moved_at < _SPIN_S:
-                        break
-                    least, most = _PAUSE_S
-                    self._changed.wait(min(most, max(least, (time.monotonic() - self._moved_at) / 16)))
-                    return self._open
-                if self._unsettled and time.monotonic() >= self._probe_at:
+                if not self._flights and self._unsettled and time.monotonic() >= self._probe_at:
                     return True
-                if not (self._unsettled or self._num_users):
+                if not (self._flights or self._unsettled or self._num_users):
                     self._open = False
                     return False
-                self._changed.wait(_PROBE_S if self._unsettled else _IDLE_S)
+            if not self._flights:
+                self._alarm.wait(_PROBE_S if self._unsettled else _IDLE_S)
+                continue
+            moved_s = time.monotonic() - self._moved_at
+            if not self.by_caller and moved_s < _SPIN_S:
+                _core.linger(_LOOK_S, _NO_DESCRIPTORS, [])
             else:
-                self._open = False
-                return False
-        _NOTHING.linger(_LOOK_S)
-        return self._open
+                least, most = _PAUSE_S
+                self._alarm.wait(min(most, max(least, moved_s / 16)))
+            return self._open
+        self._open = False
+        return False
 
     def _may_post(self) -> bool:
         """Whether something waits and the engine is to have it now."""
         return bool(self._waiting) and self._num_outstanding < (self._limit if self.by_caller else 1)
 
     def _end(self, reason: str) -> None:
-        with self._turn, self._changed:
+        with self._turn, self._lock:
             self._open = False
             left = [*self._waiting, *(flight.transfer for flight in self._flights), *self._unsettled]
             self._waiting.clear()
@@ -477,7 +478,7 @@ class _PeerQueue:
             if not transfer.posted_wholly:
                 self._post_chunk(transfer)
             if transfer.posted_wholly:
-                with self._changed:
+                with self._lock:
                     self._waiting.popleft()
                 self._judge(transfer)
             self._settle_tasks()

@@ -378,9 +378,6 @@ class FaultyChannel:
     def linger(self, seconds: float, signs: list[_core.Sign]) -> bool:
         return self.inner.linger(seconds, signs)
 
-    def give_way(self) -> None:
-        self.inner.give_way()
-
     def flush(self) -> None:
         self.inner.flush()
 

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.twins_gpu import SpanLaunch, span_pieces
 from disagg.wire import MAX_PAYLOAD_NBYTES, Complete, decode
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, clear, cluster, receive, send
 
 TILE = 256
 HND = "page kv_head token dim"
@@ -325,30 +324,12 @@ def test_an_engine_that_computes_addresses(prefill: Side, decode: Side, spin_s: 
     assert Spans.posted > before
 
 
-def test_a_server_that_asks_again_and_again_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps the interpreter, but for what `poll` and `events` let go of."""
+@pytest.mark.parametrize("by_events", [False, True])
+def test_a_server_that_asks_again_and_again_holds_up_nobody(by_events: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where threads stay awake; the others are in `tests/manager/test_requests.py`."""
     monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
-    interval = sys.getswitchinterval()
     with cluster(Side(), Side(), settings={"backend": Spans}) as made:
-        ranks = (*made.prefill, *made.decode)
-        assert all(event.ok for event in made.transfer(61))
-        for rank in ranks:
-            rank.manager.events()
-        for by_events in (False, True):
-            pages, ended = [made.pages(rank, 61) for rank in ranks], 0
-            sys.setswitchinterval(1000.0)
-            try:
-                request = new_request_id()
-                handles = receive(made.decode[0], request, pages[1], need=(0, 61)), send(made.prefill[0], request, pages[0], 61)
-                deadline = time.monotonic() + DEADLINE_S
-                while ended < 2 and time.monotonic() < deadline:
-                    found = [len(rank.manager.events()) for rank in ranks] if by_events else [h.poll() is not None for h in handles]
-                    ended = sum(found) + (ended if by_events else 0)
-            finally:
-                sys.setswitchinterval(interval)
-            assert ended == 2
-            for rank in ranks:
-                rank.manager.events()
+        assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)

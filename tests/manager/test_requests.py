@@ -24,7 +24,7 @@ from disagg import (
 from disagg.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.reference import PageList
-from tests.support.cluster import DEADLINE_S, Cluster, Side, clear, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Cluster, Side, ask_again_and_again, clear, cluster, receive, send
 
 
 @pytest.fixture(scope="module")
@@ -399,3 +399,13 @@ def test_no_array_of_the_caller_changes(made: Cluster) -> None:
     with pytest.raises(ValueError, match="read-only"):
         rows.ids[0] = 3
     clear(made.decode[0].pools)
+
+
+@pytest.mark.parametrize("backend", ["local", "nixl", "mooncake"])
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_server_that_asks_again_and_again_holds_up_nobody(backend: str, verify: str) -> None:
+    """Without giving way to the threads of its manager it would keep the interpreter from them: for good, here."""
+    with cluster(Side(tp=2), Side(page=8), settings={"backend": backend, "verify": verify}) as made:
+        assert all(event.ok for event in made.transfer(37))
+        for by_events in (False, True):
+            assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -148,6 +150,28 @@ def send(
         sender.send(rows, tokens=(start, stop))
     sender.finish(payload=payload)
     return sender
+
+
+def ask_again_and_again(made: Cluster, *, by_events: bool) -> list[Event]:
+    """How a request ends on every rank, asked for by `events` or `poll` in a loop that keeps the interpreter otherwise."""
+    ranks, interval, request = (*made.decode, *made.prefill), sys.getswitchinterval(), new_request_id()
+    pages, found = iter([made.pages(rank, 61) for rank in ranks]), list[Event]()
+    for rank in ranks:
+        rank.manager.events()
+    sys.setswitchinterval(1000.0)
+    try:
+        handles: list[Receiver | Sender] = [receive(each, request, next(pages), need=(0, 61)) for each in made.decode]
+        handles += [send(each, request, next(pages), 61) for each in made.prefill]
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            if by_events:
+                found += itertools.chain.from_iterable(rank.manager.events() for rank in ranks)
+            else:
+                found = [event for handle in handles if (event := handle.poll()) is not None]
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == len(ranks)
+    return found
 
 
 def component(model: KVModel, side: Side, rank: Topology, pools: reference.Pools) -> Component:

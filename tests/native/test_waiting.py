@@ -1,0 +1,91 @@
+"""Threads that wait without the interpreter, and others that let them have it when there is work."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from disagg import _core
+
+PATIENCE_S = 60.0
+NOTHING = np.empty(0, np.int32)
+
+
+@pytest.fixture
+def stubborn() -> Iterator[None]:
+    """A thread keeps the interpreter until it lets go of it by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+Wait = Callable[[_core.Flag, _core.Alarm], object]
+WAITS: dict[str, Wait] = {
+    "linger": lambda sign, _: _core.linger(PATIENCE_S, NOTHING, [sign]),
+    "sleep": lambda *_: _core.sleep(1e-3, NOTHING),
+    "alarm": lambda _, alarm: alarm.wait(PATIENCE_S),
+    "alarm, in vain": lambda *_: _core.Alarm().wait(1e-3),
+}
+
+
+@pytest.mark.usefixtures("stubborn")
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait: Wait) -> None:
+    sign, alarm, done = _core.Flag(), _core.Alarm(), list[bool]()
+
+    def work() -> None:
+        for _ in range(3):
+            wait(sign, alarm)
+            alarm.set()
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    _core.give_way()
+    sign.set()
+    alarm.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(done) < 3 and time.monotonic() < deadline:
+        _core.give_way()
+    assert len(done) == 3
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_descriptors_end_a_wait() -> None:
+    descriptor = os.eventfd(0)
+    watched = np.array([descriptor], np.int32)
+    assert not _core.linger(0.0, watched, [])
+    assert not _core.is_readable(descriptor)
+    os.eventfd_write(descriptor, 1)
+    assert _core.linger(PATIENCE_S, watched, [])
+    assert _core.is_readable(descriptor)
+    _core.sleep(PATIENCE_S, watched)
+    os.close(descriptor)
+
+
+def test_an_alarm_that_was_set_before_is_heard_once() -> None:
+    alarm = _core.Alarm()
+    alarm.set()
+    alarm.set()
+    assert alarm.wait(PATIENCE_S)
+    assert not alarm.wait(0.0)
+    assert not alarm.wait(-1.0)
+
+
+@pytest.mark.parametrize("sign", [None, 3, "sign"])
+def test_what_is_no_sign_is_refused(sign: object) -> None:
+    with pytest.raises((TypeError, RuntimeError)):
+        _core.linger(0.0, NOTHING, [sign])  # type: ignore[list-item]
+
+
+def test_packets_leave_at_once_or_not_at_all() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _core.send(-1, b"packet")
