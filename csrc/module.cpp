@@ -417,10 +417,21 @@ bool ask_for(double seconds, const IsOver& is_over) {
     return found;
 }
 
+// A `disagg::CudaQueue` whose calls let go of the interpreter, or keep it: they are short, and a thread that lets go of it may
+// have to wait for it for milliseconds, while others of this library may wait for it meanwhile.
+struct CudaQueue : disagg::CudaQueue {
+    bool keeps_interpreter;
+
+    CudaQueue(const std::string& library, std::uintptr_t context, std::uintptr_t stream, std::uintptr_t uploads, bool keeps)
+        : disagg::CudaQueue{library, context, stream, uploads}, keeps_interpreter{keeps} {}
+
+    std::unique_ptr<Apart> apart() const { return keeps_interpreter ? nullptr : std::make_unique<Apart>(); }
+};
+
 // An event of a queue, which it keeps.
 struct CudaEvent {
     nb::object held;
-    const disagg::CudaQueue* queue;
+    const CudaQueue* queue;
     std::uintptr_t event;
 };
 
@@ -717,23 +728,23 @@ NB_MODULE(_core, m) {
             "low"_a, "high"_a,
             "The tiles [first, end) that hold bytes [low, high) of the stream, once encoded. ValueError where there are none.");
     using Status = std::tuple<const char*, int>;
-    // These keep the interpreter: they are short, and a thread that lets go of it may have to wait for it for milliseconds.
-    nb::class_<disagg::CudaQueue>(m, "CudaQueue",
-                                  "Work for one stream of a CUDA context, by the driver that is loaded by name.")
-        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t>(), "library"_a, "context"_a,
-             "stream"_a, "uploads"_a)
+    nb::class_<CudaQueue>(m, "CudaQueue", "Work for one stream of a CUDA context, by the driver that is loaded by name.")
+        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, bool>(), "library"_a, "context"_a,
+             "stream"_a, "uploads"_a, nb::kw_only(), "keeps_interpreter"_a = false)
         .def(
             "upload",
-            [](const disagg::CudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
+            [](const CudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
                std::uintptr_t uploaded) -> Status {
+                const auto apart = queue.apart();
                 const auto [call, status] = queue.upload(device, host, nbytes, uploaded);
                 return {call, status};
             },
             "device"_a, "host"_a, "nbytes"_a, "uploaded"_a, "Copy to the GPU, before what is launched next.")
         .def(
             "launch",
-            [](const disagg::CudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments,
-               unsigned blocks, unsigned threads, unsigned shared, std::uintptr_t done) -> Status {
+            [](const CudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments, unsigned blocks,
+               unsigned threads, unsigned shared, std::uintptr_t done) -> Status {
+                const auto apart = queue.apart();
                 const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, shared, done);
                 return {call, status};
             },
@@ -741,7 +752,8 @@ NB_MODULE(_core, m) {
             "Start a kernel, and record an event behind it.")
         .def(
             "query",
-            [](const disagg::CudaQueue& queue, std::uintptr_t event) -> Status {
+            [](const CudaQueue& queue, std::uintptr_t event) -> Status {
+                const auto apart = queue.apart();
                 const auto [call, status] = queue.query(event);
                 return {call, status};
             },
@@ -759,7 +771,7 @@ NB_MODULE(_core, m) {
         .def(
             "__init__",
             [](CudaEvent* self, nb::object queue, std::uintptr_t event) {
-                const auto* const own = nb::cast<const disagg::CudaQueue*>(queue);
+                const auto* const own = nb::cast<const CudaQueue*>(queue);
                 new (self) CudaEvent{std::move(queue), own, event};
             },
             "queue"_a, "event"_a);

@@ -263,8 +263,10 @@ class CudaQueue:
     Each method gives the driver's call that was made last and its status: 0 where all went well.
     """
 
-    def __init__(self, library: str, context: int, stream: int, uploads: int) -> None:
-        """For one stream of a context, and another for uploads. Raises `RuntimeError` where `library` is no CUDA driver."""
+    def __init__(self, library: str, context: int, stream: int, uploads: int, *, keeps_interpreter: bool = False) -> None:
+        """For one stream of a context, and another for uploads. `keeps_interpreter`: its calls do not let go of it. Raises
+        `RuntimeError` where `library` is no CUDA driver.
+        """
 
     def upload(self, device: int, host: int, nbytes: int, uploaded: int) -> tuple[str | None, int]:
         """Copy `nbytes` bytes from address `host` to address `device`, on the stream for uploads; what is launched next waits

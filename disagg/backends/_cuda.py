@@ -235,14 +235,17 @@ class Gpu:
 
 class Queue:
     """A stream of its own on a GPU, and another for uploads. Each call is one into native code, since a thread that has just
-    been woken pays several times as much for Python; its methods take care of the context themselves.
+    been woken pays several times as much for Python; its methods take care of the context themselves. `keeps_interpreter`:
+    they do not let go of it, for a thread that is all that a request waits for; where an engine has threads of its own, these
+    wait for it meanwhile.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, *, keeps_interpreter: bool = False) -> None:
         self._gpu = gpu
         with gpu.current():
             self.stream, self.uploads = gpu.stream(), gpu.stream()
-        self._native = _core.CudaQueue(DRIVER, int(gpu.context), self.stream, self.uploads)
+        handles = int(gpu.context), self.stream, self.uploads
+        self._native = _core.CudaQueue(DRIVER, *handles, keeps_interpreter=keeps_interpreter)
 
     def upload(self, buffer: Buffer, nbytes: int) -> None:
         """Copy the first bytes of a buffer to the GPU; what is launched next waits for that."""
