@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -613,6 +614,7 @@ void give_way() {
 
 NB_MODULE(_core, m) {
     m.doc() = "Compiled core of disagg: functions on integer columns. Arguments are checked for type, not for meaning.";
+    pthread_atfork(nullptr, nullptr, [] { num_busy = busy.counted ? 1 : 0; });  // the other threads are not there
 
     const char* const group_doc =
         "Maximal runs in which both lists step by one: (source starts, destination starts, lengths), int64.\n\n"

@@ -58,9 +58,11 @@ class RequestHandle:
         return self.key.request_id
 
     def poll(self) -> Event | None:
-        """How the request ended; `None` while it has not."""
+        """How the request ended; `None` while it has not, and then the manager's threads have had the interpreter while they
+        had work, for 100 us at most.
+        """
         if self._event is None:
-            _core.give_way()  # who asks again and again would keep the interpreter
+            _core.give_way()
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:

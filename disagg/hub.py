@@ -360,7 +360,9 @@ class Hub:
             self._carry_out(now)
         self._due_known = False
         if (self._foretold or self._expected) and not (self._commands or self._worker.has_reports):
-            self._look()  # at once: whatever lets go of the interpreter before may have to wait for it
+            # At once: whatever lets go of the interpreter before may have to wait for it. What comes over TCP meanwhile may be
+            # seen as late as the look lasts.
+            self._look()
 
     def _carry_out(self, now: float) -> None:
         """The effects of what was taken; those who wait for a request are told last of all."""
