@@ -10,6 +10,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -60,12 +61,30 @@ std::span<const T> view(const Column<T>& column) {
 
 // ----------------------------------------------------------------------------------------------- who wants the interpreter
 
-// Threads of this library that have work: those that wait by one of the functions here, and do not wait now. Others, which
-// may have nothing better to do than to ask whether that work is done, let them have the interpreter (`give_way`), which they
-// would keep for milliseconds otherwise.
+// Lets go of the interpreter while one lives. Where the interpreter is ending, Python 3.13 and older end a thread that wants it
+// again by an exception that must not leave a destructor: it stays here then, as it does in newer ones.
+struct WithoutInterpreter {
+    PyThreadState* const state = PyEval_SaveThread();
+
+    WithoutInterpreter() = default;
+    WithoutInterpreter(const WithoutInterpreter&) = delete;
+    WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+    ~WithoutInterpreter() {
+        try {
+            PyEval_RestoreThread(state);
+        } catch (...) {
+            for (;;) pause();
+        }
+    }
+};
+
+// Threads of this library that have work: those that were enlisted, and do not wait now by one of the functions here. Others,
+// which may have nothing better to do than to ask whether that work is done, let them have the interpreter (`give_way`), which
+// they would keep for milliseconds otherwise.
 std::atomic<int> num_busy = 0;
 
 struct Busy {
+    bool enlisted = false;
     bool counted = false;
 
     ~Busy() { count(false); }
@@ -79,10 +98,10 @@ thread_local Busy busy;
 // While one lives its thread does without the interpreter, waiting for work; from then on it has some.
 struct Idle {
     Idle() { busy.count(false); }
-    ~Idle() { busy.count(true); }
+    ~Idle() { busy.count(busy.enlisted); }
     Idle(const Idle&) = delete;
     Idle& operator=(const Idle&) = delete;
-    nb::gil_scoped_release released;
+    const WithoutInterpreter released;
 };
 
 // While one lives its thread does without the interpreter, at work that does not need it.
@@ -91,7 +110,7 @@ struct Apart {
     ~Apart() { busy.count(was_busy); }
     Apart(const Apart&) = delete;
     Apart& operator=(const Apart&) = delete;
-    nb::gil_scoped_release released;
+    const WithoutInterpreter released;
     bool was_busy;
 };
 
@@ -446,7 +465,7 @@ struct Flag {
     void hand_over() {
         constexpr auto patience = std::chrono::microseconds(20);
         if (num_lingering.load() == 0) return;
-        const nb::gil_scoped_release released;
+        const WithoutInterpreter released;
         const auto until = std::chrono::steady_clock::now() + patience;
         while (num_lingering.load() > 0 && std::chrono::steady_clock::now() < until) {
         }
@@ -457,7 +476,7 @@ struct Flag {
         ++num_lingering;
         bool found = false;
         {
-            const nb::gil_scoped_release released;
+            const WithoutInterpreter released;
             found = ask_for(seconds, [&] { return is_set.load(); });
         }
         --num_lingering;
@@ -605,7 +624,7 @@ void give_way() {
     if (num_busy.load() == 0) return;
     const auto now = std::chrono::steady_clock::now();
     if (now < again.load()) return;
-    const nb::gil_scoped_release released;
+    const WithoutInterpreter released;
     while (num_busy.load() > 0 && std::chrono::steady_clock::now() < now + patience) std::this_thread::yield();
     again.store(now + 3 * patience);
 }
@@ -790,5 +809,6 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("set", &Alarm::set, "Have the one that waits, or waits next, wake up.")
         .def("wait", &Alarm::wait, "seconds"_a, "Sleep until it is set, which it is no more then; whether it was.");
+    m.def("enlist", [] { busy.enlisted = true; }, "The calling thread is one of this library.");
     m.def("give_way", &give_way, "Let threads of this library have the interpreter while they have work.");
 }

@@ -286,6 +286,7 @@ class Hub:
         self._sums.stop(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
+        _core.enlist()
         try:
             while not self._stopping:
                 self._turn()

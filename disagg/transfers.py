@@ -391,6 +391,7 @@ class TransferWorker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _core.enlist()
         try:
             self._loop()
         except BaseException as error:  # the thread's top: what it owned must fail, not hang

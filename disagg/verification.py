@@ -136,6 +136,7 @@ class SumWorker:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        _core.enlist()
         try:
             while (job := self._next()) is not None:
                 if not job.wanted():

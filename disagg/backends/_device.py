@@ -130,7 +130,13 @@ class GpuMover:
         with self._lock:
             buffer = self._take(order_nbytes(batch))
         try:
-            self._queue.upload(buffer, encode_order(batch, shapes.table, tile=TILE, out=buffer.words))
+            nbytes = encode_order(batch, shapes.table, tile=TILE, out=buffer.words)
+        except BaseException:
+            with self._lock:
+                self._free.append(buffer)
+            raise
+        try:
+            self._queue.upload(buffer, nbytes)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
         return GpuOrder(shapes, batch.core, buffer)

@@ -411,6 +411,7 @@ class _PeerQueue:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _core.enlist()
         try:
             while self._wait():
                 with self._turn:
@@ -435,12 +436,13 @@ class _PeerQueue:
                     return False
                 if self._may_post():
                     return True
-                if not self._flights and self._unsettled and time.monotonic() >= self._probe_at:
+                flying = bool(self._flights)
+                if not flying and self._unsettled and time.monotonic() >= self._probe_at:
                     return True
-                if not (self._flights or self._unsettled or self._num_users):
+                if not (flying or self._unsettled or self._num_users):
                     self._open = False
                     return False
-            if not self._flights:
+            if not flying:
                 self._alarm.wait(_PROBE_S if self._unsettled else _IDLE_S)
                 continue
             moved_s = time.monotonic() - self._moved_at

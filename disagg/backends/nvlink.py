@@ -607,11 +607,11 @@ class _Engine:
         self, transfer: NvlinkTransfer, kernel: int, arguments: Sequence[int], blocks: int, *, shared: int = 0, last: bool
     ) -> None:
         """Start a kernel; the transfer's event comes after the last."""
-        if last:
-            transfer.event = self._event()
-            transfer.sign = self.queue.sign(transfer.event)
+        done = transfer.event = self._event() if last else None
         transfer.posted = True
-        self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=transfer.event or 0)
+        self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=done or 0)
+        if done is not None:
+            transfer.sign = self.queue.sign(done)  # not before: the event shows still what was before it
 
     def _event(self) -> int:
         if self._events:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import select
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -409,3 +411,24 @@ def test_a_server_that_asks_again_and_again_holds_up_nobody(backend: str, verify
         assert all(event.ok for event in made.transfer(37))
         for by_events in (False, True):
             assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))
+
+
+LEFT_OPEN = """
+import sys
+from disagg.testing.reference import KVModel
+from tests.support.cluster import Cluster, Side, introduce, start_side
+
+model = KVModel(num_kv_heads=4, dims={"k": 8, "v": 8})
+names, settings = ("prefill-0", "decode-0"), {"backend": sys.argv[1], "verify": "full"}
+made = Cluster(model, *(start_side(model, Side(), name, num_layers=2, settings=settings) for name in names))
+introduce(made.prefill, made.decode)
+for rank, name in zip((*made.decode, *made.prefill), names):
+    rank.manager.wait_ready(name, timeout_s=20)
+assert all(event.ok for event in made.transfer(37))
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "nixl", "mooncake"])
+def test_a_server_may_end_with_a_manager_open(backend: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN, backend], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]

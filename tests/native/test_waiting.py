@@ -41,6 +41,7 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
     sign, alarm, done = _core.Flag(), _core.Alarm(), list[bool]()
 
     def work() -> None:
+        _core.enlist()
         for _ in range(3):
             wait(sign, alarm)
             alarm.set()
