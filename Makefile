@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-# Twice as many as there are cores: tests wait for processes of their own, and for time, too.
-WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
+# One more than there are cores: tests wait for processes of their own, too.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
