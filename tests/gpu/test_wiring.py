@@ -199,7 +199,8 @@ def test_a_receiver_sees_that_copying_has_ended(
     prefill: Side, decode: Side, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)  # however slow this machine is
-    with cluster(prefill, decode, settings={"backend": SignedSpans}) as made:
+    patient = Limits(retry_s=DEADLINE_S, max_retry_s=DEADLINE_S)
+    with cluster(prefill, decode, settings={"backend": SignedSpans, "limits": patient}) as made:
         for _ in range(3):
             events = made.transfer(61, first_token=5)
             assert all(event.ok for event in events), [event.error for event in events]
