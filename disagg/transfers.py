@@ -400,9 +400,7 @@ class TransferWorker:
 
     def _loop(self) -> None:
         sleep_s = MIN_SLEEP_S
-        while True:
-            if self._stopping:
-                return
+        while not self._stopping:
             with self._turning:
                 busy = self._turn()
             told = bool(self._reports)

@@ -280,14 +280,15 @@ def decode(data: bytes) -> AnyMessage:
         raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error
 
 
+_IDS = np.dtype("<i4")
+"""Page ids, as a message has them."""
+
+
 def pack_rows(rows: Rows) -> PagesRow | SlotRow:
     """Rows for a reserve."""
     if isinstance(rows, Slot):
         return SlotRow(rows.id)
-    return PagesRow(rows.ids.astype("<i4").tobytes(), rows.first_token)
-
-
-_IDS = np.dtype("<i4")
+    return PagesRow(rows.ids.astype(_IDS).tobytes(), rows.first_token)
 
 
 def unpack_rows(row: PagesRow | SlotRow) -> Rows:

@@ -82,7 +82,7 @@ from disagg.backends.processes import ProcessIdentity, ProcessWatch
 from disagg.copies import Addresses, CopyBatch
 from disagg.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
-from disagg.spans import SpanBatch, SpanShape, SpanShapes
+from disagg.spans import SpanBatch, SpanShape
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +159,12 @@ class NvlinkSpans:
     """Span classes towards a peer: their table, and where it is on the GPU."""
 
     peer: NvlinkPeer
-    shapes: SpanShapes
     table: ShapeTable
     address: int
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]:
+        return self.table.shapes
 
 
 class NvlinkTransfer:
@@ -388,7 +391,7 @@ class NvlinkBackend:
             except CudaError as error:
                 raise BackendError(f"backend 'nvlink': span classes cannot be uploaded: {error}") from error
             own.prepared.append(address)
-            return NvlinkSpans(own, table.shapes, table, address)
+            return NvlinkSpans(own, table, address)
 
     def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> NvlinkTransfer:
         with self._lock:
