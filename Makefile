@@ -39,7 +39,7 @@ format: setup ## Put Python and C++ into format
 	@$(BIN)/clang-format -i $(CXX_CODE)
 
 coverage: setup ## Branch coverage of the pure core by its own tests
-	@$(BIN)/coverage run -m pytest -q tests/core tests/session tests/state
+	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(addprefix tests/,core session state)
 	@$(BIN)/coverage report
 
 coverage-report: setup ## The same, of the last `make test`

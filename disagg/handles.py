@@ -17,6 +17,9 @@ from disagg.session import Chunk, Event, ReceiveSession, RequestKey, SendSession
 from disagg.transfers import ReadyEvent
 from disagg.wire import MAX_PAYLOAD_NBYTES, TokenRange
 
+BEGUN_S = 20e-3
+"""For how long a thread that waits for a request stays awake once its bytes are being copied."""
+
 
 def combine(events: Iterable[Event]) -> DisaggError | None:
     """How a request ended that several ranks took part in: the first failure among their events, `None` where all went
@@ -81,6 +84,7 @@ class RequestHandle:
     def begin(self) -> None:
         """Called by the manager: the request will end soon, so whoever waits for it should be awake."""
         if self._spin_s:
+            self._spin_s = BEGUN_S
             self._let_go()
 
     def end(self, event: Event) -> None:

@@ -63,9 +63,9 @@ MOST_LATE_S = 2e-3
 """How late what time brings may come where there is always something else to do."""
 LINGER_S, TOLD_S = 10e-6, 200e-6
 """Between looks without a sleep, at work that has to be asked and where all of it says when it is done."""
-KNOWN_S = 5e-3
+KNOWN_S = 20e-3
 """A receiver that was told beforehand how it will see that copying has ended looks for twice as long; what ends within this
-is not said again.
+is not said again, and its writer stays awake for it.
 """
 LOOKS = 8
 """At work under way, for one at the control channel."""
@@ -139,10 +139,11 @@ class _Foretold(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """A writer's last word, which counts from when `word` has its value."""
+    """A writer's last word, which counts from when `word` has its value, and until when this side stays awake to see that."""
 
     complete: Complete
     word: _core.Word
+    until: float
 
 
 class Wire(Protocol):
@@ -231,6 +232,7 @@ class Hub:
         self._local = local
         self._digest = digest
         self._summing: dict[Ticket, _Summing] = {}
+        self._begun: dict[Ticket, _core.Flag | _core.CudaEvent] = {}
         self._foretold: dict[Ticket, _Foretold] = {}
         self._expected: dict[tuple[PeerRank, RequestKey], _Expected] = {}
         self._sums = SumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
@@ -333,7 +335,7 @@ class Hub:
         now = time.monotonic()
         if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.turn()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
-        elif not arrived and now < min(self._awake_until, self._next_due()) and not self._rows_waiting:
+        elif not arrived and self._is_awake(now) and now < self._next_due() and not self._rows_waiting:
             self._look()
             return
         for _ in range(len(self._commands)):
@@ -371,6 +373,8 @@ class Hub:
         self._carry_out_sessions()
         for report in self._worker.attend():
             self._take_report(report, now)
+        if self._begun:
+            self._foretell_begun(now)
         self._carry_out_sessions()
         for peer, message in self._packing.take_messages():
             self._say(peer, message)
@@ -390,10 +394,16 @@ class Hub:
             if told or all_told:
                 return
 
+    def _is_awake(self, now: float) -> bool:
+        """Whether to look for more without a sleep."""
+        if now < self._awake_until:
+            return True
+        return any(now < each.until for awaited in (self._foretold, self._expected) for each in awaited.values())
+
     def _idle_s(self) -> float:
         """How long nothing is due."""
         now = time.monotonic()
-        if self._commands or now < self._awake_until:
+        if self._commands or self._is_awake(now):
             return 0.0
         idle_s = self._next_due() - now
         return min(idle_s, READY_POLL_S) if self._rows_waiting else idle_s
@@ -439,13 +449,13 @@ class Hub:
         """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
         key = key_of(message)
         if (peer.instance, key) in self.sessions.receives.sessions:
-            self._expected[peer, key] = _Expected(msgspec.structs.replace(message, final=True, word=None), word)
-            self._awake_until = max(self._awake_until, now + 2 * KNOWN_S)
+            complete = msgspec.structs.replace(message, final=True, word=None)
+            self._expected[peer, key] = _Expected(complete, word, now + 2 * KNOWN_S)
 
     def _take_expected(self) -> bool:
         """Take what words say; whether there is anything. What has ended otherwise is expected no more."""
         taken = False
-        for (peer, key), (complete, word) in tuple(self._expected.items()):
+        for (peer, key), (complete, word, _) in tuple(self._expected.items()):
             told = word.is_told()
             if told or (peer.instance, key) not in self.sessions.receives.sessions:
                 del self._expected[peer, key]
@@ -722,6 +732,7 @@ class Hub:
         if isinstance(report, Begun):
             self._tell_begun(ticket, report.sign, now)
             return
+        self._begun.pop(ticket, None)
         foretold, known = self._foretold.pop(ticket, None), False
         if foretold is not None and not report.error:
             foretold.notice.tell()
@@ -743,19 +754,31 @@ class Hub:
         return self._work.setdefault((direction, session.peer, session.key), Work())
 
     def _tell_begun(self, ticket: Ticket, sign: _core.Flag | _core.CudaEvent | None, now: float) -> None:
-        """Have a receiver that sleeps wake up meanwhile: nothing has landed yet. One that looks at this side's board is told
-        what it will see there, and what that will mean.
-        """
-        reserve, link = self._reserve_of(ticket), self._links.link(ticket.peer)
-        if reserve is None or link is None:
+        """Have a receiver that sleeps wake up meanwhile: nothing has landed yet."""
+        if sign is not None and self._foretell(ticket, sign, now):
             return
-        begun = Complete(**ids(ticket.key), nonce=reserve.nonce, final=False)
-        board = self._channel.board(link.address)
-        if sign is not None and board is not None and (complete := self.sessions.sends.foretell(ticket)) is not None:
-            notice, word = board.notice(sign)
-            self._foretold[ticket] = _Foretold(notice, now + KNOWN_S)
-            begun = msgspec.structs.replace(complete, final=False, word=word)
-        self._say(ticket.peer, begun)
+        reserve = self._reserve_of(ticket)
+        if reserve is not None:
+            self._say(ticket.peer, Complete(**ids(ticket.key), nonce=reserve.nonce, final=False))
+        if sign is not None:
+            self._begun[ticket] = sign
+
+    def _foretell_begun(self, now: float) -> None:
+        """Those that have become a request's last since: nothing more is sent, or what was under way beside them has ended."""
+        for ticket, sign in list(self._begun.items()):
+            if self._foretell(ticket, sign, now):
+                del self._begun[ticket]
+
+    def _foretell(self, ticket: Ticket, sign: _core.Flag | _core.CudaEvent, now: float) -> bool:
+        """Tell a receiver that looks at this side's board what it will see there, and what that will mean; whether it does."""
+        link = self._links.link(ticket.peer)
+        board = self._channel.board(link.address) if link is not None else None
+        if board is None or (complete := self.sessions.sends.foretell(ticket)) is None:
+            return False
+        notice, word = board.notice(sign)
+        self._foretold[ticket] = _Foretold(notice, now + KNOWN_S)
+        self._say(ticket.peer, msgspec.structs.replace(complete, final=False, word=word))
+        return True
 
     def _tell_filled(self, ticket: Ticket, report: SlotFilled, now: float) -> None:
         reserve = self._reserve_of(ticket)

@@ -6,10 +6,11 @@
 Without `--engines`: 32 layers of K and V by `nvlink`, pages of 16 tokens of 512 bytes, the same layout on both sides, so that
 a piece is a page of 8 KiB. With it: 8 layers, 8 heads, from tokens-first to heads-first pages, so that a piece is one head of
 one token; each engine as it packs by default, and `direct`, piece by piece, with less data. Pages are random on both sides.
-The receiver has reserved 3 ms before the clock starts; `conditions`: other pauses, and both sides asking `poll` again and
-again in place of `wait`. `contiguous`: the engine alone, 16 blocks of 32 MiB in one call. `plain`: a
-device-to-device copy of as many bytes. `pipelined`: 48 requests of 512 MiB, 4 at a time. `floor`: a message there and back over
-ZeroMQ between the same processes. Medians; the last request of each case is verified byte for byte.
+A request is sent when its sender sees that it is reserved, which it asks each half a millisecond; `conditions`: some time
+after that, and both sides asking `poll` again and again in place of `wait`. `contiguous`: the engine alone, 16 blocks of 32
+MiB in one call. `plain`: a device-to-device copy of as many bytes. `pipelined`: 48 requests of 512 MiB, 4 at a time. `floor`:
+a message there and back over ZeroMQ between the same processes. Medians; the last request of each case is verified byte for
+byte.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ def engine_cases(engines: list[str]) -> list[Case]:
 
 @dataclass(frozen=True)
 class One:
-    """A request to be sent: how long after it was reserved, and whether its sender asks again and again if it has ended."""
+    """A request to be sent: how long after it was seen to be reserved, and whether both sides ask again and again if it has
+    ended.
+    """
 
     request: bytes
-    pause_s: float = 0.003
+    pause_s: float = 0.0
     polls: bool = False
 
 
@@ -341,6 +344,19 @@ def run_one(rank: Rank, pipe: Connection, one: One) -> tuple[float, list[float]]
     return ended - started, [b - a for a, b in itertools.pairwise([started, *marks, ended])]
 
 
+def by_stage(stages: list[list[float]]) -> dict[str, Any]:
+    """Of requests whose engine noted its marks: the median of each stage, and of the two phases that they make up. Data: from
+    the call of the engine until its end is seen. Control: what is before and after.
+    """
+    if len(stages[0]) == 1:
+        return {}
+    names = ("finish to submit", "submit", "submitted to done seen", "done seen to success")
+    found = np.array(stages) * 1e6
+    each = dict(zip(names, np.median(found, axis=0).round(1).tolist(), strict=True))
+    phases = {"data": found[:, 1] + found[:, 2], "control": found[:, 0] + found[:, 3]}
+    return {"stages_us_p50": each} | {f"{name}_us_p50": round(float(np.median(took)), 1) for name, took in phases.items()}
+
+
 def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     """One case's row."""
     address = ask(pipe, case)
@@ -361,8 +377,9 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     after = ask(pipe, "stats")
     conditions = {}
     for name, (pause_s, polls) in CONDITIONS.items() if case == nvlink_cases()[0] else ():
-        more = [run_one(rank, pipe, One(new_request_id(), pause_s, polls))[0] * 1e6 for _ in range(41)]
-        conditions[name] = dict(zip(("p50_us", "p99_us"), np.quantile(more, (0.5, 0.99)).round(1).tolist(), strict=True))
+        more = [run_one(rank, pipe, One(new_request_id(), pause_s, polls)) for _ in range(41)]
+        p50_us, p99_us = (np.quantile([seconds for seconds, _ in more], (0.5, 0.99)) * 1e6).round(1).tolist()
+        conditions[name] = {"p50_us": p50_us, "p99_us": p99_us, **by_stage([each for _, each in more])}
     rate = None
     if case.mixed and not case.direct:
         rank.manager.events()
@@ -401,10 +418,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
         row["pipelined_ratio"] = round(rate / row["contiguous_gbps"], 3)
     if conditions:
         row["conditions"] = conditions
-    if len(stages[0]) > 1:
-        names = ("finish to submit", "submit", "submit to done seen", "done seen to success")
-        middle = np.median(np.array(stages[warm:]), axis=0) * 1e6
-        row["stages_us_p50"] = dict(zip(names, middle.round(1).tolist(), strict=True))
+    row |= by_stage(stages[warm:])
     pipe.send("close")
     rank.manager.close()
     receive(pipe)

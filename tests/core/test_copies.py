@@ -44,6 +44,8 @@ def test_runs_join_into_one_and_addresses_may_be_high() -> None:
     top = 2**63 + 5
     assert triples(batch([(top, 8, 4), (top + 4, 12, 4), (top + 8, 16, 1)]).coalesced()) == [(top, 8, 9)]
     assert triples(batch([(0, 8, 4), (4, 13, 4)]).coalesced()) == [(0, 8, 4), (4, 13, 4)]
+    assert triples(batch([(0, 8, 4)]).coalesced()) == [(0, 8, 4)]
+    assert triples(batch([]).coalesced()) == triples(CopyBatch.concatenate([])) == []
 
 
 @given(st.lists(triples_, max_size=4))

@@ -93,6 +93,10 @@ def test_the_spanned_bytes_end_with_the_last_element(axes: list[tuple[int, int]]
         assert tensor.region == MemoryRegion(4096, tensor.nbytes_spanned)
 
 
+def test_a_tensor_without_an_element_spans_nothing() -> None:
+    assert RawTensor(4096, (3, 0, 2), (0, 2, 1), "float16").nbytes_spanned == 0
+
+
 def test_a_view_of_one_index_is_numpys() -> None:
     array = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     for axis in range(3):

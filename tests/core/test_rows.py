@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.errors import LayoutError
-from disagg.rows import Pages, Slot
+from disagg.rows import Pages, Slot, token_range
 
 ids_ = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 
@@ -83,3 +83,15 @@ def test_a_slot_that_is_no_id_is_refused(slot: Any) -> None:
 def test_slots_compare_by_value() -> None:
     assert Slot(3) == Slot(3) != Slot(4)
     assert Slot(0).id == 0
+
+
+@pytest.mark.parametrize("given", [None, 3, (1,), (1, 2, 3), ("0", 1), (0.0, 1), (2, 1), (-1, 1), (0, 2**40 + 1)])
+def test_what_is_no_range_of_tokens(given: object) -> None:
+    assert token_range(given) is None
+
+
+def test_a_range_of_tokens_becomes_pythons_own() -> None:
+    found = token_range(np.array([3, 2**40]))
+    assert found == (3, 2**40)
+    assert found is not None
+    assert [type(token) for token in found] == [int, int]

@@ -28,6 +28,7 @@ from disagg.handles import RequestHandle
 from disagg.leases import Lease
 from disagg.links import LinkLimits
 from disagg.memory import Device, MemoryRegion
+from disagg.rows import Pages
 from disagg.session import Event, Limits, RequestKey
 from disagg.spans import SpanBatch, SpanShape
 from disagg.testing.faults import MessageFaults, mistreat
@@ -207,6 +208,29 @@ def test_a_receiver_sees_that_copying_has_ended(
             assert all(event.payload == b"token" for event in events)
     assert any(complete.word for complete in completes)
     assert not any(complete.final for complete in completes)
+
+
+def test_the_last_copy_is_foretold_once_it_is_the_last(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are under way before the server says that nothing more comes; the first of them then ends."""
+    first, second = threading.Event(), threading.Event()
+    monkeypatch.setattr(SignedSpans, "holds", [first, second])
+    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
+    patient = Limits(retry_s=DEADLINE_S, max_retry_s=DEADLINE_S)
+    with cluster(Side(), Side(), settings={"backend": SignedSpans, "limits": patient}) as made:
+        request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
+        receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
+        sender = made.prefill[0].manager.sender(request, peer="decode-0", deadline_s=DEADLINE_S)
+        rows = {"kv": Pages(np.array(pages[0].ids, np.int32), 0)}
+        for tokens in ((0, 29), (29, 61)):
+            sender.send(rows, tokens=tokens)
+        until(lambda: len(completes) == 2)
+        sender.finish()
+        first.set()
+        until(lambda: any(complete.word for complete in completes))
+        assert receiver.poll() is None
+        second.set()
+        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, sender))
+    assert [(complete.final, complete.word is not None) for complete in completes] == [(False, False)] * 2 + [(False, True)]
 
 
 def test_a_receiver_that_may_not_have_looked_is_told(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
