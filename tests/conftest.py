@@ -5,6 +5,9 @@ measured of.
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Generator
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -16,12 +19,19 @@ settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.e
 COVERING = ("core", "session", "state")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """The pure core is covered by its own tests, and by what is written there, not by what chance tries: a traced test takes
     twice as long.
     """
-    folders = [config.rootpath / "tests" / name for name in COVERING]
-    for item in items:
-        own = any(item.path.is_relative_to(folder) for folder in folders)
-        if not own or is_hypothesis_test(getattr(item, "obj", None)):
-            item.add_marker(pytest.mark.no_cover)
+    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    if folder in COVERING and not is_hypothesis_test(getattr(item, "obj", None)):
+        return (yield)
+    tracers = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracers[0])
+        threading.settrace(tracers[1])
