@@ -9,8 +9,8 @@ one token; each engine as it packs by default, and `direct`, piece by piece, wit
 A request is sent when its sender sees that it is reserved, which it asks each half a millisecond; `conditions`: some time
 after that, and both sides asking `poll` again and again in place of `wait`. `contiguous`: the engine alone, 16 blocks of 32
 MiB in one call. `plain`: a device-to-device copy of as many bytes. `pipelined`: 48 requests of 512 MiB, 4 at a time. `floor`:
-a message there and back over ZeroMQ between the same processes. Medians; the last request of each case is verified byte for
-byte.
+a message there and back over ZeroMQ between the same processes. Medians; without `--engines` of each of several pairs of
+managers. The last request of each case is verified byte for byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import select
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,17 @@ from disagg.state import paged
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
 ROLES = ("prefill-0", "decode-0")
 PATIENCE_S = 60.0
+ROUNDS = 7
+"""Pairs of managers that are made one after the other for requests of one size by `nvlink`."""
 IN_FLIGHT, IN_A_ROW = 4, 48
 """Requests of a quarter of the pools each (512 MiB) that are under way at a time, where they follow each other."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request."""
+    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request; and more
+    requests under `CONDITIONS`.
+    """
 
     backend: str
     layers: int
@@ -61,6 +65,7 @@ class Case:
     repeat: int
     mixed: bool = False
     direct: bool = False
+    conditions: bool = False
 
     @property
     def piece(self) -> int:
@@ -72,7 +77,9 @@ class Case:
 
 
 def nvlink_cases() -> list[Case]:
-    return [Case("nvlink", 32, 2, 128, 4096, pages, repeat) for pages, repeat in ((128, 101), (2048, 31))]
+    """67 MB and 1 GiB, several times: from one pair of managers to the next what is not the copy differs by a third."""
+    small, large = (Case("nvlink", 32, 2, 128, 4096, pages, repeat) for pages, repeat in ((128, 101), (2048, 31)))
+    return [replace(small, conditions=True), *[small] * (ROUNDS - 1), *[large] * ROUNDS]
 
 
 def engine_cases(engines: list[str]) -> list[Case]:
@@ -106,7 +113,7 @@ CONDITIONS = {
     "after 3 ms, both poll": (0.003, True),
     "after 100 ms, both poll": (0.1, True),
 }
-"""Of more requests of the smallest case: how long they were reserved before, and whether both sides poll."""
+"""Of more requests: how long they were reserved before, and whether both sides poll."""
 
 
 class Timed(NvlinkBackend):
@@ -376,7 +383,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
         stages.append(each)
     after = ask(pipe, "stats")
     conditions = {}
-    for name, (pause_s, polls) in CONDITIONS.items() if case == nvlink_cases()[0] else ():
+    for name, (pause_s, polls) in CONDITIONS.items() if case.conditions else ():
         more = [run_one(rank, pipe, One(new_request_id(), pause_s, polls)) for _ in range(41)]
         p50_us, p99_us = (np.quantile([seconds for seconds, _ in more], (0.5, 0.99)) * 1e6).round(1).tolist()
         conditions[name] = {"p50_us": p50_us, "p99_us": p99_us, **by_stage([each for _, each in more])}
@@ -425,6 +432,20 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
     return row
 
 
+SUMMED = ("finish_to_success_us_p50", "times_plain", "data_us_p50", "control_us_p50")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the rows of each size: the least, the median and the most of what they say."""
+    found = []
+    for nbytes, group in itertools.groupby(rows, key=lambda row: row["bytes"]):
+        same = list(group)
+        columns = {name: [row[name] for row in same] for name in SUMMED}
+        each = {name: [min(column), round(statistics.median(column), 3), max(column)] for name, column in columns.items()}
+        found.append({"bytes": nbytes, "rounds": len(same), "least_median_most": each})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -456,10 +477,13 @@ def main() -> None:
                     "what": __doc__.split("\n", 1)[0],
                     "floor_us": floor,
                     "versions": {name: versions(name) for name in arguments.engines or ["nvlink"]},
+                    **({} if arguments.engines else {"summary": summary(rows)}),
                     "rows": rows,
                     "failed": failed,
                 }
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if not arguments.engines:
+        print(*summary(rows), sep="\n")
     pipe.send(None)
     process.join(10)
     sys.exit(bool(failed))
