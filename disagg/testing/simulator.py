@@ -53,7 +53,7 @@ from disagg.session import (
     StartTransfer,
     StartVerify,
 )
-from disagg.wire import Busy, RequestMessage, TokenRange, decode, encode, unpack_rows
+from disagg.wire import Busy, Complete, RequestMessage, TokenRange, decode, encode, unpack_rows
 
 NEVER = float("inf")
 PAGE_TOKENS = 2
@@ -368,6 +368,9 @@ class Flight:
         """Whether it goes to a life of the destination that is over."""
         nonce = start.reserve.nonce
         self.target = None if self.void else next((o.holding for o in destination.opened if nonce == o.nonce), None)
+        self.foretold: Complete | None = None
+        """What its receiver was told beforehand, over `told_by`."""
+        self.told_by = self.link
 
 
 def _reachable(table: Iterable[tuple[object, object]]) -> set[tuple[object, object]]:
@@ -651,18 +654,16 @@ class World:
         self.flights.add(flight)
         behaviour = self.fates.transfer(self.num_transfers)
         seen_s = self.fates.foretold(self.num_transfers)
-        foretold = host.sessions.sends.foretell(start.ticket) if seen_s is not None else None
         self.num_transfers += 1
+        if seen_s is not None:  # when it begins or, where it was not its request's last then, half way
+            self._foretell(flight)
+            self.at(self.now + behaviour.seconds / 2, partial(self._foretell, flight))
         over = self.now + behaviour.seconds
         half = len(flight.moves) // 2
         self.at(self.now + behaviour.seconds / 2, partial(self._land, flight, slice(0, half)))
         if behaviour.way is Way.DONE:
             self.at(over, partial(self._land, flight, slice(half, None), over=True))
-            if foretold is None or seen_s is None:
-                self.at(over, partial(self._settled, flight, ""))
-            else:  # its receiver may see it, and answer, before this side looks; or never
-                self.at(over + seen_s, partial(self._deliver, host, peer, host.links[peer], encode(foretold)))
-                self.at(over + self.fates.lateness_s(), partial(self._settled, flight, "", known=True))
+            self.at(over, partial(self._over, flight, seen_s))
         elif behaviour.way is Way.FAILED:
             self.at(over, partial(self._land, flight, slice(0, 0), over=True))
             self.at(over, partial(self._settled, flight, "broken wire"))
@@ -703,6 +704,20 @@ class World:
             destination.cells[move.row][move.cell] = source.cells[move.source_row][move.source_cell]
         if over:
             self.flights.discard(flight)
+
+    def _foretell(self, flight: Flight) -> None:
+        if flight.source.alive and flight.foretold is None:
+            flight.foretold = flight.source.sessions.sends.foretell(flight.ticket)
+            flight.told_by = flight.source.links[flight.destination.name]
+
+    def _over(self, flight: Flight, seen_s: float | None) -> None:
+        """All has landed; a receiver that was told beforehand may see that, and answer, before the sender looks; or never."""
+        if flight.foretold is None or seen_s is None:
+            self._settled(flight, "")
+            return
+        told = encode(flight.foretold)
+        self.at(self.now + seen_s, partial(self._deliver, flight.source, flight.destination.name, flight.told_by, told))
+        self.at(self.now + self.fates.lateness_s(), partial(self._settled, flight, "", known=True))
 
     def _settled(self, flight: Flight, error: str, *, unsettled: bool = False, known: bool = False) -> None:
         host = flight.source
