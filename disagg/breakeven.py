@@ -15,8 +15,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ BELIEVED = 4
 load may err. Pieces of the declared size, and of sizes so much smaller and larger, are measured.
 """
 BATCH_NBYTES = 1 << 20
-"""Bytes of each measurement, whatever the pieces; a ring with smaller slots is not measured."""
+"""Bytes of each measurement in host memory, whatever the pieces; a ring with smaller slots is not measured."""
 GATHERED_NBYTES = 4 << 10
 """Pieces of a gather that is measured: larger ones are fetched ahead by the processor, as in a cache they would be."""
 ROUNDS, MIN_ROUNDS = 20, 5
@@ -66,6 +67,42 @@ class Threshold:
         return f"{self.nbytes} bytes ({self.origin.value})"
 
 
+class Gather(Protocol):
+    """What packing takes, of memory somewhere: `nbytes` bytes at a time tell that, and what an engine takes for as many."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def seconds(self, address: int) -> float:
+        """Of packing as many bytes, from `address` on, in no order."""
+
+
+class HostGather:
+    """By the compiled core."""
+
+    nbytes = BATCH_NBYTES
+
+    def __init__(self) -> None:
+        self._scratch = np.zeros(self.nbytes, np.uint8)
+        self._rng = np.random.default_rng(0)
+
+    def seconds(self, address: int) -> float:
+        """Of packing as many bytes, from `address` on, in no order."""
+        scratch = int(self._scratch.__array_interface__["data"][0])
+        places, within, nbytes = _scattered(address, scratch, GATHERED_NBYTES, self.nbytes, self._rng)
+        started = time.perf_counter()
+        _core.copy_batch(places, np.sort(within), nbytes)
+        return time.perf_counter() - started
+
+
+Gathering = Callable[[MemoryRegion], Gather | None]
+"""What packs from a region; `None`: `HostGather`."""
+
+
+def on_host(_region: MemoryRegion) -> None:
+    """Slots are in host memory."""
+
+
 class BreakEven:
     """The thresholds of one manager, towards every rank it is connected to; thread-safe.
 
@@ -73,11 +110,21 @@ class BreakEven:
     over one link holds for every rank that is reached over it.
     """
 
-    def __init__(self, backend: Backend, shape: StagingShape, source: MemoryRegion | None, *, given: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        shape: StagingShape,
+        source: MemoryRegion | None,
+        *,
+        given: bool,
+        gathering: Gathering = on_host,
+    ) -> None:
         self.unmeasured = Threshold(shape.pack_below if source is not None else 0, Origin.SET if given else Origin.DECLARED)
         self._backend = backend
         self._shape = shape
         self._source = source
+        self._gathering = gathering
+        self._gather: Gather | None = None
         self._known: dict[Hashable, Threshold] = {}
         self._lock = threading.Lock()
 
@@ -87,18 +134,16 @@ class BreakEven:
         """
         if ring is None or self._source is None or not self._shape.measure:
             return self.unmeasured
-        if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < BATCH_NBYTES:
-            return self.unmeasured
         with self._lock:
             if link in self._known:
                 return self._known[link]
-        slot = ring.lend()
-        if slot is None:
-            return self.unmeasured
         try:
-            nbytes, seconds = self._measure(peer, ring.ring.slot(slot), self._source)
+            gather = self._gather_from(self._source)
+            if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < gather.nbytes or (slot := ring.lend()) is None:
+                return self.unmeasured
+            nbytes, seconds = self._measure(peer, ring.ring.slot(slot), self._source, gather)
         except DisaggError as error:
-            # The slot stays lent for good: something may still be written to it.
+            # A slot that was lent stays so for good: something may still be written to it.
             logger.warning("%s: pieces below %s travel packed, as it could not be measured: %s", who, self.unmeasured, error)
             return self.unmeasured
         ring.restore(slot)
@@ -107,24 +152,26 @@ class BreakEven:
         with self._lock:
             return self._known.setdefault(link, found)
 
-    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion) -> tuple[int, float]:
+    def _gather_from(self, source: MemoryRegion) -> Gather:
+        with self._lock:
+            if self._gather is None:
+                self._gather = self._gathering(source) or HostGather()
+            return self._gather
+
+    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion, gather: Gather) -> tuple[int, float]:
         """Bytes, and how long it took. Raises `DisaggError` where a transfer fails or does not end."""
         began = time.perf_counter()
-        sizes = measured_sizes(self._shape.pack_below)
-        seconds: dict[int, list[float]] = {size: [] for size in (BATCH_NBYTES, *sizes)}
+        sizes = measured_sizes(self._shape.pack_below, gather.nbytes)
+        seconds: dict[int, list[float]] = {size: [] for size in (gather.nbytes, *sizes)}
         slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
         own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
-        gathered, scratch = list[float](), np.zeros(BATCH_NBYTES, np.uint8)
-        rng = np.random.default_rng(0)
+        gathered, rng = list[float](), np.random.default_rng(0)
         for turn in range(ROUNDS):
             if turn >= MIN_ROUNDS and time.perf_counter() - began > BUDGET_S:
                 break
             for size, found in seconds.items():
-                found.append(self._timed(peer, CopyBatch(*_scattered(next(own), slot, size, rng))))
-            places, within, nbytes = _scattered(next(own), int(scratch.__array_interface__["data"][0]), GATHERED_NBYTES, rng)
-            started = time.perf_counter()
-            _core.copy_batch(places, np.sort(within), nbytes)
-            gathered.append(time.perf_counter() - started)
+                found.append(self._timed(peer, CopyBatch(*_scattered(next(own), slot, size, gather.nbytes, rng))))
+            gathered.append(gather.seconds(next(own)))
         typical = {size: statistics.median(found) for size, found in seconds.items()}
         logger.debug("seconds by size of pieces: %s, to gather: %s", seconds, gathered)
         excess = {size: typical[size] - min(typical.values()) for size in sizes}
@@ -149,20 +196,24 @@ class BreakEven:
         return seconds
 
 
-def measured_sizes(declared: int) -> tuple[int, ...]:
-    """Sizes of pieces, in bytes, around a declared threshold: powers of two, so that they divide a batch; never all of it."""
+def measured_sizes(declared: int, batch: int) -> tuple[int, ...]:
+    """Sizes of pieces, in bytes, around a declared threshold: powers of two, so that they divide `batch`, which is one; never
+    all of it.
+    """
     around = (declared // BELIEVED, declared, declared * BELIEVED)
     powers = (1 << max(size - 1, 1).bit_length() for size in around)
-    return tuple(dict.fromkeys(min(power, BATCH_NBYTES // 2) for power in powers))
+    return tuple(dict.fromkeys(min(power, batch // 2) for power in powers))
 
 
 _Column = npt.NDArray[np.uint64]
 
 
-def _scattered(source: int, destination: int, size: int, rng: np.random.Generator) -> tuple[_Column, _Column, _Column]:
-    """A batch in pieces of `size` that touch each other on neither side but by chance."""
-    orders = [rng.permutation(BATCH_NBYTES // size).astype(np.uint64) * np.uint64(size) for _ in range(2)]
-    nbytes = np.full(BATCH_NBYTES // size, size, np.uint64)
+def _scattered(
+    source: int, destination: int, size: int, batch: int, rng: np.random.Generator
+) -> tuple[_Column, _Column, _Column]:
+    """`batch` bytes in pieces of `size` that touch each other on neither side but by chance."""
+    orders = [rng.permutation(batch // size).astype(np.uint64) * np.uint64(size) for _ in range(2)]
+    nbytes = np.full(batch // size, size, np.uint64)
     return orders[0] + np.uint64(source), orders[1] + np.uint64(destination), nbytes
 
 

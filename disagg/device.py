@@ -9,8 +9,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from disagg import _core
 from disagg.backends._device import GpuMover, GpuOrder, GpuShapes, GpuWork
@@ -18,12 +21,14 @@ from disagg.backends.base import StagingShape
 from disagg.copies import Addresses
 from disagg.errors import ConfigError
 from disagg.memory import Device, MemoryRegion
-from disagg.spans import SpanBatch, SpanShape
+from disagg.spans import SpanBatch, SpanRuns, SpanShape
 
 GPU_STAGING = StagingShape(
     pack_below=4 << 20, slot_nbytes=64 << 20, num_slots=8, num_rings=8, whole_rings=2, spares=4, at_once=1
 )
 """For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`, which says what it takes."""
+GATHERED_NBYTES = 16 << 10
+"""Pieces of a gather that is measured: how large they are makes no difference to the kernel."""
 SPIN_S = 5e-3
 """How long work on a GPU is looked at without a pause: most of it is done within that, and a sleep that is as short as it gets
 costs as much as a slot.
@@ -57,12 +62,13 @@ class PoolMemory:
 
     def staging(self, shape: StagingShape, *, pack_below: int | None = None) -> StagingShape:
         """How an engine that packs as `shape` says packs here; `pack_below` is what the server says instead, and then nothing
-        is measured. Nor is it for memory of GPUs.
+        is measured.
 
         Pools on several devices are never packed: raises `ConfigError` where they are told to be.
         """
         if self.has_gpu and shape.pack_below:
-            shape = GPU_STAGING if self.device is not None else StagingShape(pack_below=0)
+            one = dataclasses.replace(GPU_STAGING, measure=shape.measure)
+            shape = one if self.device is not None else StagingShape(pack_below=0)
         if pack_below is None:
             return shape
         if pack_below and self.has_gpu and self.device is None:
@@ -90,6 +96,14 @@ class PoolMemory:
         if not self.has_gpu or self.device is None:
             return None
         return GpuPacker(self.mover(self.device.index), shapes)
+
+    def gathering(self, region: MemoryRegion) -> GpuGather | None:
+        """What tells how long packing takes from a region of the GPU that the pools are on; `None` on the host. Raises
+        `BackendError` where the GPU has no room for it.
+        """
+        if not self.has_gpu or self.device is None:
+            return None
+        return GpuGather(self.mover(self.device.index), region)
 
     def digest(self, layers: Any, bases: Addresses, runs: Any, axes: Any, **what: Any) -> int:
         """As `_core.digest`, of memory here; all bases are in one region's device."""
@@ -122,6 +136,39 @@ class GpuPacker:
     def stream(self, batch: SpanBatch) -> GpuStream:
         """A request over `shapes`, packed by `gather`, or unpacked by `scatter`, in parts."""
         return GpuStream(self._mover, self._shapes, batch)
+
+
+class GpuGather:
+    """A `breakeven.Gather` on a GPU: a slot at a time, as less takes hardly less long."""
+
+    nbytes = GPU_STAGING.slot_nbytes
+
+    def __init__(self, mover: GpuMover, region: MemoryRegion) -> None:
+        self._mover, self._region = mover, region
+        base, rows = np.array([region.address], np.uint64), region.nbytes // GATHERED_NBYTES
+        stride = (GATHERED_NBYTES,) * 2
+        self._shapes = mover.prepare((SpanShape(base, base, stride, stride, (), GATHERED_NBYTES, False, (rows, rows), (1, 1)),))
+        self._scratch = mover.allocate(self.nbytes)
+        self._rng = np.random.default_rng(0)
+
+    def seconds(self, address: int) -> float:
+        """Of packing as many bytes, from `address` on, in no order, from the launch until it is seen to be over."""
+        runs = np.zeros((self.nbytes // GATHERED_NBYTES, 5), np.int64)
+        runs[:, 0] = (address - self._region.address) // GATHERED_NBYTES + self._rng.permutation(len(runs))
+        runs[:, 4] = 1
+        order = self._mover.upload(self._shapes, SpanBatch(self._shapes.shapes, (SpanRuns(0, None, runs),)))
+        try:
+            self._gather(order, GATHERED_NBYTES)  # the upload is over after it
+            started = time.perf_counter()
+            self._gather(order, self.nbytes)
+            return time.perf_counter() - started
+        finally:
+            self._mover.release(order)
+
+    def _gather(self, order: GpuOrder, nbytes: int) -> None:
+        work = self._mover.gather(order, 0, nbytes, self._scratch)
+        while not work.query():
+            pass
 
 
 class GpuStream:

@@ -199,7 +199,7 @@ class Handshake:
             raise
         threshold = self._break_even.unmeasured
         if prepared is None:
-            link = self._backend.transport, host
+            link = self._backend.transport, host, frozenset(region.device for region in regions)
             threshold = self._break_even.towards(engine, remote_ring, who=f"{self.me} to {peer}", link=link)
         gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
         return RemoteRank(

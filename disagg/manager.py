@@ -162,7 +162,13 @@ class KVManager:
             grant=packing.grant,
             memory=memory,
             packs=slots is not None,
-            break_even=BreakEven(self.backend, shape, None if slots is None else slots.region, given=pack_below is not None),
+            break_even=BreakEven(
+                self.backend,
+                shape,
+                None if slots is None else slots.region,
+                given=pack_below is not None,
+                gathering=memory.gathering,
+            ),
         )
         self._links = Links(
             identity,

@@ -52,8 +52,8 @@ IN_FLIGHT, IN_A_ROW = 4, 48
 
 @dataclass(frozen=True)
 class Case:
-    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request; and more
-    requests under `CONDITIONS`.
+    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request; `direct`
+    never packed, or `always`; and more requests under `CONDITIONS`.
     """
 
     backend: str
@@ -65,6 +65,7 @@ class Case:
     repeat: int
     mixed: bool = False
     direct: bool = False
+    always: bool = False
     conditions: bool = False
 
     @property
@@ -153,7 +154,7 @@ class Rank:
             components=[paged.gqa(self.pools, axes=self.axes, num_kv_heads=case.heads, topology=Topology())],
             model=ModelId("bench"),
             backend=Timed if case.backend == "nvlink" else case.backend,
-            pack_below=0 if case.direct else None,
+            pack_below=0 if case.direct else 1 << 40 if case.always else None,
         )
         self.ids = np.random.default_rng(case.num_pages + role).permutation(case.pool_pages)[: case.num_pages]
         self.rows = {"kv": Pages(self.ids.astype(np.int32), 0)}
@@ -415,6 +416,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
         "unpack_s": round(rank.manager.stats.unpack_s / (case.repeat + warm), 6),
         "runs": case.repeat,
         "transport": transport,
+        "pack_below": str(rank.manager.health().peers[ROLES[0]].pack_below[0]),
         "verified": verified,
     }
     if contiguous is not None:

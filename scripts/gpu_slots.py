@@ -5,7 +5,8 @@
 `rates`: the kernel that packs and unpacks, alone, for slots of 32 MiB, by number of thread blocks; `slot_us` is one slot,
 from the launch until it is seen to have passed. `ways`: of the last request of 512 MiB that went alone, when each slot took
 which step, in microseconds since `finish`. `staging`: whole requests and four at a time (`gpu_request.py`), by slots and
-rings. Pieces are of 4 KiB.
+rings. Pieces are of 4 KiB. `pieces`: requests of larger ones, alone, whole and packed, and below which size they would be
+packed, as was measured when the ranks were connected.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
 """MiB of a slot, and slots of a ring."""
 DIM, POOL, REQUEST = 2048, 128 << 20, 32 << 20
 SLOT, RUNS = 32 << 20, 11
+PIECES_KIB = (256, 1024, 2048, 4096, 8192, 16384)
 
 marks: list[tuple[float, str, int]] = []
 
@@ -170,6 +172,20 @@ def _seconds(begin: Callable[[], list[Any]]) -> float:
     return time.perf_counter() - started
 
 
+def pieces(engine: str, pipe: Connection) -> list[dict[str, Any]]:
+    """By size of the pieces, which are pages, alike on both sides: GB/s of requests alone, whole and packed."""
+    rows = []
+    for kib in PIECES_KIB:
+        dim = kib * 1024 // (16 * 2 * 2)
+        case = Case(engine, 8, 2, dim, POOL // (kib << 10), REQUEST // (kib << 10), RUNS)
+        found = [measure(dataclasses.replace(case, **way), pipe) for way in ({"direct": True}, {"always": True}, {})]
+        rates = dict(zip(("whole_gbps", "packed_gbps", "chosen_gbps"), (row["gbps"] for row in found), strict=True))
+        verified = all(row["verified"] for row in found)
+        rows.append({"engine": engine, "piece_kib": kib, **rates, "pack_below": found[2]["pack_below"], "verified": verified})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -182,9 +198,18 @@ def main() -> None:
         "rates": rates(),
         "ways": [],
         "staging": [],
+        "pieces": [],
     }
-    patch()
     context, told = multiprocessing.get_context("spawn"), Path(tempfile.mkdtemp()) / "marks.json"
+    for engine in arguments.engines:
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=gpu_request.prefill, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        result["pieces"] += pieces(engine, pipe)
+        pipe.send(None)
+        process.join(10)
+    patch()
     for engine in arguments.engines:
         pipe, theirs = context.Pipe()
         process = context.Process(target=prefill, args=(theirs, str(told)), daemon=True)

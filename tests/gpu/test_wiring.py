@@ -22,7 +22,7 @@ from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer, Transfe
 from disagg.backends.local import LocalBackend
 from disagg.channel import Channel
 from disagg.copies import CopyBatch
-from disagg.device import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
+from disagg.device import GATHERED_NBYTES, GPU_STAGING, SPIN_S, GpuGather, GpuPacker, PoolMemory
 from disagg.errors import BackendError, ConfigError
 from disagg.handles import RequestHandle
 from disagg.leases import Lease
@@ -431,6 +431,20 @@ def test_threads_that_wait_are_woken_when_copying_begins_and_when_it_is_over() -
     assert handle.wait(timeout_s=0) is event
 
 
+def test_the_packing_that_is_timed_packs_every_byte_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuGather, "nbytes", 8 * GATHERED_NBYTES)
+    slots, scratch = (np.random.default_rng(1).integers(0, 256, (n, GATHERED_NBYTES), np.uint8) for n in (32, 8))
+    mover, (start, to) = TwinMover(), (int(each.__array_interface__["data"][0]) for each in (slots, scratch))
+    monkeypatch.setattr(mover, "allocate", lambda nbytes: {scratch.nbytes: to}[nbytes], raising=False)
+    monkeypatch.setattr(PoolMemory, "mover", lambda self, ordinal: mover)
+    region, before = MemoryRegion(start, slots.nbytes, Device("cuda", 0)), TwinMover.held
+    gather = PoolMemory([region]).gathering(region)
+    assert gather is not None
+    assert gather.seconds(start + 16 * GATHERED_NBYTES) > 0
+    assert sorted(map(bytes, scratch)) == sorted(map(bytes, slots[16:24]))
+    assert TwinMover.held == before
+
+
 def test_where_pools_are() -> None:
     gpu = [MemoryRegion(4096, 64, Device("cuda", 1)), MemoryRegion(8192, 64, Device("cuda", 1))]
     host = [MemoryRegion(1 << 20, 64)]
@@ -440,6 +454,10 @@ def test_where_pools_are() -> None:
     assert PoolMemory(host).beside(64) is None
     assert PoolMemory(host).packer(()) is None
     assert PoolMemory(gpu).staging(shape) == GPU_STAGING
+    measured = StagingShape(pack_below=100, measure=True)
+    assert PoolMemory(gpu).staging(measured) == dataclasses.replace(GPU_STAGING, measure=True)
+    assert PoolMemory(gpu).staging(measured, pack_below=7) == dataclasses.replace(GPU_STAGING, pack_below=7)
+    assert PoolMemory(host).gathering(host[0]) is PoolMemory(gpu + host).gathering(gpu[0]) is None
     assert PoolMemory(gpu).staging(StagingShape()).pack_below == 0
     assert PoolMemory(gpu + host).staging(shape).pack_below == 0
     assert PoolMemory(gpu + host).packer(()) is None

@@ -16,6 +16,7 @@ from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, T
 from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.breakeven import BATCH_NBYTES, BELIEVED, BreakEven, Origin, Threshold, break_even, measured_sizes
 from disagg.copies import CopyBatch
+from disagg.errors import BackendError
 from disagg.memory import MemoryRegion
 from disagg.staging import RemoteRing, Ring
 from tests.support.cluster import Side, cluster
@@ -23,15 +24,15 @@ from tests.support.cluster import Side, cluster
 SHAPE = StagingShape(pack_below=4321, slot_nbytes=BATCH_NBYTES, num_slots=2, num_rings=2, measure=True)
 DECLARED = Threshold(4321, Origin.DECLARED)
 COPY_S = 1e-4
-SIZES = measured_sizes(64 << 10)
+SIZES = measured_sizes(64 << 10, BATCH_NBYTES)
 
 
-@given(st.integers(1, 1 << 30))
-def test_sizes_that_are_measured_are_around_what_is_declared_and_divide_a_batch(declared: int) -> None:
-    sizes = measured_sizes(declared)
+@given(st.integers(1, 1 << 30), st.sampled_from([BATCH_NBYTES, 64 << 20]))
+def test_sizes_that_are_measured_are_around_what_is_declared_and_divide_a_batch(declared: int, batch: int) -> None:
+    sizes = measured_sizes(declared, batch)
     assert list(sizes) == sorted(set(sizes))
-    assert all(BATCH_NBYTES % size == 0 and size < BATCH_NBYTES for size in sizes)
-    if 8 <= declared <= BATCH_NBYTES // 8:
+    assert all(batch % size == 0 and size < batch for size in sizes)
+    if 8 <= declared <= batch // 8:
         assert declared // BELIEVED <= sizes[0] <= declared <= sizes[1] < 2 * declared <= sizes[2]
 
 
@@ -150,6 +151,40 @@ def test_nothing_is_measured_where_nobody_wants_it_or_nothing_could_be() -> None
     made = pair()
     assert made.towards(None) == DECLARED
     assert BreakEven(made.engine, SHAPE, None, given=True).unmeasured == Threshold(0, Origin.SET)
+
+
+class Packer:
+    """Memory whose packing takes what it is said to."""
+
+    nbytes = 1 << 18
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def seconds(self, address: int) -> float:
+        self.asked.append(address)
+        return 1e-4
+
+
+def test_packing_is_measured_where_slots_are_and_as_much_at_a_time_as_tells_something_there() -> None:
+    made, packer = pair(), Packer()
+    source = MemoryRegion(int(made.memory[0].__array_interface__["data"][0]), made.memory[0].nbytes)
+    made.break_even = BreakEven(made.engine, SHAPE, source, given=False, gathering={source: packer}.get)
+    assert made.towards(made.ring).origin is Origin.MEASURED
+    assert set(packer.asked) == {source.address, source.address + SHAPE.slot_nbytes}
+    assert {stop - start for start, stop in made.engine.written} == {packer.nbytes}
+
+
+def test_where_packing_cannot_be_measured_no_slot_is_taken_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(region: MemoryRegion) -> Packer:
+        raise BackendError("no room on GPU 0")
+
+    made = pair()
+    made.break_even = BreakEven(made.engine, SHAPE, made.break_even._source, given=False, gathering=fails)
+    assert made.towards(made.ring) == DECLARED
+    assert "could not be measured: no room on GPU 0" in caplog.text
+    assert made.engine.written == []
+    assert made.ring.num_free == SHAPE.num_slots
 
 
 class Measured(LocalBackend):
