@@ -544,14 +544,17 @@ void send_packet(int socket, const nb::bytes& packet) {
     }
 }
 
-std::vector<pollfd> watch(const Column<std::int32_t>& descriptors) {
+using Watched = std::optional<Column<std::int32_t>>;
+
+std::vector<pollfd> watch(const Watched& descriptors) {
     std::vector<pollfd> watched;
-    for (const std::int32_t descriptor : view(descriptors)) watched.push_back({descriptor, POLLIN, 0});
+    if (!descriptors) return watched;
+    for (const std::int32_t descriptor : view(*descriptors)) watched.push_back({descriptor, POLLIN, 0});
     return watched;
 }
 
 // Until a descriptor is readable or a sign shows, without sleeping.
-bool look(double seconds, const Column<std::int32_t>& descriptors, const nb::list& signs) {
+bool look(double seconds, const Watched& descriptors, const nb::list& signs) {
     std::vector<pollfd> watched = watch(descriptors);
     std::vector<nb::object> held;  // whatever becomes of the list meanwhile
     std::vector<const Notice*> notices;
@@ -581,14 +584,17 @@ bool look(double seconds, const Column<std::int32_t>& descriptors, const nb::lis
     });
 }
 
+// How long a thread sleeps at most, in seconds: what time brings is looked up after that.
+constexpr double kLongest = 3600.0;
+
 timespec duration(double seconds) {
-    const double bounded = std::clamp(seconds, 0.0, 3600.0);
+    const double bounded = std::clamp(seconds, 0.0, kLongest);
     const auto whole = static_cast<std::time_t>(bounded);
     return {whole, static_cast<long>((bounded - static_cast<double>(whole)) * 1e9)};
 }
 
 // Until a descriptor is readable, sleeping.
-void sleep_for(double seconds, const Column<std::int32_t>& descriptors) {
+void sleep_for(double seconds, const Watched& descriptors) {
     std::vector<pollfd> watched = watch(descriptors);
     const timespec longest = duration(seconds);
     const Idle idle;
@@ -607,7 +613,7 @@ class Alarm {
     bool wait(double seconds) {
         const Idle idle;
         std::unique_lock<std::mutex> locked(mutex_);
-        rung_.wait_for(locked, std::chrono::duration<double>(std::clamp(seconds, 0.0, 3600.0)), [&] { return is_set_; });
+        rung_.wait_for(locked, std::chrono::duration<double>(std::clamp(seconds, 0.0, kLongest)), [&] { return is_set_; });
         return std::exchange(is_set_, false);
     }
 
@@ -802,9 +808,9 @@ NB_MODULE(_core, m) {
     nb::class_<Notice>(m, "Notice", "A sign, and the word of memory that is given a value once it shows.")
         .def(nb::init<nb::object, Words, std::size_t, std::uint64_t>(), "sign"_a, "board"_a.noconvert(), "index"_a, "value"_a)
         .def("tell", &Notice::tell, "Give the word its value now.");
-    m.def("linger", &look, "seconds"_a, "descriptors"_a.noconvert(), "signs"_a,
+    m.def("linger", &look, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "signs"_a = nb::list(),
           "Wait without sleeping until a descriptor is readable or a sign shows; whether one does.");
-    m.def("sleep", &sleep_for, "seconds"_a, "descriptors"_a.noconvert(), "Wait until a descriptor is readable.");
+    m.def("sleep", &sleep_for, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "Wait until a descriptor is readable.");
     nb::class_<Alarm>(m, "Alarm", "What a thread sleeps for until another one has it wake up.")
         .def(nb::init<>())
         .def("set", &Alarm::set, "Have the one that waits, or waits next, wake up.")

@@ -329,13 +329,13 @@ Sign = Flag | CudaEvent | Word | Notice
 def enlist() -> None:
     """The calling thread is one of this library from now on: others give way to it."""
 
-def linger(seconds: float, descriptors: npt.NDArray[np.int32], signs: list[Sign]) -> bool:
+def linger(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, signs: list[Sign] = ...) -> bool:
     """In a thread of this library, which has work when this returns: wait for so long without sleeping, as waking up takes
     longer, or until a descriptor is readable or over, a flag is set, the work before an event is over, or a word has its value;
     notices are given meanwhile. Other threads have the interpreter. Whether one of these is so.
     """
 
-def sleep(seconds: float, descriptors: npt.NDArray[np.int32]) -> None:
+def sleep(seconds: float, descriptors: npt.NDArray[np.int32] | None = None) -> None:
     """As `linger`, sleeping: for so long, an hour at most, or until a descriptor is readable or over."""
 
 class Alarm:

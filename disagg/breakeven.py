@@ -40,9 +40,10 @@ BATCH_NBYTES = 1 << 20
 GATHERED_NBYTES = 4 << 10
 """Pieces of a gather that is measured: larger ones are fetched ahead by the processor, as in a cache they would be."""
 ROUNDS, MIN_ROUNDS = 20, 5
-BUDGET_S = 0.02
-"""No further round is begun after this. The median of each measurement counts: beside other load the fastest of a few is at
-times the only one that nothing disturbed, and then differs from the others by more than pieces cost.
+BUDGET_S, MOST_S = 0.02, 0.2
+"""No further round is begun after the first, and none at all where the fewest would take longer than the second. The median
+of each measurement counts: beside other load the fastest of a few is at times the only one that nothing disturbed, and then
+differs from the others by more than pieces cost.
 """
 TIMEOUT_S = 0.5
 """How long one transfer may take before the peer is not measured."""
@@ -137,18 +138,22 @@ class BreakEven:
         with self._lock:
             if link in self._known:
                 return self._known[link]
+        began = time.perf_counter()
         try:
             gather = self._gather_from(self._source)
-            if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < gather.nbytes or (slot := ring.lend()) is None:
+            if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < gather.nbytes:
                 return self.unmeasured
-            nbytes, seconds = self._measure(peer, ring.ring.slot(slot), self._source, gather)
+            gather.seconds(self._source.address)  # what fails here has written nothing to the peer
+            if (slot := ring.lend()) is None:
+                return self.unmeasured
+            nbytes = self._measure(peer, ring.ring.slot(slot), self._source, gather)
         except DisaggError as error:
             # A slot that was lent stays so for good: something may still be written to it.
             logger.warning("%s: pieces below %s travel packed, as it could not be measured: %s", who, self.unmeasured, error)
             return self.unmeasured
         ring.restore(slot)
-        found = Threshold(nbytes, Origin.MEASURED)
-        logger.info("%s: pieces below %s travel packed; found in %.1f ms", who, found, 1e3 * seconds)
+        found = self.unmeasured if nbytes is None else Threshold(nbytes, Origin.MEASURED)
+        logger.info("%s: pieces below %s travel packed; found in %.1f ms", who, found, 1e3 * (time.perf_counter() - began))
         with self._lock:
             return self._known.setdefault(link, found)
 
@@ -158,14 +163,19 @@ class BreakEven:
                 self._gather = self._gathering(source) or HostGather()
             return self._gather
 
-    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion, gather: Gather) -> tuple[int, float]:
-        """Bytes, and how long it took. Raises `DisaggError` where a transfer fails or does not end."""
-        began = time.perf_counter()
+    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion, gather: Gather) -> int | None:
+        """Bytes; `None` where the link is so slow that it would take long. Raises `DisaggError` where a transfer fails or does
+        not end.
+        """
         sizes = measured_sizes(self._shape.pack_below, gather.nbytes)
         seconds: dict[int, list[float]] = {size: [] for size in (gather.nbytes, *sizes)}
         slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
         own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
         gathered, rng = list[float](), np.random.default_rng(0)
+        whole_s = self._timed(peer, CopyBatch(*_scattered(next(own), slot, gather.nbytes, gather.nbytes, rng)))
+        if whole_s * len(seconds) * MIN_ROUNDS > MOST_S:
+            return None
+        began = time.perf_counter()
         for turn in range(ROUNDS):
             if turn >= MIN_ROUNDS and time.perf_counter() - began > BUDGET_S:
                 break
@@ -176,7 +186,7 @@ class BreakEven:
         logger.debug("seconds by size of pieces: %s, to gather: %s", seconds, gathered)
         excess = {size: typical[size] - min(typical.values()) for size in sizes}
         even, declared = break_even(excess, statistics.median(gathered)), self._shape.pack_below
-        return round(min(max(even, declared / BELIEVED), declared * BELIEVED)), time.perf_counter() - began
+        return round(min(max(even, declared / BELIEVED), declared * BELIEVED))
 
     def _timed(self, peer: RemotePeer, copies: CopyBatch) -> float:
         """Seconds from a post to its end."""

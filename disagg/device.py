@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from disagg import _core
 from disagg.backends._device import GpuMover, GpuOrder, GpuShapes, GpuWork
 from disagg.backends.base import StagingShape
 from disagg.copies import Addresses
-from disagg.errors import ConfigError
+from disagg.errors import BackendError, ConfigError
 from disagg.memory import Device, MemoryRegion
 from disagg.spans import SpanBatch, SpanRuns, SpanShape
 
@@ -29,6 +30,7 @@ GPU_STAGING = StagingShape(
 """For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`, which says what it takes."""
 GATHERED_NBYTES = 16 << 10
 """Pieces of a gather that is measured: how large they are makes no difference to the kernel."""
+GATHER_TIMEOUT_S = 0.5
 SPIN_S = 5e-3
 """How long work on a GPU is looked at without a pause: most of it is done within that, and a sleep that is as short as it gets
 costs as much as a slot.
@@ -98,9 +100,7 @@ class PoolMemory:
         return GpuPacker(self.mover(self.device.index), shapes)
 
     def gathering(self, region: MemoryRegion) -> GpuGather | None:
-        """What tells how long packing takes from a region of the GPU that the pools are on; `None` on the host. Raises
-        `BackendError` where the GPU has no room for it.
-        """
+        """What tells how long packing takes from a region of the GPU that the pools are on; `None` on the host."""
         if not self.has_gpu or self.device is None:
             return None
         return GpuGather(self.mover(self.device.index), region)
@@ -139,36 +139,48 @@ class GpuPacker:
 
 
 class GpuGather:
-    """A `breakeven.Gather` on a GPU: a slot at a time, as less takes hardly less long."""
+    """A `breakeven.Gather` on a GPU: a slot at a time, as less takes hardly less long. As much is kept to pack into from the
+    first time on.
+    """
 
     nbytes = GPU_STAGING.slot_nbytes
 
     def __init__(self, mover: GpuMover, region: MemoryRegion) -> None:
         self._mover, self._region = mover, region
-        base, rows = np.array([region.address], np.uint64), region.nbytes // GATHERED_NBYTES
-        stride = (GATHERED_NBYTES,) * 2
-        self._shapes = mover.prepare((SpanShape(base, base, stride, stride, (), GATHERED_NBYTES, False, (rows, rows), (1, 1)),))
-        self._scratch = mover.allocate(self.nbytes)
         self._rng = np.random.default_rng(0)
 
+    @cached_property
+    def _shapes(self) -> GpuShapes:
+        base, rows = np.array([self._region.address], np.uint64), self._region.nbytes // GATHERED_NBYTES
+        stride = (GATHERED_NBYTES,) * 2
+        shape = SpanShape(base, base, stride, stride, (), GATHERED_NBYTES, False, (rows, rows), (1, 1))
+        return self._mover.prepare((shape,))
+
+    @cached_property
+    def _scratch(self) -> int:
+        return self._mover.allocate(self.nbytes)
+
     def seconds(self, address: int) -> float:
-        """Of packing as many bytes, from `address` on, in no order, from the launch until it is seen to be over."""
+        """Of packing as many bytes, from `address` on, in no order, from the launch until it is seen to be over. Raises
+        `BackendError` where the GPU has no room for it, or has not ended it in `GATHER_TIMEOUT_S`.
+        """
         runs = np.zeros((self.nbytes // GATHERED_NBYTES, 5), np.int64)
         runs[:, 0] = (address - self._region.address) // GATHERED_NBYTES + self._rng.permutation(len(runs))
         runs[:, 4] = 1
         order = self._mover.upload(self._shapes, SpanBatch(self._shapes.shapes, (SpanRuns(0, None, runs),)))
-        try:
-            self._gather(order, GATHERED_NBYTES)  # the upload is over after it
-            started = time.perf_counter()
-            self._gather(order, self.nbytes)
-            return time.perf_counter() - started
-        finally:
-            self._mover.release(order)
+        self._gather(order, GATHERED_NBYTES)  # the upload is over after it
+        started = time.perf_counter()
+        self._gather(order, self.nbytes)
+        elapsed = time.perf_counter() - started
+        self._mover.release(order)  # not where a kernel may still read it
+        return elapsed
 
     def _gather(self, order: GpuOrder, nbytes: int) -> None:
-        work = self._mover.gather(order, 0, nbytes, self._scratch)
+        work, until = self._mover.gather(order, 0, nbytes, self._scratch), time.monotonic() + GATHER_TIMEOUT_S
         while not work.query():
-            pass
+            if time.monotonic() > until:
+                raise BackendError(f"packing {nbytes} bytes on a GPU took longer than {GATHER_TIMEOUT_S} s")
+            time.sleep(0)
 
 
 class GpuStream:

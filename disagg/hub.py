@@ -736,7 +736,7 @@ class Hub:
         foretold, known = self._foretold.pop(ticket, None), False
         if foretold is not None and not report.error:
             foretold.notice.tell()
-            known = now < foretold.until
+            known = time.monotonic() < foretold.until
         if not report.unsettled:
             sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, sent if sent is not None and not sent.reported else None))

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from disagg import _core
 from disagg.backends.base import (
@@ -44,7 +43,6 @@ T = TypeVar("T")
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
 IDLE_PROGRESS_S = 1e-3
-NO_DESCRIPTORS = np.empty(0, np.int32)
 UNSETTLED_POLL_S = 0.05
 MOST_AT_ONCE = 8
 """Slots unpacked before anyone is told: telling costs both sides as much as several slots' copies."""
@@ -412,7 +410,7 @@ class TransferWorker:
                 continue
             if self._is_under_way() and not over:
                 sleep_s = min(sleep_s * 2, MAX_SLEEP_S)
-                _core.sleep(sleep_s, NO_DESCRIPTORS)
+                _core.sleep(sleep_s)
                 continue
             if self._wake.wait(self._idle_s()) and self._is_under_way():  # begun by whoever handed it over
                 sleep_s = MIN_SLEEP_S

@@ -294,6 +294,8 @@ def prefill(pipe: Connection) -> None:
                 pipe.send(plain_s(nbytes))
             case "floor":
                 answer_floor(pipe)
+            case "threshold" if rank is not None:
+                pipe.send(str(rank.manager.health().peers[ROLES[1]].pack_below[0]))
             case "stats" if rank is not None:
                 pipe.send(asdict(rank.manager.stats))
             case "close" if rank is not None:
@@ -416,7 +418,7 @@ def measure(case: Case, pipe: Connection) -> dict[str, Any]:
         "unpack_s": round(rank.manager.stats.unpack_s / (case.repeat + warm), 6),
         "runs": case.repeat,
         "transport": transport,
-        "pack_below": str(rank.manager.health().peers[ROLES[0]].pack_below[0]),
+        "pack_below": ask(pipe, "threshold"),
         "verified": verified,
     }
     if contiguous is not None:

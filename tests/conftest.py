@@ -28,6 +28,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if folder in COVERING and not is_hypothesis_test(getattr(item, "obj", None)):
         return (yield)
     tracers = sys.gettrace(), threading.gettrace()
+    if not type(tracers[0]).__module__.startswith("coverage"):  # a debugger's, or none
+        return (yield)
     sys.settrace(None)
     threading.settrace(None)
     try:

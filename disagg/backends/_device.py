@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,18 +102,15 @@ class GpuMover:
 
     def allocate(self, nbytes: int) -> int:
         """The address of memory on this GPU, which is given back by `close`."""
-        with self._lock, self.gpu.current():
-            self._allocations.append(self._call("cuMemAlloc", nbytes))
+        with self._lock, self._current():
+            self._allocations.append(int(self.gpu.call("cuMemAlloc", nbytes)))
             return self._allocations[-1]
 
     def prepare(self, shapes: Sequence[SpanShape]) -> GpuShapes:
         """Span classes one side of which is on this GPU. The other is never touched."""
         table = encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses)
-        with self._lock, self.gpu.current():
-            try:
-                address = self.gpu.table(table.words)
-            except CudaError as error:
-                raise BackendError(f"GPU {self.ordinal}: {error}") from error
+        with self._lock, self._current():
+            address = self.gpu.table(table.words)
         shapes_ = GpuShapes(table, address)
         weakref.finalize(shapes_, self._free_table, address).atexit = False
         return shapes_
@@ -274,6 +271,15 @@ class GpuMover:
         buffer = Buffer(self.gpu, nbytes)
         self._buffers.append(buffer)
         return buffer
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """This GPU is the calling thread's within; raises `BackendError` for what the driver refuses."""
+        try:
+            with self.gpu.current():
+                yield
+        except CudaError as error:
+            raise BackendError(f"GPU {self.ordinal}: {error}") from error
 
     def _call(self, name: str, *arguments: object) -> int:
         try:

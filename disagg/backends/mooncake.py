@@ -44,7 +44,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ import msgspec
 import numpy as np
 
 from disagg import _core
-from disagg.backends._cuda import Gpu
+from disagg.backends._cuda import CudaError, Gpu
 from disagg.backends.base import (
     BackendOptions,
     Fence,
@@ -91,7 +91,6 @@ _IDLE_S = 1.0
 _PAUSE_S = (1e-4, 2e-3)
 _SPIN_S, _LOOK_S = 5e-3, 10e-6
 """Between GPUs: for how long work is looked at without a sleep, and how long a look waits."""
-_NO_DESCRIPTORS = np.empty(0, np.int32)
 _REFUSED = (0, 2**64 - 1)
 """What posting returns instead of a batch's number."""
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
@@ -457,7 +456,7 @@ class _PeerQueue:
                 continue
             moved_s = time.monotonic() - self._moved_at
             if not self.by_caller and moved_s < _SPIN_S:
-                _core.linger(_LOOK_S, _NO_DESCRIPTORS, [])
+                _core.linger(_LOOK_S)
             else:
                 least, most = _PAUSE_S
                 self._alarm.wait(min(most, max(least, moved_s / 16)))
@@ -607,13 +606,19 @@ def _gpu_of(regions: Iterable[MemoryRegion]) -> Gpu | None:
         return None
     try:
         return Gpu(device.index)
-    except BackendUnavailable as error:
+    except (BackendUnavailable, CudaError) as error:
         _log.warning("backend 'mooncake': GPU %d is not made the engine's: %s", device.index, error)
         return None
 
 
-def _current(gpu: Gpu | None) -> AbstractContextManager[None]:
-    return nullcontext() if gpu is None else gpu.current()
+@contextmanager
+def _current(gpu: Gpu | None) -> Iterator[None]:
+    """That GPU is the calling thread's within, as far as that is possible: the engine says itself what is not."""
+    with ExitStack() as stack:
+        if gpu is not None:
+            with suppress(CudaError):
+                stack.enter_context(gpu.current())
+        yield
 
 
 class MooncakePeer:
@@ -698,12 +703,14 @@ class MooncakeBackend:
             rows.append(MemoryRegion(self._scratch.ctypes.data, self._scratch.nbytes))
         elif any(region.device == CPU for region in merged):
             raise ConfigError("backend 'mooncake': 'nvlink_intra' moves memory of GPUs only, found memory of the host")
-        self._gpu = _gpu_of(merged)
-        with _current(self._gpu):
+        gpu = _gpu_of(merged)
+        with _current(gpu):
             status = engine.batch_register_memory([r.address for r in rows], [r.nbytes for r in rows])
         if status != 0:
+            if gpu is not None:
+                gpu.release()
             raise ConfigError(f"backend 'mooncake': the engine does not take {len(merged)} regions (status {status})")
-        self._index = RegionIndex(merged)
+        self._index, self._gpu = RegionIndex(merged), gpu
 
     def endpoint(self) -> bytes:
         regions = [MemoryRegion(r.address, r.nbytes, r.device) for r in self._registered().regions]

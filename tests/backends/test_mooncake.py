@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,13 +11,17 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
+from disagg.backends import mooncake
+from disagg.backends._cuda import CudaError
 from disagg.backends.base import (
     Backend,
     BackendOptions,
@@ -32,6 +37,7 @@ from disagg.backends.base import (
 from disagg.backends.mooncake import MAX_OUTSTANDING, SPLIT_NBYTES, MooncakeBackend, MooncakePeer, _pieces
 from disagg.copies import CopyBatch
 from disagg.errors import BackendUnavailable, ConfigError, PeerUnreachable
+from disagg.memory import Device, MemoryRegion
 from disagg.testing.backend_contract import (
     Arena,
     BackendContract,
@@ -235,6 +241,53 @@ class TestMooncakeContract(BackendContract):
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
+
+
+class NotedGpu:
+    """A GPU that there is not, and what was asked of it, in which threads."""
+
+    asked: ClassVar[list[tuple[str, int, str]]] = []
+    refuses = False
+
+    def __init__(self, ordinal: int) -> None:
+        if self.refuses:
+            raise CudaError("cuDeviceGet", "CUDA_ERROR_INVALID_DEVICE")
+        self.ordinal = ordinal
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        self._note("current")
+        yield
+        self._note("not current")
+
+    def release(self) -> None:
+        self._note("released")
+
+    def _note(self, what: str) -> None:
+        self.asked.append((what, self.ordinal, threading.current_thread().name.partition("-127")[0]))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_engine_opens_memory_for_the_gpu_that_its_own_is_on(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "Gpu", NotedGpu)
+    monkeypatch.setattr(NotedGpu, "asked", [])
+    monkeypatch.setattr(NotedGpu, "refuses", refuses)
+    pools = [np.full(64, value, np.uint8) for value in (7, 0)]
+    engines = [MooncakeBackend(BackendOptions()) for _ in pools]
+    for engine, pool in zip(engines, pools, strict=True):
+        engine.register([MemoryRegion(pool.ctypes.data, pool.nbytes, Device("cuda", 3))])
+    peer = engines[0].connect(engines[1].endpoint(), epoch=1)
+    source, destination = (np.array([pool.ctypes.data], np.uint64) for pool in pools)
+    copies = CopyBatch(source, destination, np.array([64], np.uint64))
+    until(engines[0].submit(Op.WRITE, peer, copies), TransferStatus.DONE)
+    assert bytes(pools[1]) == bytes(pools[0])
+    for engine in engines * 2:
+        engine.close()
+    registering, closing = ["current", "not current"], ["current", "not current", "released"]
+    here = [what for what, _, thread in NotedGpu.asked if thread == threading.current_thread().name]
+    assert here == ([] if refuses else registering * 2 + closing * 2)
+    assert [what for what, _, thread in NotedGpu.asked if thread == "disagg-mooncake"] == ([] if refuses else registering)
+    assert {ordinal for _, ordinal, _ in NotedGpu.asked} == (set() if refuses else {3})
 
 
 def test_off_loopback_wants_a_trusted_network() -> None:

@@ -215,8 +215,10 @@ def test_the_last_copy_is_foretold_once_it_is_the_last(completes: list[Complete]
     first, second = threading.Event(), threading.Event()
     monkeypatch.setattr(SignedSpans, "holds", [first, second])
     monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
-    patient = Limits(retry_s=DEADLINE_S, max_retry_s=DEADLINE_S)
-    with cluster(Side(), Side(), settings={"backend": SignedSpans, "limits": patient}) as made:
+    never = 10 * DEADLINE_S
+    limits, links = Limits(retry_s=never, max_retry_s=never), LinkLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never)
+    settings = {"backend": SignedSpans, "limits": limits, "link_limits": links}
+    with cluster(Side(), Side(), settings=settings) as made:
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
         sender = made.prefill[0].manager.sender(request, peer="decode-0", deadline_s=DEADLINE_S)
@@ -228,6 +230,8 @@ def test_the_last_copy_is_foretold_once_it_is_the_last(completes: list[Complete]
         first.set()
         until(lambda: any(complete.word for complete in completes))
         assert receiver.poll() is None
+        hubs = [rank.manager._hub for rank in (*made.prefill, *made.decode)]
+        until(lambda: all(time.monotonic() > each._awake_until for each in hubs))  # they look for the end alone
         second.set()
         assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, sender))
     assert [(complete.final, complete.word is not None) for complete in completes] == [(False, False)] * 2 + [(False, True)]

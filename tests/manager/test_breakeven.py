@@ -17,7 +17,7 @@ from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.breakeven import BATCH_NBYTES, BELIEVED, BreakEven, Origin, Threshold, break_even, measured_sizes
 from disagg.copies import CopyBatch
 from disagg.errors import BackendError
-from disagg.memory import MemoryRegion
+from disagg.memory import CPU, MemoryRegion
 from disagg.staging import RemoteRing, Ring
 from tests.support.cluster import Side, cluster
 
@@ -185,6 +185,27 @@ def test_where_packing_cannot_be_measured_no_slot_is_taken_for_it(caplog: pytest
     assert "could not be measured: no room on GPU 0" in caplog.text
     assert made.engine.written == []
     assert made.ring.num_free == SHAPE.num_slots
+
+
+def test_a_link_that_is_so_slow_that_measuring_would_hold_up_its_peers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakeven, "MOST_S", 0.0)
+    made = pair()
+    assert made.towards(made.ring) == DECLARED
+    assert len(made.engine.written) == 1
+    assert made.ring.num_free == SHAPE.num_slots
+
+
+def test_what_is_known_of_one_device_of_a_host_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, towards = list[Any](), BreakEven.towards
+
+    def noting(self: BreakEven, *given: Any, link: Any, **named: Any) -> Threshold:
+        links.append(link)
+        return towards(self, *given, link=link, **named)
+
+    monkeypatch.setattr(BreakEven, "towards", noting)
+    with cluster(Side(), Side(), settings={"backend": Measured}) as made:
+        assert all(event.ok for event in made.transfer(5))
+    assert links == [(made.prefill[0].manager.backend.transport, "127.0.0.1", frozenset({CPU}))] * 2
 
 
 class Measured(LocalBackend):

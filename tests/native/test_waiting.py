@@ -14,7 +14,6 @@ import pytest
 from disagg import _core
 
 PATIENCE_S = 60.0
-NOTHING = np.empty(0, np.int32)
 
 
 @pytest.fixture
@@ -28,8 +27,8 @@ def stubborn() -> Iterator[None]:
 
 Wait = Callable[[_core.Flag, _core.Alarm], object]
 WAITS: dict[str, Wait] = {
-    "linger": lambda sign, _: _core.linger(PATIENCE_S, NOTHING, [sign]),
-    "sleep": lambda *_: _core.sleep(1e-3, NOTHING),
+    "linger": lambda sign, _: _core.linger(PATIENCE_S, signs=[sign]),
+    "sleep": lambda *_: _core.sleep(1e-3),
     "alarm": lambda _, alarm: alarm.wait(PATIENCE_S),
     "alarm, in vain": lambda *_: _core.Alarm().wait(1e-3),
 }
@@ -84,7 +83,7 @@ def test_an_alarm_that_was_set_before_is_heard_once() -> None:
 @pytest.mark.parametrize("sign", [None, 3, "sign"])
 def test_what_is_no_sign_is_refused(sign: object) -> None:
     with pytest.raises((TypeError, RuntimeError)):
-        _core.linger(0.0, NOTHING, [sign])  # type: ignore[list-item]
+        _core.linger(0.0, signs=[sign])  # type: ignore[list-item]
 
 
 def test_packets_leave_at_once_or_not_at_all() -> None:

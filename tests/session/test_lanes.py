@@ -215,15 +215,14 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Board) -> 
     words = [view.word(*seen) for _, seen in notices]
     assert len({value for _, (_, value) in notices}) == len(notices)
     notice, word = notices[0][0], words[0]
-    nothing = np.empty(0, np.int32)
-    assert not _core.linger(0.0, nothing, [notice, word])
+    assert not _core.linger(0.0, signs=[notice, word])
     assert not word.is_told()
     sign.set()
-    assert _core.linger(0.0, nothing, [notice])
+    assert _core.linger(0.0, signs=[notice])
     assert [each.is_told() for each in words] == [True] + [False] * NUM_WORDS
     notices[-1][0].tell()  # the same word, for something else
     assert [each.is_told() for each in words] == [False] * NUM_WORDS + [True]
-    assert _core.linger(10.0, nothing, [words[-1]])
+    assert _core.linger(10.0, signs=[words[-1]])
 
 
 def test_no_board_where_nobody_looks(listener: Listener, board: Board) -> None:
