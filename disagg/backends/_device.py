@@ -281,13 +281,6 @@ class GpuMover:
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: {error}") from error
 
-    def _call(self, name: str, *arguments: object) -> int:
-        try:
-            found = self.gpu.call(name, *arguments)
-        except CudaError as error:
-            raise BackendError(f"GPU {self.ordinal}: {error}") from error
-        return 0 if found is None else int(found)
-
     def close(self) -> None:
         """Give everything back, once what was started has ended; nothing may use the memory any more."""
         with self._lock, suppress(CudaError), self.gpu.current():
