@@ -15,7 +15,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,7 +46,7 @@ of each measurement counts: beside other load the fastest of a few is at times t
 differs from the others by more than pieces cost.
 """
 TIMEOUT_S = 0.5
-"""How long one transfer may take before the peer is not measured."""
+"""How long one transfer, or packing on a GPU, may take before the peer is not measured."""
 
 
 class Origin(enum.Enum):
@@ -96,19 +96,11 @@ class HostGather:
         return time.perf_counter() - started
 
 
-Gathering = Callable[[MemoryRegion], Gather | None]
-"""What packs from a region; `None`: `HostGather`."""
-
-
-def on_host(_region: MemoryRegion) -> None:
-    """Slots are in host memory."""
-
-
 class BreakEven:
     """The thresholds of one manager, towards every rank it is connected to; thread-safe.
 
-    `source` is memory that the engine may read from: at least the `shape.num_slots` slots of this side. What was measured
-    over one link holds for every rank that is reached over it.
+    `source` is memory that the engine may read from: at least the `shape.num_slots` slots of this side; `gather` is what packs
+    from there (`None`: `HostGather`). What was measured over one link holds for every rank that is reached over it.
     """
 
     def __init__(
@@ -118,14 +110,13 @@ class BreakEven:
         source: MemoryRegion | None,
         *,
         given: bool,
-        gathering: Gathering = on_host,
+        gather: Gather | None = None,
     ) -> None:
         self.unmeasured = Threshold(shape.pack_below if source is not None else 0, Origin.SET if given else Origin.DECLARED)
         self._backend = backend
         self._shape = shape
         self._source = source
-        self._gathering = gathering
-        self._gather: Gather | None = None
+        self._gather = gather or HostGather()
         self._known: dict[Hashable, Threshold] = {}
         self._lock = threading.Lock()
 
@@ -135,18 +126,17 @@ class BreakEven:
         """
         if ring is None or self._source is None or not self._shape.measure:
             return self.unmeasured
+        if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < self._gather.nbytes:
+            return self.unmeasured
         with self._lock:
             if link in self._known:
                 return self._known[link]
         began = time.perf_counter()
         try:
-            gather = self._gather_from(self._source)
-            if min(self._shape.slot_nbytes, ring.ring.slot_nbytes) < gather.nbytes:
-                return self.unmeasured
-            gather.seconds(self._source.address)  # what fails here has written nothing to the peer
+            self._gather.seconds(self._source.address)  # what fails here has written nothing to the peer
             if (slot := ring.lend()) is None:
                 return self.unmeasured
-            nbytes = self._measure(peer, ring.ring.slot(slot), self._source, gather)
+            nbytes = self._measure(peer, ring.ring.slot(slot), self._source)
         except DisaggError as error:
             # A slot that was lent stays so for good: something may still be written to it.
             logger.warning("%s: pieces below %s travel packed, as it could not be measured: %s", who, self.unmeasured, error)
@@ -157,22 +147,17 @@ class BreakEven:
         with self._lock:
             return self._known.setdefault(link, found)
 
-    def _gather_from(self, source: MemoryRegion) -> Gather:
-        with self._lock:
-            if self._gather is None:
-                self._gather = self._gathering(source) or HostGather()
-            return self._gather
-
-    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion, gather: Gather) -> int | None:
+    def _measure(self, peer: RemotePeer, slot: int, source: MemoryRegion) -> int | None:
         """Bytes; `None` where the link is so slow that it would take long. Raises `DisaggError` where a transfer fails or does
         not end.
         """
-        sizes = measured_sizes(self._shape.pack_below, gather.nbytes)
-        seconds: dict[int, list[float]] = {size: [] for size in (gather.nbytes, *sizes)}
+        batch = self._gather.nbytes
+        sizes = measured_sizes(self._shape.pack_below, batch)
+        seconds: dict[int, list[float]] = {size: [] for size in (batch, *sizes)}
         slots = range(source.address, source.address + self._shape.num_slots * self._shape.slot_nbytes, self._shape.slot_nbytes)
         own = itertools.cycle(slots)  # each in turn, so that none is found in a near cache
         gathered, rng = list[float](), np.random.default_rng(0)
-        whole = [CopyBatch(*_scattered(next(own), slot, gather.nbytes, gather.nbytes, rng)) for _ in range(2)]
+        whole = [CopyBatch(*_scattered(next(own), slot, batch, batch, rng)) for _ in range(2)]
         whole_s = min([self._timed(peer, each) for each in whole])  # with the first the engine may only begin to connect
         if whole_s * len(seconds) * MIN_ROUNDS > MOST_S:
             return None
@@ -181,8 +166,8 @@ class BreakEven:
             if turn >= MIN_ROUNDS and time.perf_counter() - began > BUDGET_S:
                 break
             for size, found in seconds.items():
-                found.append(self._timed(peer, CopyBatch(*_scattered(next(own), slot, size, gather.nbytes, rng))))
-            gathered.append(gather.seconds(next(own)))
+                found.append(self._timed(peer, CopyBatch(*_scattered(next(own), slot, size, batch, rng))))
+            gathered.append(self._gather.seconds(next(own)))
         typical = {size: statistics.median(found) for size, found in seconds.items()}
         logger.debug("seconds by size of pieces: %s, to gather: %s", seconds, gathered)
         excess = {size: typical[size] - min(typical.values()) for size in sizes}

@@ -19,6 +19,7 @@ import numpy as np
 from disagg import _core
 from disagg.backends._device import GpuMover, GpuOrder, GpuShapes, GpuWork
 from disagg.backends.base import StagingShape
+from disagg.breakeven import TIMEOUT_S
 from disagg.copies import Addresses
 from disagg.errors import BackendError, ConfigError
 from disagg.memory import Device, MemoryRegion
@@ -30,7 +31,6 @@ GPU_STAGING = StagingShape(
 """For engines that pay for each piece of a GPU's memory (2 to 5 us): as measured, `docs/gpu.md`, which says what it takes."""
 GATHERED_NBYTES = 16 << 10
 """Pieces of a gather that is measured: how large they are makes no difference to the kernel."""
-GATHER_TIMEOUT_S = 0.5
 SPIN_S = 5e-3
 """How long work on a GPU is looked at without a pause: most of it is done within that, and a sleep that is as short as it gets
 costs as much as a slot.
@@ -99,7 +99,7 @@ class PoolMemory:
             return None
         return GpuPacker(self.mover(self.device.index), shapes)
 
-    def gathering(self, region: MemoryRegion) -> GpuGather | None:
+    def gather(self, region: MemoryRegion) -> GpuGather | None:
         """What tells how long packing takes from a region of the GPU that the pools are on; `None` on the host."""
         if not self.has_gpu or self.device is None:
             return None
@@ -162,7 +162,7 @@ class GpuGather:
 
     def seconds(self, address: int) -> float:
         """Of packing as many bytes, from `address` on, in no order, from the launch until it is seen to be over. Raises
-        `BackendError` where the GPU has no room for it, or has not ended it in `GATHER_TIMEOUT_S`.
+        `BackendError` where the GPU has no room for it, or has not ended it in `TIMEOUT_S`.
         """
         runs = np.zeros((self.nbytes // GATHERED_NBYTES, 5), np.int64)
         runs[:, 0] = (address - self._region.address) // GATHERED_NBYTES + self._rng.permutation(len(runs))
@@ -176,10 +176,10 @@ class GpuGather:
         return elapsed
 
     def _gather(self, order: GpuOrder, nbytes: int) -> None:
-        work, until = self._mover.gather(order, 0, nbytes, self._scratch), time.monotonic() + GATHER_TIMEOUT_S
+        work, until = self._mover.gather(order, 0, nbytes, self._scratch), time.monotonic() + TIMEOUT_S
         while not work.query():
             if time.monotonic() > until:
-                raise BackendError(f"packing {nbytes} bytes on a GPU took longer than {GATHER_TIMEOUT_S} s")
+                raise BackendError(f"packing {nbytes} bytes on a GPU took longer than {TIMEOUT_S} s")
             time.sleep(0)
 
 

@@ -167,7 +167,7 @@ class KVManager:
                 shape,
                 None if slots is None else slots.region,
                 given=pack_below is not None,
-                gathering=memory.gathering,
+                gather=None if slots is None else memory.gather(slots.region),
             ),
         )
         self._links = Links(

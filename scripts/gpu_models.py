@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import multiprocessing
 import statistics
 import time
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gpu_request import PATIENCE_S, plain_s, receive
+from gpu_request import PATIENCE_S, other_process, plain_s, receive
 
 from disagg import new_request_id
 from disagg.backends.base import SpanWriter, TransferStatus
@@ -236,20 +235,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
     rows = []
-    for model, tokens, *sides in CASES:
-        rows.append(measure(Work(model, tokens, (sides[0], sides[1])), pipe))
-        print(rows[-1], flush=True)
-        if arguments.json:
-            result = {"date": arguments.date, "what": __doc__.split("\n", 1)[0], "versions": versions("nvlink"), "rows": rows}
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    pipe.send(None)
-    process.join(10)
+    with other_process(prefill) as pipe:
+        for model, tokens, *sides in CASES:
+            rows.append(measure(Work(model, tokens, (sides[0], sides[1])), pipe))
+            print(rows[-1], flush=True)
+            if arguments.json:
+                what = {"date": arguments.date, "what": __doc__.split("\n", 1)[0], "versions": versions("nvlink")}
+                arguments.json.write_text(json.dumps({**what, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

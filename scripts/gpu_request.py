@@ -25,6 +25,8 @@ import select
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,8 +54,8 @@ IN_FLIGHT, IN_A_ROW = 4, 48
 
 @dataclass(frozen=True)
 class Case:
-    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request; `direct`
-    never packed, or `always`; and more requests under `CONDITIONS`.
+    """Pools and requests: `layers` of K and V, `num_pages` of the pool's `pool_pages` pages of 16 tokens in a request; packed
+    below so many bytes (`None`: as by default); and more requests under `CONDITIONS`.
     """
 
     backend: str
@@ -64,13 +66,16 @@ class Case:
     num_pages: int
     repeat: int
     mixed: bool = False
-    direct: bool = False
-    always: bool = False
+    pack_below: int | None = None
     conditions: bool = False
 
     @property
     def piece(self) -> int:
         return self.dim * 2 * (1 if self.mixed else self.heads * 16)
+
+    @property
+    def direct(self) -> bool:
+        return self.pack_below == 0
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +96,7 @@ def engine_cases(engines: list[str]) -> list[Case]:
         cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, (32 << 20) // page, 15, mixed=True))
         if engine != "nvlink":
             count = max(1, min(32 << 20, 2048 * dim * 2) // page)
-            cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, count, 2, mixed=True, direct=True))
+            cases.append(Case(engine, 8, 8, dim, (128 << 20) // page, count, 2, mixed=True, pack_below=0))
     return cases
 
 
@@ -154,7 +159,7 @@ class Rank:
             components=[paged.gqa(self.pools, axes=self.axes, num_kv_heads=case.heads, topology=Topology())],
             model=ModelId("bench"),
             backend=Timed if case.backend == "nvlink" else case.backend,
-            pack_below=0 if case.direct else 1 << 40 if case.always else None,
+            pack_below=case.pack_below,
         )
         self.ids = np.random.default_rng(case.num_pages + role).permutation(case.pool_pages)[: case.num_pages]
         self.rows = {"kv": Pages(self.ids.astype(np.int32), 0)}
@@ -304,6 +309,19 @@ def prefill(pipe: Connection) -> None:
                 pipe.send("closed")
             case None:
                 return
+
+
+@contextmanager
+def other_process(serve: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """A process that does what it is told to over this pipe, until that is nothing more."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    yield pipe
+    pipe.send(None)
+    process.join(10)
 
 
 def answer_floor(pipe: Connection) -> None:
@@ -457,16 +475,17 @@ def main() -> None:
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
     os.environ.setdefault("MC_INTRANODE_NVLINK", "1")
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    rows, failed = [], []
-    cases = engine_cases(arguments.engines) if arguments.engines else nvlink_cases()
+    with other_process(prefill) as pipe:
+        failed = measure_all(arguments, pipe)
+    sys.exit(bool(failed))
+
+
+def measure_all(arguments: argparse.Namespace, pipe: Connection) -> list[str]:
+    """Every case, each written once it is there; what failed, after which no other was tried."""
+    rows, failed = list[dict[str, Any]](), list[str]()
     floor = measure_floor(pipe)
     print(f"a message there and back: {floor} us", flush=True)
-    for case in cases:
+    for case in engine_cases(arguments.engines) if arguments.engines else nvlink_cases():
         try:
             rows.append(measure(case, pipe))
             print({k: v for k, v in rows[-1].items() if k not in ("bytes", "pieces", "runs")}, flush=True)
@@ -488,9 +507,7 @@ def main() -> None:
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if not arguments.engines:
         print(*summary(rows), sep="\n")
-    pipe.send(None)
-    process.join(10)
-    sys.exit(bool(failed))
+    return failed
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import gpu_request
 import numpy as np
-from gpu_request import Case, Rank, measure
+from gpu_request import Case, Rank, measure, other_process
 
 from disagg import device, staging, transfers
 from disagg.backends import _device
@@ -39,6 +38,8 @@ SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
 DIM, POOL, REQUEST = 2048, 128 << 20, 32 << 20
 SLOT, RUNS = 32 << 20, 11
 PIECES_KIB = (256, 1024, 2048, 4096, 8192, 16384)
+WAYS = (0, 1 << 40, None)
+"""`pack_below` for pieces that go whole, packed, and as was measured."""
 
 marks: list[tuple[float, str, int]] = []
 
@@ -178,7 +179,7 @@ def pieces(engine: str, pipe: Connection) -> list[dict[str, Any]]:
     for kib in PIECES_KIB:
         dim = kib * 1024 // (16 * 2 * 2)
         case = Case(engine, 8, 2, dim, POOL // (kib << 10), REQUEST // (kib << 10), RUNS)
-        found = [measure(dataclasses.replace(case, **way), pipe) for way in ({"direct": True}, {"always": True}, {})]
+        found = [measure(dataclasses.replace(case, pack_below=way), pipe) for way in WAYS]
         rates = dict(zip(("whole_gbps", "packed_gbps", "chosen_gbps"), (row["gbps"] for row in found), strict=True))
         verified = all(row["verified"] for row in found)
         rows.append({"engine": engine, "piece_kib": kib, **rates, "pack_below": found[2]["pack_below"], "verified": verified})
@@ -200,30 +201,20 @@ def main() -> None:
         "staging": [],
         "pieces": [],
     }
-    context, told = multiprocessing.get_context("spawn"), Path(tempfile.mkdtemp()) / "marks.json"
     for engine in arguments.engines:
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=gpu_request.prefill, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        result["pieces"] += pieces(engine, pipe)
-        pipe.send(None)
-        process.join(10)
+        with other_process(gpu_request.prefill) as pipe:
+            result["pieces"] += pieces(engine, pipe)
     patch()
+    told = Path(tempfile.mkdtemp()) / "marks.json"
     for engine in arguments.engines:
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=prefill, args=(theirs, str(told)), daemon=True)
-        process.start()
-        theirs.close()
-        for number, (nbytes, slots) in enumerate(SHAPES):
-            row = measure(case_of(engine, number), pipe)
-            keys = ("gbps", "ratio", "pipelined_gbps", "pipelined_ratio", "contiguous_gbps", "verified")
-            staged = {"engine": engine, "slot_mib": nbytes, "slots": slots}
-            result["staging"].append({**staged, **{key: row[key] for key in keys}})
-            result["ways"].append({**staged, "us": ways(told)})
-            print(result["staging"][-1], flush=True)
-        pipe.send(None)
-        process.join(10)
+        with other_process(prefill, str(told)) as pipe:
+            for number, (nbytes, slots) in enumerate(SHAPES):
+                row = measure(case_of(engine, number), pipe)
+                keys = ("gbps", "ratio", "pipelined_gbps", "pipelined_ratio", "contiguous_gbps", "verified")
+                staged = {"engine": engine, "slot_mib": nbytes, "slots": slots}
+                result["staging"].append({**staged, **{key: row[key] for key in keys}})
+                result["ways"].append({**staged, "us": ways(told)})
+                print(result["staging"][-1], flush=True)
     told.unlink()
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -25,10 +25,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     twice as long.
     """
     folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-    if folder in COVERING and not is_hypothesis_test(getattr(item, "obj", None)):
-        return (yield)
+    counts = folder in COVERING and not is_hypothesis_test(getattr(item, "obj", None))
     tracers = sys.gettrace(), threading.gettrace()
-    if not type(tracers[0]).__module__.startswith("coverage"):  # a debugger's, or none
+    if counts or not type(tracers[0]).__module__.startswith("coverage"):  # a debugger's tracer stays, too
         return (yield)
     sys.settrace(None)
     threading.settrace(None)

@@ -442,7 +442,7 @@ def test_the_packing_that_is_timed_packs_every_byte_of_a_slot(monkeypatch: pytes
     monkeypatch.setattr(mover, "allocate", lambda nbytes: {scratch.nbytes: to}[nbytes], raising=False)
     monkeypatch.setattr(PoolMemory, "mover", lambda self, ordinal: mover)
     region, before = MemoryRegion(start, slots.nbytes, Device("cuda", 0)), TwinMover.held
-    gather = PoolMemory([region]).gathering(region)
+    gather = PoolMemory([region]).gather(region)
     assert gather is not None
     assert gather.seconds(start + 16 * GATHERED_NBYTES) > 0
     assert sorted(map(bytes, scratch)) == sorted(map(bytes, slots[16:24]))
@@ -461,7 +461,7 @@ def test_where_pools_are() -> None:
     measured = StagingShape(pack_below=100, measure=True)
     assert PoolMemory(gpu).staging(measured) == dataclasses.replace(GPU_STAGING, measure=True)
     assert PoolMemory(gpu).staging(measured, pack_below=7) == dataclasses.replace(GPU_STAGING, pack_below=7)
-    assert PoolMemory(host).gathering(host[0]) is PoolMemory(gpu + host).gathering(gpu[0]) is None
+    assert PoolMemory(host).gather(host[0]) is PoolMemory(gpu + host).gather(gpu[0]) is None
     assert PoolMemory(gpu).staging(StagingShape()).pack_below == 0
     assert PoolMemory(gpu + host).staging(shape).pack_below == 0
     assert PoolMemory(gpu + host).packer(()) is None

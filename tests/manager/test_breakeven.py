@@ -169,18 +169,19 @@ class Packer:
 def test_packing_is_measured_where_slots_are_and_as_much_at_a_time_as_tells_something_there() -> None:
     made, packer = pair(), Packer()
     source = MemoryRegion(int(made.memory[0].__array_interface__["data"][0]), made.memory[0].nbytes)
-    made.break_even = BreakEven(made.engine, SHAPE, source, given=False, gathering={source: packer}.get)
+    made.break_even = BreakEven(made.engine, SHAPE, source, given=False, gather=packer)
     assert made.towards(made.ring).origin is Origin.MEASURED
     assert set(packer.asked) == {source.address, source.address + SHAPE.slot_nbytes}
     assert {stop - start for start, stop in made.engine.written} == {packer.nbytes}
 
 
 def test_where_packing_cannot_be_measured_no_slot_is_taken_for_it(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(region: MemoryRegion) -> Packer:
-        raise BackendError("no room on GPU 0")
+    class Full(Packer):
+        def seconds(self, address: int) -> float:
+            raise BackendError("no room on GPU 0")
 
     made = pair()
-    made.break_even = BreakEven(made.engine, SHAPE, made.break_even._source, given=False, gathering=fails)
+    made.break_even = BreakEven(made.engine, SHAPE, made.break_even._source, given=False, gather=Full())
     assert made.towards(made.ring) == DECLARED
     assert "could not be measured: no room on GPU 0" in caplog.text
     assert made.engine.written == []
