@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # One more than there are cores: tests wait for processes of their own, too.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTHON_CODE := disagg tests examples scripts/generate_docs.py scripts/docs_pictures.py
+PYTHON_CODE := disagg harness tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
@@ -18,10 +18,10 @@ setup: ## Virtual environment, packages, extension module
 	@scripts/setup.sh
 
 demo: setup ## A prefill and a decode instance with different layouts, over real engines
-	@$(BIN)/python -m disagg.bench.demo
+	@$(BIN)/python -m disagg.commands.bench.demo
 
 chaos: setup ## 200 rounds of killed ranks for each engine, every byte looked at (CHAOS_ARGS=... for the program)
-	@$(BIN)/python -m disagg.testing.chaos $(CHAOS_ARGS)
+	@$(BIN)/python -m harness.chaos $(CHAOS_ARGS)
 
 test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
@@ -39,7 +39,7 @@ format: setup ## Put Python and C++ into format
 	@$(BIN)/clang-format -i $(CXX_CODE)
 
 coverage: setup ## Branch coverage of the pure core by its own tests
-	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(addprefix tests/,core session state)
+	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(addprefix tests/,core layout models protocol state)
 	@$(BIN)/coverage report
 
 coverage-report: setup ## The same, of the last `make test`
@@ -71,7 +71,7 @@ sanitize: setup ## C++ tests of the headers under the address and undefined-beha
 
 clean: ## Remove builds and what tools left behind
 	@rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
-	@find disagg tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find disagg harness tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment too
 	@rm -rf .venv

@@ -27,11 +27,12 @@ import msgspec
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.accounting import RequestRecord
-from disagg.backends.processes import ProcessIdentity
-from disagg.metrics import Ended, Metrics
-from disagg.rows import Rows
-from disagg.session import Chunk, Event, PeerRank, RequestKey, SendMessage, Sessions, StartTransfer
+from disagg.core.rows import Rows
+from disagg.machine.processes import ProcessIdentity
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
+from disagg.runtime.accounting import RequestRecord
+from disagg.runtime.metrics import Ended, Metrics
 from disagg.state import paged
 
 PAGE = 16

@@ -21,12 +21,12 @@ from native import head_plan
 from pair import Pair, Row, medians_s, pair, run_tables
 
 from disagg.backends.base import BackendOptions, Op, Transport
-from disagg.bench.driver import run
-from disagg.bench.sides import Side
-from disagg.bench.workload import Case
-from disagg.copies import CopyBatch
-from disagg.plan import Columns, Stream, bind, place
-from disagg.rows import Pages
+from disagg.commands.bench.driver import run
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.core.copies import Columns, CopyBatch
+from disagg.core.rows import Pages
+from disagg.layout.binding import Stream, bind, place
 
 SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
 MIB = 1 << 20

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import zmq
 
 from disagg import KVManager, ModelId, Pages, RawTensor, Topology, new_request_id
-from disagg.handles import Sender
+from disagg.requests import Sender
 from disagg.state import paged
 
 Samples = npt.NDArray[np.float64]

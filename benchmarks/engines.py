@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from pair import Addresses, Pair, Row, medians_s, pair, run_tables
 
-from disagg import _core
-from disagg.backends import nixl as nixl_backend
 from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
-from disagg.copies import CopyBatch
+from disagg.backends.nixl import backend as nixl_backend
+from disagg.core import _native
+from disagg.core.copies import CopyBatch
 
 SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
 MIB = 1 << 20
@@ -179,7 +179,7 @@ def vectors_table() -> Iterator[Row]:
             def vectors(num_threads: int, copies: CopyBatch = copies) -> None:
                 both.backend._local.require(copies.source, copies.nbytes, side="local")
                 both.peer.index.require(copies.destination, copies.nbytes, side="remote")  # type: ignore[attr-defined]
-                error = _core.copy_between_processes(
+                error = _native.copy_between_processes(
                     both.pid, copies.source, copies.destination, copies.nbytes, write=True, num_threads=num_threads
                 )
                 assert error == 0, os.strerror(error)
@@ -242,7 +242,7 @@ def pages_table() -> Iterator[Row]:
                 assert sides  # kept mapped
                 for at in range(len(steps)):  # one call a slot, as slots are posted
                     one = slice(at, at + 1)
-                    _core.copy_between_processes(os.getpid(), local[one], remote[one], sizes[one], write=True)
+                    _native.copy_between_processes(os.getpid(), local[one], remote[one], sizes[one], write=True)
 
             return run
 

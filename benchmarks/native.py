@@ -14,13 +14,14 @@ from itertools import cycle
 import numpy as np
 import numpy.typing as npt
 
-from disagg import _core
-from disagg.copies import Columns
-from disagg.layout import EVERYTHING
-from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, bind, place
-from disagg.rows import Pages
+from disagg.core import _native
+from disagg.core.copies import Columns
+from disagg.core.rows import Pages
+from disagg.layout.binding import Stream, bind, place
+from disagg.layout.ownership import EVERYTHING
+from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.state.align import group_concurrent_contiguous
-from disagg.testing.twins import bind_numpy
+from harness.twins import bind_numpy
 
 Addresses = npt.NDArray[np.uint64]
 POOL_NBYTES = 1 << 29
@@ -123,7 +124,7 @@ def streams_of(pool: npt.NDArray[np.uint8], *, piece: int, count: int) -> tuple[
     numbers = RNG.permutation(POOL_NBYTES // piece - 1)[:count]
     runs = np.stack((numbers, 0 * numbers, numbers, 0 * numbers, 0 * numbers + 1), axis=1)
     base = np.array([pool.ctypes.data], dtype=np.uint64)
-    span = _core.Span(
+    span = _native.Span(
         np.zeros(1, np.int64),
         base,
         base,
@@ -166,9 +167,9 @@ def digest_table() -> None:
     num_pages, num_layers = 256, 8
     everything = {"first_page": 0, "edges": np.array([0, 1]), "period": 1}
     order = RNG.permutation(num_pages).astype(np.int32)
-    listed = _core.PageList(order, page_size=16, num_rows=num_pages, **everything)  # type: ignore[arg-type]
-    globally = _core.PageList(np.zeros(1, np.int32), page_size=1 << 40, num_rows=1, **everything)  # type: ignore[arg-type]
-    runs, _ = _core.token_runs(0, num_pages * 16, 1, listed, globally)
+    listed = _native.PageList(order, page_size=16, num_rows=num_pages, **everything)  # type: ignore[arg-type]
+    globally = _native.PageList(np.zeros(1, np.int32), page_size=1 << 40, num_rows=1, **everything)  # type: ignore[arg-type]
+    runs, _ = _native.token_runs(0, num_pages * 16, 1, listed, globally)
     for itemsize in (1, 2, 4, 8):
         token = 8 * 128 * itemsize
         pool = RNG.integers(0, 256, (num_layers, num_pages * 16 * token), dtype=np.uint8)
@@ -177,7 +178,7 @@ def digest_table() -> None:
         def run(name: str, axes: list[tuple[int, int, int]]) -> Iterator[str]:
             one, two = medians_s(
                 *(
-                    lambda threads=threads: _core.digest(
+                    lambda threads=threads: _native.digest(
                         np.arange(num_layers),
                         bases,  # noqa: B023
                         runs,

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends import nixl
 from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
-from disagg.backends.mooncake import MooncakeBackend
-from disagg.backends.nixl import NixlBackend
-from disagg.copies import CopyBatch
-from disagg.memory import MemoryRegion
+from disagg.backends.mooncake.backend import MooncakeBackend
+from disagg.backends.nixl import backend as nixl
+from disagg.backends.nixl.backend import NixlBackend
+from disagg.core.copies import CopyBatch
+from disagg.core.memory import MemoryRegion
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]

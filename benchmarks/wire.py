@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from disagg.bench.sides import Side
+from disagg.commands.cases.sides import Side
 
 ADDRESSES = {"prefill": "10.211.78.1", "decode": "10.211.78.2"}
 PORT, DRIVER_PORT = 7300, 7400
@@ -60,7 +60,7 @@ def link(rate: str, congestion: str | None) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def rank(namespace: str, *arguments: str) -> Iterator[None]:
     """A rank that is up until the context ends."""
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "disagg.cli", *arguments]
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "disagg.commands", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             if process.stdout is None or "address=" not in process.stdout.readline():
@@ -88,7 +88,7 @@ def measure(names: dict[str, str], case: dict[str, Any]) -> list[dict[str, Any]]
                 opened.enter_context(rank(names[role], role, "--side", side, *same, *where, *exposed))
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder) / "rows.json"
-            command = ["ip", "netns", "exec", names["prefill"], sys.executable, "-m", "disagg.bench"]
+            command = ["ip", "netns", "exec", names["prefill"], sys.executable, "-m", "disagg.commands.bench"]
             command += ["--backend", case["backend"], "--model", case["model"], "--tokens", str(case["tokens"])]
             command += ["--prefill", case["prefill"], "--decode", case["decode"], "--repeat", str(case["repeat"])]
             command += ["--layers", str(case["layers"])] if case["layers"] else []

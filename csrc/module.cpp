@@ -1,4 +1,4 @@
-// `disagg._core`: the one file that knows of Python. Every function lets go of the GIL while it works, but for work that is
+// `disagg._native`: the one file that knows of Python. Every function lets go of the GIL while it works, but for work that is
 // over sooner than it takes to get it back.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -637,7 +637,7 @@ void give_way() {
 
 }  // namespace
 
-NB_MODULE(_core, m) {
+NB_MODULE(_native, m) {
     m.doc() = "Compiled core of disagg: functions on integer columns. Arguments are checked for type, not for meaning.";
     pthread_atfork(nullptr, nullptr, [] { num_busy = busy.counted ? 1 : 0; });  // the other threads are not there
 

@@ -7,9 +7,8 @@ Importing this package starts nothing and needs no engine. State kinds are in `d
 `disagg.backends`, what tests of an embedding need in `disagg.testing`.
 """
 
-from disagg.agreement import ModelId
 from disagg.config import Config
-from disagg.errors import (
+from disagg.core.errors import (
     BackendError,
     BackendUnavailable,
     ConfigError,
@@ -26,12 +25,13 @@ from disagg.errors import (
     TransferUnsettled,
     VerificationFailed,
 )
-from disagg.handles import Receiver, Sender, combine
-from disagg.leases import Lease
+from disagg.core.leases import Lease
+from disagg.core.memory import Device, MemoryRegion, RawTensor
+from disagg.core.rows import Pages, Slot
+from disagg.core.topology import Topology
+from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager, new_request_id
-from disagg.memory import Device, MemoryRegion, RawTensor
-from disagg.rows import Pages, Slot
-from disagg.topology import Topology
+from disagg.requests import Receiver, Sender, combine
 
 __all__ = [
     "BackendError",

@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 
-from disagg.agreement import ModelId
-from disagg.channel import KeyPair
-from disagg.component import Component
-from disagg.errors import ConfigError
-from disagg.links import LinkLimits
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.layout.agreement import ModelId
+from disagg.layout.placement import Component
 from disagg.manager import KVManager
-from disagg.session import Limits
-from disagg.topology import Topology
-from disagg.wire import Verify
+from disagg.protocol.messages import Verify
+from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.types import Limits
+from disagg.runtime.keys import KeyPair
 
 PREFIX = "DISAGG_"
 OTHER_VARIABLES = ("DISAGG_NVLINK_BLOCKS",)
@@ -44,7 +44,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         >>> Config(name="decode-0", transport="pigeon")
         Traceback (most recent call last):
-        disagg.errors.ConfigError: config: key 'transport': expected one of auto, rdma, tcp, shm, found 'pigeon' (keyword)
+        disagg.core.errors.ConfigError: config: key 'transport': expected one of auto, rdma, tcp, shm, found 'pigeon' (keyword)
     """
 
     name: Annotated[str, says("The instance's name, the same on all its ranks.")]

@@ -15,30 +15,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from disagg import _core, backends
-from disagg.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
-from disagg.agreement import Agreement, LocalRank, ModelId
-from disagg.backends.base import Backend, BackendOptions, QuietWhenClosed, RemotePeer, Transport
-from disagg.breakeven import BreakEven, Threshold
-from disagg.channel import Channel, KeyPair, advertised_address, check_key, is_loopback, is_wildcard, parse_address
-from disagg.component import Component
-from disagg.device import PoolMemory
-from disagg.errors import Cause, ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RequestAborted
-from disagg.handles import Receiver, Sender
-from disagg.handshake import Handshake
-from disagg.hub import Hub, Stats, Wire
-from disagg.leases import Lease, LeaseState
-from disagg.links import Identity, LinkLimits, Links
-from disagg.memory import merge_regions
-from disagg.metrics import Metrics, MetricsServer, Snapshot
-from disagg.packing import Packing
-from disagg.plan import check_rows
-from disagg.rows import MAX_TOKEN, Pages, Rows, Slot, token_range
-from disagg.session import Chunk, Event, Limits, PeerRank, RequestKey, Sessions
-from disagg.staging import RingPool, SlotPool
-from disagg.topology import Topology
-from disagg.transfers import ReadyEvent
-from disagg.wire import TokenRange, Verify
+from disagg.backends import registry as backends
+from disagg.backends.abilities import QuietWhenClosed
+from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
+from disagg.core import _native
+from disagg.core.address import advertised_address, is_loopback, is_wildcard, parse_address
+from disagg.core.errors import Cause, ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RequestAborted
+from disagg.core.events import ReadyEvent
+from disagg.core.leases import Lease, LeaseState
+from disagg.core.memory import merge_regions
+from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, token_range
+from disagg.core.topology import Topology
+from disagg.layout.agreement import Agreement, LocalRank, ModelId
+from disagg.layout.binding import check_rows
+from disagg.layout.placement import Component
+from disagg.protocol.messages import TokenRange, Verify
+from disagg.protocol.peer_state import Identity, LinkLimits
+from disagg.protocol.peers import Links
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey
+from disagg.requests import Receiver, Sender
+from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, quarantined, states, wanted
+from disagg.runtime.breakeven import BreakEven, Threshold
+from disagg.runtime.channel import Channel
+from disagg.runtime.credits import Packing
+from disagg.runtime.handshake import Handshake
+from disagg.runtime.keys import KeyPair, check_key
+from disagg.runtime.loop import Hub, Stats, Wire
+from disagg.runtime.metrics import Metrics, MetricsServer, Snapshot
+from disagg.transfer.pool_memory import PoolMemory
+from disagg.transfer.staging import RingPool, SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +340,7 @@ class KVManager:
         while they had work, for 100 us at most.
         """
         if not self._events:
-            _core.give_way()
+            _native.give_way()
         with contextlib.suppress(OSError):  # nothing to read, or closed
             os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]

@@ -63,7 +63,7 @@ def write_configs(folder: Path, backend: str) -> None:
     """A key pair and a configuration for each host."""
     public = {
         role: subprocess.run(
-            [sys.executable, "-m", "disagg.cli", "keygen", "--out", str(folder), "--name", role],
+            [sys.executable, "-m", "disagg.commands", "keygen", "--out", str(folder), "--name", role],
             check=True, capture_output=True, text=True,
         ).stdout.strip()
         for role in HOSTS

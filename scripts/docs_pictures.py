@@ -9,15 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from disagg.bench.sides import Side
-from disagg.bench.workload import Case
-from disagg.cli.explain_plot import plot
-from disagg.cli.explain_study import Question, study
-from disagg.layout import layout_table, overlap
-from disagg.plan import elect
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.commands.explain.plot import plot
+from disagg.commands.explain.study import Question, study
+from disagg.core.topology import Topology
+from disagg.layout.election import elect
+from disagg.layout.ownership import overlap
+from disagg.layout.tables import layout_table
 from disagg.state import mamba, paged, window
 from disagg.state.declare import by_tp
-from disagg.topology import Topology
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#225555")
 NOBODY = "#f0f0f0"

@@ -29,13 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from disagg.backends._cuda import Buffer, Gpu, batch_nbytes
-from disagg.backends._orders import encode_order, order_nbytes
 from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
-from disagg.backends.nvlink import DEFAULT_BLOCKS, THREADS, NvlinkBackend, NvlinkPeer, NvlinkSpans, launch_shape
-from disagg.copies import CopyBatch
-from disagg.memory import Device, MemoryRegion
-from disagg.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.backends.cuda.driver import Buffer, Gpu, batch_nbytes
+from disagg.backends.cuda.work_list import encode_order, order_nbytes
+from disagg.backends.nvlink.backend import DEFAULT_BLOCKS, THREADS, NvlinkBackend, NvlinkPeer, NvlinkSpans, launch_shape
+from disagg.core.copies import CopyBatch
+from disagg.core.memory import Device, MemoryRegion
+from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
 
 NUM_LAYERS = 64
 LAYER_NBYTES = 32 << 20

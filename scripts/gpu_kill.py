@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disagg.backends._cuda import Gpu, Queue, load_bindings
-from disagg.errors import BackendUnavailable
+from disagg.backends.cuda.driver import Gpu, Queue, load_bindings
+from disagg.core.errors import BackendUnavailable
 
 NBYTES = 256 << 20
 PATIENCE_S = 60.0

@@ -24,16 +24,17 @@ from typing import Any
 from gpu_request import PATIENCE_S, other_process, plain_s, receive
 
 from disagg import new_request_id
-from disagg.backends.base import SpanWriter, TransferStatus
-from disagg.bench.memory import GpuMemory
-from disagg.bench.places import rows_of, streams
-from disagg.bench.rank import RankConfig, ResidentRank, versions
-from disagg.bench.sides import Side
-from disagg.bench.workload import Case, items_of, rows_needed
-from disagg.models import load_model
-from disagg.plan import place
-from disagg.session import PeerRank
-from disagg.spans import SpanBatch
+from disagg.backends.abilities import SpanWriter
+from disagg.backends.base import TransferStatus
+from disagg.commands.cases.memory import GpuMemory
+from disagg.commands.cases.places import rows_of, streams
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, items_of, rows_needed
+from disagg.commands.rank.rank import RankConfig, ResidentRank, versions
+from disagg.core.spans import SpanBatch
+from disagg.layout.binding import place
+from disagg.models.families import load_model
+from disagg.protocol.types import PeerRank
 
 ROLES = ("prefill", "decode")
 CASES = [

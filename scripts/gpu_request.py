@@ -35,12 +35,13 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.backends.base import Op, PreparedSpans, TransferStatus
-from disagg.backends.nvlink import NvlinkBackend, NvlinkTransfer
-from disagg.bench.rank import versions
-from disagg.copies import CopyBatch
-from disagg.handles import Receiver, Sender
-from disagg.spans import SpanBatch
+from disagg.backends.abilities import PreparedSpans
+from disagg.backends.base import Op, TransferStatus
+from disagg.backends.nvlink.backend import NvlinkBackend, NvlinkTransfer
+from disagg.commands.rank.rank import versions
+from disagg.core.copies import CopyBatch
+from disagg.core.spans import SpanBatch
+from disagg.requests import Receiver, Sender
 from disagg.state import paged
 
 NHD, HND = "page token kv_head dim", "page kv_head token dim"

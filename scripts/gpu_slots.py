@@ -27,11 +27,14 @@ import gpu_request
 import numpy as np
 from gpu_request import Case, Rank, measure, other_process
 
-from disagg import device, staging, transfers
-from disagg.backends import _device
-from disagg.backends._device import GpuMover
-from disagg.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.transfers import TransferWorker, Unpack
+from disagg.backends.cuda import packer as _device
+from disagg.backends.cuda.packer import GpuMover
+from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.transfer import pool_memory as device
+from disagg.transfer import staging
+from disagg.transfer import worker as transfers
+from disagg.transfer.jobs import Unpack
+from disagg.transfer.worker import TransferWorker
 
 SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
 """MiB of a slot, and slots of a ring."""

@@ -137,7 +137,7 @@ else
   say "installing packages, and building the extension module (minutes, the first time)"
   quietly "${pip[@]}" --no-build-isolation --editable ".[$extras]"
 fi
-"$python" -c 'import disagg._core' || fail "the extension module cannot be imported"
+"$python" -c 'import disagg.core._native' || fail "the extension module cannot be imported"
 echo "$packages" >"$venv/packages.stamp"
 echo "$extension" >"$venv/extension.stamp"
 say "$venv is ready"

@@ -25,14 +25,14 @@ import pathlib
 import sys
 
 import disagg
-from disagg import _core
+from disagg.core import _native
 from disagg.state.align import group_concurrent_contiguous
 
 assert pathlib.Path(disagg.__file__).is_relative_to(sys.prefix), disagg.__file__
-assert pathlib.Path(_core.__file__).is_relative_to(sys.prefix), _core.__file__
+assert pathlib.Path(_native.__file__).is_relative_to(sys.prefix), _native.__file__
 assert [column.tolist() for column in group_concurrent_contiguous([4, 5, 9], [0, 1, 2])] == [[4, 9], [0, 2], [2, 1]]
 assert pathlib.Path(disagg.__file__).with_name("py.typed").exists(), "py.typed"
-assert pathlib.Path(disagg.__file__).with_name("_core.pyi").exists(), "_core.pyi"
+assert pathlib.Path(_native.__file__).with_name("_native.pyi").exists(), "_native.pyi"
 assert {"local", "mooncake", "nixl"} <= importlib.metadata.entry_points(group="disagg.backends").names, "entry points"
 assert "torch" not in sys.modules, "torch was imported"
 PYTHON

@@ -16,7 +16,7 @@ settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=120, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
 
-COVERING = ("core", "session", "state")
+COVERING = ("core", "layout", "models", "protocol", "state")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,22 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
-from disagg.backends.base import (
-    Backend,
-    Fence,
-    Op,
-    PreparedSpans,
-    RemotePeer,
-    SpanWriter,
-    StagingShape,
-    Transfer,
-    decode_endpoint,
-    encode_endpoint,
-)
-from disagg.copies import CopyBatch
-from disagg.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from disagg.memory import MemoryRegion, RemoteRegion
-from disagg.spans import SpanBatch, SpanShape
+from disagg.backends.abilities import PreparedSpans, SpanWriter
+from disagg.backends.base import Backend, Fence, Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.memory import MemoryRegion, RemoteRegion
+from disagg.core.spans import SpanBatch, SpanShape
 
 logger = logging.getLogger(__name__)
 

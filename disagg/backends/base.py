@@ -1,7 +1,7 @@
 """The contract between the manager and a transfer engine.
 
 A backend sees addresses and lengths only: nothing of pages, layers, requests or roles. It may be called from several
-threads. `disagg.testing.backend_contract` is the test class that every backend must pass.
+threads. `disagg.testing.contract` is the test class that every backend must pass.
 """
 
 from __future__ import annotations
@@ -9,18 +9,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Protocol
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
-from disagg import _core
-from disagg.copies import Addresses, CopyBatch
-from disagg.errors import BackendUnavailable, ConfigError, NotRegistered, RemoteProtocolError
-from disagg.memory import Device, MemoryRegion, RemoteRegion
-from disagg.rdma import rdma_refusal
-from disagg.spans import SpanBatch, SpanShape
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendUnavailable, ConfigError
+from disagg.core.memory import MemoryRegion, RemoteRegion
+from disagg.machine.rdma import rdma_refusal
 
 
 class Op(enum.Enum):
@@ -118,16 +112,6 @@ class StagingShape:
         return tuple(max(1, self.num_slots >> max(0, (i - whole) // 2 + 1)) for i in range(self.num_rings))
 
 
-@runtime_checkable
-class SaysStaging(Protocol):
-    """An optional ability of a backend's class: what its `staging` would be with those options, before it is started.
-
-    Without it `disagg explain` takes the backend not to pack.
-    """
-
-    def staging_for(self, options: BackendOptions, /) -> StagingShape: ...
-
-
 def check_rdma(backend: str, options: BackendOptions) -> None:
     """Raises `BackendUnavailable`, in the words of `disagg doctor`, where RDMA must be used and cannot be."""
     refusal = rdma_refusal(options.devices) if options.wanted is Transport.RDMA else None
@@ -197,179 +181,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop the engine and give everything back; a second call does nothing."""
-
-
-@runtime_checkable
-class Progressive(Protocol):
-    """An engine that moves bytes only while someone calls it."""
-
-    def progress(self) -> None:
-        """Do what is due; never blocks."""
-
-
-@runtime_checkable
-class QuietWhenClosed(Protocol):
-    """An engine whose end can be a proof: the last resort for rows that nothing else proves quiet."""
-
-    def is_quiet_when_closed(self) -> bool:
-        """Whether, `close` having returned, nothing that a peer has posted or will post can touch memory here any more, and
-        this engine reads none. Never a guess.
-        """
-
-
-@runtime_checkable
-class PlainCopier(Protocol):
-    """An engine that the driver's own copies can be measured against."""
-
-    def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-        """As `Backend.submit` of a write, but one plain device-to-device copy for each piece."""
-
-
-@runtime_checkable
-class Gathering(Protocol):
-    """An engine that collects pieces from all over this side's memory on their way to one place at the peer's."""
-
-    def gathers_from(self, peer: RemotePeer) -> int | None:
-        """From which length on, on average, pieces are to be submitted as they are even if they end up side by side: packing
-        them first costs more. `None`: towards this peer never.
-        """
-
-
-class PreparedSpans(Protocol):
-    """Span classes that an engine has taken for one peer at one epoch. Opaque to the manager."""
-
-    @property
-    def shapes(self) -> Sequence[SpanShape]: ...
-
-
-@runtime_checkable
-class SpanWriter(Protocol):
-    """An engine that computes addresses itself: it is given span classes once, and per request token runs only."""
-
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> PreparedSpans | None:
-        """Take what is fixed between two ranks; `None`: towards this peer it takes addresses only.
-
-        Raises `NotRegistered` for a pool outside the regions of its side.
-        """
-
-    def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> Transfer:
-        """Post `batch`, over the shapes that were prepared. Raises as `Backend.submit` does, with nothing posted.
-
-        The transfer may have a `sign`, which shows once it is `DONE`, not before, also after `close`; that of one that fails
-        shows the failure, or nothing.
-        """
-
-
-class Prepared(Protocol):
-    """Copies to one peer, checked once, that may be posted again and again: each time after the last one has settled."""
-
-    def post(self) -> Transfer:
-        """As `Backend.submit`. Raises `PeerUnreachable` where the peer was disconnected, with nothing posted."""
-
-
-@runtime_checkable
-class Preparing(Protocol):
-    """An engine for which posting the same copies again costs less than submitting them."""
-
-    def prepare(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Prepared:
-        """Get `copies` ready; raises as `Backend.submit`. What it holds in the engine is given back with the peer."""
-
-
-# An address and a size below 2**63 each: their sum never overflows the uint64 columns.
-_Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-
-
-class _RegionRow(msgspec.Struct, frozen=True, array_like=True):
-    address: _Bounded
-    nbytes: _Bounded
-    device: Annotated[str, msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$")]
-
-
-class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The envelope of every backend's endpoint: the engine's own descriptor, and the regions it serves."""
-
-    backend: str
-    descriptor: bytes
-    regions: tuple[_RegionRow, ...]
-
-
-_ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
-"""Made here and not when it is used: two threads that are first to look at one `Struct` end the process (msgspec 0.22)."""
-
-
-def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion]) -> bytes:
-    """`Endpoint` as bytes."""
-    rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
-    return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))
-
-
-def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
-    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` where it is not one of `backend`."""
-    try:
-        endpoint = _ENDPOINT.decode(data)
-        regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
-    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
-        raise RemoteProtocolError(
-            f"endpoint: {len(data)} bytes that are no endpoint of backend {backend!r}: {error}"
-        ) from error
-    if endpoint.backend != backend:
-        raise RemoteProtocolError(f"endpoint: expected backend {backend!r}, found {endpoint.backend!r}")
-    return endpoint.descriptor, regions
-
-
-class RegionIndex:
-    """Which addresses lie in a set of regions: the check before anything is posted, and each copy's device."""
-
-    def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
-        ordered = sorted(regions, key=lambda r: r.address)
-        self.regions = tuple(ordered)
-        kinds = {region.device.kind for region in ordered}
-        self.kind = kinds.pop() if len(kinds) == 1 else None
-        """The kind of device that all of them are on, if it is one."""
-        columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
-        self._core = _core.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
-
-    def require(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> None:
-        """Raises `NotRegistered` naming the first copy outside all regions."""
-        inside = self._core.count_held(addresses, nbytes)
-        if inside < len(addresses):
-            raise self._outside(addresses, nbytes, inside, side)
-
-    def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
-        """The index, in `regions`, of each copy's region; raises as `require` does."""
-        where = np.empty(len(addresses), dtype=np.int64)
-        inside = self._core.locate(addresses, nbytes, where)
-        if inside < len(addresses):
-            raise self._outside(addresses, nbytes, inside, side)
-        return where
-
-    def describe(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.uint64]:
-        """Rows `(address, length, device number)`, N x 3; raises as `require` does."""
-        rows = np.empty((len(addresses), 3), dtype=np.uint64)
-        inside = self._core.describe(addresses, nbytes, rows)
-        if inside < len(addresses):
-            raise self._outside(addresses, nbytes, inside, side)
-        return rows
-
-    def place_blocks(
-        self, addresses: Addresses, nbytes: Addresses, *, block: int, per_list: int, firsts: Addresses
-    ) -> tuple[int, npt.NDArray[np.int32]] | None:
-        """Which of the blocks of `block` bytes each copy is, regions being cut into blocks from their starts on and `firsts[k]`
-        the number of the first of region `k`. None where a copy is no such block, or outside.
-
-        The highest list that they are in; and, 2 x copies, the list and the index there, lists being of `per_list` blocks.
-        """
-        places = np.empty((2, len(addresses)), dtype=np.int32)
-        highest = self._core.place_blocks(addresses, nbytes, block, per_list, firsts, places[0], places[1])
-        return (highest, places) if highest >= 0 else None
-
-    def _outside(self, addresses: Addresses, nbytes: Addresses, first: int, side: str) -> NotRegistered:
-        return NotRegistered(
-            f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none "
-            f"of the {len(self.regions)} registered regions; nothing was posted"
-        )
-
-
-def local_and_remote(op: Op, copies: CopyBatch) -> tuple[Addresses, Addresses]:
-    """The columns of `copies` as (this side, the peer's side)."""
-    return (copies.source, copies.destination) if op is Op.WRITE else (copies.destination, copies.source)

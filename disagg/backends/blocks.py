@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import RegionIndex
-from disagg.copies import Addresses
+from disagg.backends.endpoint import RegionIndex
+from disagg.core.copies import Addresses
 
 MAX_INDEX = 2**31 - 1
 """The largest int32."""

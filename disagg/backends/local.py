@@ -22,22 +22,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from disagg import _core
-from disagg.backends.base import (
-    BackendOptions,
-    Fence,
-    Op,
-    RegionIndex,
-    RemotePeer,
-    StagingShape,
-    TransferStatus,
-    decode_endpoint,
-    encode_endpoint,
-    local_and_remote,
-)
-from disagg.copies import CopyBatch
-from disagg.errors import ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.endpoint import RegionIndex, decode_endpoint, encode_endpoint, local_and_remote
+from disagg.core import _native
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 
 _targets: WeakValueDictionary[str, LocalBackend] = WeakValueDictionary()
 """Engines of this process by their token: what a network is to other engines. Holds nothing alive."""
@@ -55,7 +45,7 @@ _DECODER = msgspec.msgpack.Decoder(_Token)
 
 def _copy(copies: CopyBatch) -> None:
     """Make the copies; every address has been checked, on both sides."""
-    _core.copy_batch(copies.source, copies.destination, copies.nbytes)
+    _native.copy_batch(copies.source, copies.destination, copies.nbytes)
 
 
 class LocalTransfer:

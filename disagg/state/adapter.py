@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.component import Component
-from disagg.errors import ConfigError
-from disagg.layout import Intervals, split
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.layout.ownership import Intervals, split
+from disagg.layout.placement import Component
 from disagg.state.declare import Inner, Role, declare, whole
-from disagg.topology import Topology
 
 Ints = npt.NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from disagg import _core
-from disagg.errors import ConfigError
+from disagg.core import _native
+from disagg.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLik
     (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
     """
     try:  # mostly arrays that the core takes as they are, for which looking at them would cost more than the work
-        return _core.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
+        return _native.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
     except TypeError:
-        return _core.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
+        return _native.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:

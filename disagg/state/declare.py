@@ -11,26 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from disagg.component import Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
-from disagg.errors import ConfigError
-from disagg.layout import (
-    EVERYTHING,
-    LAYER,
-    TOKEN,
-    Axis,
-    ComponentLayout,
-    Interval,
-    Intervals,
-    Owned,
-    Periodic,
-    RowKind,
-    Share,
-    TensorLayout,
-    positions_to_intervals,
-    split,
-)
-from disagg.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
-from disagg.topology import Topology
+from disagg.core.errors import ConfigError
+from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
+from disagg.core.topology import Topology
+from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, positions_to_intervals, split
+from disagg.layout.placement import Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
+from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
 
 Rule = Callable[[Topology], Owned]
 """What a rank owns of an axis."""

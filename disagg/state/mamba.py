@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from disagg.component import Component
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
 from disagg.state.declare import Block, Role, State, blocks_by_tp, by_tp, whole
-from disagg.topology import Topology
 
 
 def gdn_roles(

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from disagg.component import Component, parse_axes
-from disagg.errors import ConfigError
-from disagg.layout import TOKEN
-from disagg.memory import RawTensor, raw_tensor
+from disagg.core.errors import ConfigError
+from disagg.core.memory import RawTensor, raw_tensor
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component, parse_axes
+from disagg.layout.tables import TOKEN
 from disagg.state.declare import Role, Rule, all_tokens, by_tp, declare, whole
-from disagg.topology import Topology
 
 ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
 """Axis orders of KV pages, by their usual names."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from disagg.component import Component
-from disagg.errors import ConfigError
-from disagg.memory import RawTensor, raw_tensor
+from disagg.core.errors import ConfigError
+from disagg.core.memory import RawTensor, raw_tensor
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
 from disagg.state.declare import Role, Rule, all_tokens, declare, whole
-from disagg.topology import Topology
 
 
 def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from disagg.component import Component
-from disagg.errors import LayoutError
-from disagg.rows import Pages
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
 from disagg.state import paged
 from disagg.state.declare import Rule, all_tokens
-from disagg.topology import Topology
 
 
 def swa(

@@ -28,24 +28,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disagg import _core, backends
-from disagg.backends.base import (
-    Backend,
-    BackendOptions,
-    Fence,
-    Op,
-    Progressive,
-    RemotePeer,
-    StagingShape,
-    Transfer,
-    TransferStatus,
-)
-from disagg.boards import Board
-from disagg.channel import Channel, Inbound, Reply
-from disagg.copies import CopyBatch
-from disagg.errors import ConfigError, DisaggError, LocalProtocolError
-from disagg.memory import MemoryRegion
-from disagg.wire import decode
+from disagg.backends import registry as backends
+from disagg.backends.abilities import Progressive
+from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, StagingShape, Transfer, TransferStatus
+from disagg.core import _native
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
+from disagg.core.memory import MemoryRegion
+from disagg.protocol.messages import decode
+from disagg.runtime.channel import Channel, Inbound, Reply
+from disagg.runtime.completion_page import Board
 
 if TYPE_CHECKING:
     from disagg.manager import KVManager
@@ -375,7 +367,7 @@ class FaultyChannel:
     def board(self, address: str) -> Board | None:
         return self.inner.board(address)
 
-    def linger(self, seconds: float, signs: list[_core.Sign]) -> bool:
+    def linger(self, seconds: float, signs: list[_native.Sign]) -> bool:
         return self.inner.linger(seconds, signs)
 
     def flush(self) -> None:

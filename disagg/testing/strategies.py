@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from disagg.layout import Interval, Intervals, Owned, Periodic, Share
-from disagg.testing.moves import Case, Side
+from disagg.core.topology import Topology
+from disagg.layout.ownership import Interval, Intervals, Owned, Periodic, Share
 from disagg.testing.reference import Context, KVModel
-from disagg.topology import Topology
+from disagg.testing.scene import Case, Side
 
 NHD = "page token kv_head dim"
 HND = "page kv_head token dim"

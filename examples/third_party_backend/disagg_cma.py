@@ -22,23 +22,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from disagg.backends.base import (
-    BackendOptions,
-    Fence,
-    Op,
-    RegionIndex,
-    RemotePeer,
-    StagingShape,
-    TransferStatus,
-    Transport,
-    decode_endpoint,
-    encode_endpoint,
-    local_and_remote,
-)
-from disagg.backends.processes import ProcessIdentity, host_identity
-from disagg.copies import CopyBatch
-from disagg.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from disagg.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus, Transport
+from disagg.backends.endpoint import RegionIndex, decode_endpoint, encode_endpoint, local_and_remote
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.machine.processes import ProcessIdentity, host_identity
 
 MAX_PIECES = os.sysconf("SC_IOV_MAX")
 """What one call takes."""

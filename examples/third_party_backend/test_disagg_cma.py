@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg_cma import CmaBackend
 
-from disagg.testing.backend_contract import BackendContract, BackendFactory
+from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
 
 
 class TestCma(BackendContract):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disagg.agreement import ModelId
-from disagg.component import Component
-from disagg.handles import Receiver
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.core.topology import Topology
+from disagg.layout.agreement import ModelId
+from disagg.layout.placement import Component
 from disagg.manager import KVManager
-from disagg.rows import Pages, Rows, Slot
+from disagg.requests import Receiver
 from disagg.state.declare import Block, Inner, Role, State, blocks_by_tp, whole
-from disagg.topology import Topology
 
 from .architectures import TOKENS, TensorSpec, TokenRange, describe
 from .content import NUMPY_DTYPES, CacheContent

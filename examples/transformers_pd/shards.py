@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.rows import Pages, Rows, Slot
-from disagg.topology import Topology
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.core.topology import Topology
 
 from .architectures import ARCHITECTURES, ComponentSpec, TensorSpec, TokenRange, describe, everything
 from .content import NUMPY_DTYPES, Array, CacheContent

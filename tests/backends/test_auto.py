@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from disagg import backends
+from disagg.backends import registry as backends
 from disagg.backends.auto import AutoBackend
 from disagg.backends.base import BackendOptions, Op, RemotePeer, TransferStatus, Transport
 from disagg.backends.local import LocalBackend
-from disagg.copies import CopyBatch
-from disagg.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
-from disagg.memory import MemoryRegion
-from disagg.spans import SpanBatch, SpanShape
-from disagg.testing.backend_contract import BackendContract, BackendFactory
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.core.memory import MemoryRegion
+from disagg.core.spans import SpanBatch, SpanShape
+from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
 
 
 class Choosy(LocalBackend):

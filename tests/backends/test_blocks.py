@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
-from disagg.backends.base import RegionIndex
 from disagg.backends.blocks import MAX_INDEX, MAX_LISTS, Blocks, paired
-from disagg.memory import Device, MemoryRegion, RemoteRegion
+from disagg.backends.endpoint import RegionIndex
+from disagg.core import _native
+from disagg.core.memory import Device, MemoryRegion, RemoteRegion
 
 REGIONS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60), st.integers(0, 1)), max_size=6)
 """Of each: the gap before it, its length, its device."""
@@ -93,7 +93,7 @@ def test_each_pair_of_lists_is_a_request() -> None:
 def test_the_core_refuses_what_it_cannot_count() -> None:
     one, two = np.ones(1, np.uint64), np.ones(2, np.uint64)
     narrow, wide = np.empty(1, np.int32), np.empty(2, np.int32)
-    regions = _core.Regions(one, one * np.uint64(9), one)
+    regions = _native.Regions(one, one * np.uint64(9), one)
     assert regions.place_blocks(one, one, 1, 1, one, narrow, narrow) == 1
     for arguments in (
         (one, two, 1, 1, one, narrow, narrow),
@@ -109,6 +109,6 @@ def test_the_core_refuses_what_it_cannot_count() -> None:
     ):
         with pytest.raises(ValueError, match=r"one length|expected a size|more lists"):
             regions.place_blocks(*arguments)
-    far = _core.Regions(one, np.full(1, 2**63, np.uint64), one)
+    far = _native.Regions(one, np.full(1, 2**63, np.uint64), one)
     with pytest.raises(ValueError, match="more lists"):
         far.place_blocks(one, one, 1, 1, one, narrow, narrow)

@@ -8,7 +8,7 @@ import sys
 FIRST = """
 import sys, threading
 from disagg.backends.base import decode_endpoint, encode_endpoint
-from disagg.memory import MemoryRegion
+from disagg.core.memory import MemoryRegion
 
 sys.setswitchinterval(1e-6)
 data = encode_endpoint("any", b"", [MemoryRegion(4096, 64)])

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from disagg.backends import local as module
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport, encode_endpoint
+from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.endpoint import encode_endpoint
 from disagg.backends.local import LocalBackend
-from disagg.copies import CopyBatch
-from disagg.errors import ConfigError, LocalProtocolError, PeerUnreachable
-from disagg.memory import Device, MemoryRegion
-from disagg.testing.backend_contract import BackendContract, BackendFactory
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
+from disagg.core.memory import Device, MemoryRegion
+from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
 
 
 class TestLocalContract(BackendContract):

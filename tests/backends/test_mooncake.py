@@ -20,25 +20,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends import mooncake
-from disagg.backends._cuda import CudaError
-from disagg.backends.base import (
-    Backend,
-    BackendOptions,
-    Fence,
-    Op,
-    Transfer,
-    TransferStatus,
-    Transport,
-    decode_endpoint,
-    encode_endpoint,
-    local_and_remote,
-)
-from disagg.backends.mooncake import MAX_OUTSTANDING, SPLIT_NBYTES, MooncakeBackend, MooncakePeer, _pieces
-from disagg.copies import CopyBatch
-from disagg.errors import BackendUnavailable, ConfigError, PeerUnreachable
-from disagg.memory import Device, MemoryRegion
-from disagg.testing.backend_contract import (
+from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, TransferStatus, Transport
+from disagg.backends.cuda.driver import CudaError
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint, local_and_remote
+from disagg.backends.mooncake import backend as mooncake
+from disagg.backends.mooncake.backend import MAX_OUTSTANDING, SPLIT_NBYTES, MooncakeBackend, MooncakePeer, _pieces
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
+from disagg.core.memory import Device, MemoryRegion
+from disagg.testing.contract.backend_contract import (
     Arena,
     BackendContract,
     BackendFactory,
@@ -326,8 +316,8 @@ def test_a_missing_module_and_a_missing_library() -> None:
     program = """
         import sys
         from disagg.backends.base import BackendOptions
-        from disagg.backends.mooncake import MooncakeBackend
-        from disagg.errors import BackendUnavailable
+        from disagg.backends.mooncake.backend import MooncakeBackend
+        from disagg.core.errors import BackendUnavailable
         class Finder:
             def find_spec(self, name, path=None, target=None):
                 if name.partition(".")[0] == "mooncake":

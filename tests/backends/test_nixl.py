@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends import nixl
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport, decode_endpoint, encode_endpoint
-from disagg.backends.nixl import (
+from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
+from disagg.backends.nixl import backend as nixl
+from disagg.backends.nixl.backend import (
     ERRORS,
     FLAVOURS,
     MAX_SIZES,
@@ -32,8 +33,7 @@ from disagg.backends.nixl import (
     load_bindings,
     ucx_settings,
 )
-from disagg.backends.processes import ProcessWatch
-from disagg.errors import (
+from disagg.core.errors import (
     BackendUnavailable,
     ConfigError,
     DisaggError,
@@ -42,9 +42,10 @@ from disagg.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
-from disagg.memory import MemoryRegion
-from disagg.rdma import rdma_refusal
-from disagg.testing.backend_contract import (
+from disagg.core.memory import MemoryRegion
+from disagg.machine.processes import ProcessWatch
+from disagg.machine.rdma import rdma_refusal
+from disagg.testing.contract.backend_contract import (
     REGION_NBYTES,
     Arena,
     BackendContract,
@@ -353,7 +354,7 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_module_does_not_import_the_engine() -> None:
-    code = "import sys, disagg.backends.nixl; sys.exit('nixl' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, disagg.backends.nixl.backend; sys.exit('nixl' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.copies import CopyBatch
+from disagg.core.copies import CopyBatch
 
 Triples = list[tuple[int, int, int]]
 triples_ = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 4)), max_size=15)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.errors import ConfigError
-from disagg.memory import CPU, ITEMSIZE, Device, MemoryRegion, RawTensor, merge_regions, raw_tensor
+from disagg.core.errors import ConfigError
+from disagg.core.memory import CPU, ITEMSIZE, Device, MemoryRegion, RawTensor, merge_regions, raw_tensor
 
 
 def test_item_sizes_are_those_of_numpy_where_it_has_the_type() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.errors import LayoutError
-from disagg.rows import Pages, Slot, token_range
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages, Slot, token_range
 
 ids_ = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20)
 

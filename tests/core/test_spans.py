@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.copies import CopyBatch
-from disagg.plan import Stream, bind, place, span_shapes
-from disagg.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.testing.moves import Case, Scene, Side
+from disagg.core.copies import CopyBatch
+from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.layout.binding import Stream, bind, place, span_shapes
 from disagg.testing.reference import KVModel
+from disagg.testing.scene import Case, Scene, Side
 from disagg.testing.strategies import HND
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 2, "v": 2})

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from disagg.errors import ConfigError
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
 from disagg.testing.strategies import topologies
-from disagg.topology import Topology
 
 
 def test_ranks_are_numbered_with_tp_fastest_then_cp_pp_dp() -> None:

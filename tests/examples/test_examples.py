@@ -124,7 +124,7 @@ def test_a_third_partys_engine_is_found_by_its_entry_point(tmp_path: Path) -> No
         "--no-ceiling",
     ]
     bench = subprocess.run(
-        [sys.executable, "-m", "disagg.bench", "--backend", "cma", *case],
+        [sys.executable, "-m", "disagg.commands.bench", "--backend", "cma", *case],
         capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert bench.returncode == 0, bench.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg.rows import Pages, Rows, Slot
+from disagg.core.rows import Pages, Rows, Slot
 from examples.transformers_pd import run, workers
 from examples.transformers_pd.architectures import ARCHITECTURES, TOKENS, Block, ComponentSpec, TensorSpec, describe
 from examples.transformers_pd.content import CacheContent, Generation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.backends._cuda import load_bindings
-from disagg.errors import BackendUnavailable
+from disagg.backends.cuda.driver import load_bindings
+from disagg.core.errors import BackendUnavailable
 
 
 def missing() -> str | None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends._cuda import Gpu
 from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
-from disagg.backends.nvlink import NvlinkBackend
-from disagg.copies import CopyBatch
-from disagg.memory import Device, MemoryRegion
+from disagg.backends.cuda.driver import Gpu
+from disagg.backends.nvlink.backend import NvlinkBackend
+from disagg.core.copies import CopyBatch
+from disagg.core.memory import Device, MemoryRegion
 
 Bytes = npt.NDArray[np.uint8]
 Piece = tuple[int, int, int, int, int]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import _core
-from disagg.backends._device import GpuMover
-from disagg.device import GATHERED_NBYTES, GpuGather
-from disagg.memory import Device, MemoryRegion
-from disagg.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.backends.cuda.packer import GpuMover
+from disagg.core import _native
+from disagg.core.memory import Device, MemoryRegion
+from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from disagg.transfer.pool_memory import GATHERED_NBYTES, GpuGather
 
 pytestmark = pytest.mark.gpu
 
@@ -78,11 +78,11 @@ def test_a_request_is_packed_and_unpacked_in_any_parts(mover: GpuMover, unit: in
         unpacked = mover.scatter(order, low, high - low, slot + 7)
         while not (packed.query() and unpacked.query()):
             pass
-    span = _core.Span(
+    span = _native.Span(
         np.arange(layers), *(b - np.uint64(a) + np.uint64(i.ctypes.data) for a, b, i in zip(at, bases, images, strict=True)),
         row_strides=rows, token_strides=tokens, dims=(), nbytes=unit, dense=False,
     )  # fmt: skip
-    _core.copy_batch(*_core.expand([span], [runs], None, 1, _core.Columns()))
+    _native.copy_batch(*_native.expand([span], [runs], None, 1, _native.Columns()))
     np.testing.assert_array_equal(down(mover, at[1], sizes[1]), images[1])
     np.testing.assert_array_equal(down(mover, at[0], sizes[0]), images[0])
     with pytest.raises(IndexError, match="expected a range of it"):
@@ -120,7 +120,7 @@ def test_digests_are_the_hosts(mover: GpuMover, itemsize: int) -> None:
         parts: list[dict[str, Any]] = [
             {"by_layer": np.full(layers, 7, np.uint64), "by_row": np.full(9, 5, np.uint64)} for _ in range(2)
         ]
-        wanted = _core.digest(ids, offsets + np.uint64(content.ctypes.data), runs.astype(np.int64), axes, **what, **parts[0])
+        wanted = _native.digest(ids, offsets + np.uint64(content.ctypes.data), runs.astype(np.int64), axes, **what, **parts[0])
         assert mover.digest(ids, offsets + np.uint64(address), runs.astype(np.int64), axes, **what, **parts[1]) == wanted
         assert wanted
         for name in ("by_layer", "by_row"):

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import KVManager, ModelId, Pages, _core, new_request_id, transfers
-from disagg.backends.nvlink import NvlinkBackend
-from disagg.boards import BoardView
+from disagg import KVManager, ModelId, Pages, new_request_id
+from disagg.backends.nvlink.backend import NvlinkBackend
+from disagg.core import _native
+from disagg.runtime.completion_page import BoardView
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
+from disagg.transfer import worker as transfers
 from tests.support.cluster import Side
 
 pytestmark = pytest.mark.gpu
@@ -168,10 +170,10 @@ def ask(pipe: Connection, order: object = None) -> Any:
 @pytest.mark.parametrize("dims", [(8, 6), (64, 64)])
 def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one chunk, receivers are told beforehand how they will see that it has ended."""
-    awaited: list[_core.Word] = []
+    awaited: list[_native.Word] = []
     word = BoardView.word
 
-    def noting(self: BoardView, index: int, value: int) -> _core.Word:
+    def noting(self: BoardView, index: int, value: int) -> _native.Word:
         awaited.append(word(self, index, value))
         return awaited[-1]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from disagg.backends._mapped import Mappings, hold
+from disagg.backends.nvlink.holders import Mappings, hold
 
 
 def test_mappings_end_when_they_are_closed_and_not_before() -> None:
@@ -26,7 +26,9 @@ def test_mappings_end_when_they_are_closed_and_not_before() -> None:
 
 def test_the_end_of_a_process_ends_its_mappings() -> None:
     mappings = Mappings()
-    code = f"from disagg.backends._mapped import hold; h = hold({mappings.address!r}); print('held', flush=True); input()"
+    code = (
+        f"from disagg.backends.nvlink.holders import hold; h = hold({mappings.address!r}); print('held', flush=True); input()"
+    )
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"

@@ -20,7 +20,7 @@ BLOCK, COUNT = 1000, 5000
 
 
 def _serve(pipe: Connection) -> None:
-    from disagg.backends.nixl import NixlBackend
+    from disagg.backends.nixl.backend import NixlBackend
 
     memory = Memory(1)
     memory.scramble(2)
@@ -38,7 +38,7 @@ def _serve(pipe: Connection) -> None:
 def test_many_blocks_are_chosen_from_lists(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("engine nixl is not installed")
-    from disagg.backends.nixl import MIN_SELECTED, NixlBackend
+    from disagg.backends.nixl.backend import MIN_SELECTED, NixlBackend
 
     assert COUNT >= MIN_SELECTED
     made: list[int] = []

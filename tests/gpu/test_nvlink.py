@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends import nvlink
-from disagg.backends._orders import encode_order, encode_shapes, order_nbytes
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, decode_endpoint, encode_endpoint
-from disagg.backends.nvlink import NUM_SMALL_BUFFERS, NvlinkBackend
-from disagg.copies import CopyBatch
-from disagg.errors import (
+from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus
+from disagg.backends.cuda.work_list import encode_order, encode_shapes, order_nbytes
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
+from disagg.backends.nvlink import backend as nvlink
+from disagg.backends.nvlink.backend import NUM_SMALL_BUFFERS, NvlinkBackend
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import (
     BackendError,
     ConfigError,
     DisaggError,
@@ -27,9 +28,9 @@ from disagg.errors import (
     PeerUnreachable,
     RemoteProtocolError,
 )
-from disagg.memory import Device, MemoryRegion
-from disagg.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.testing.twins_gpu import SpanLaunch, span_pieces
+from disagg.core.memory import Device, MemoryRegion
+from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from harness.twins_gpu import SpanLaunch, span_pieces
 from tests.gpu.targets import GUARD, REGION_NBYTES, Bytes, Memory, Piece, Target, batch, settle
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 
-from disagg.bench.driver import run
-from disagg.bench.sides import Side
-from disagg.bench.workload import Case
+from disagg.commands.bench.driver import run
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.backends import nvlink
-from disagg.copies import CopyBatch
-from disagg.testing import twins_gpu as twin
+from disagg.backends.nvlink import backend as nvlink
+from disagg.core.copies import CopyBatch
+from harness import twins_gpu as twin
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([256, 512, 1000, 4096, 4097, 9001]))
 

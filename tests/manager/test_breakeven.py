@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import breakeven
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
-from disagg.breakeven import BATCH_NBYTES, BELIEVED, BreakEven, Origin, Threshold, break_even, measured_sizes
-from disagg.copies import CopyBatch
-from disagg.errors import BackendError
-from disagg.memory import CPU, MemoryRegion
-from disagg.staging import RemoteRing, Ring
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendError
+from disagg.core.memory import CPU, MemoryRegion
+from disagg.runtime import breakeven
+from disagg.runtime.breakeven import BATCH_NBYTES, BELIEVED, BreakEven, Origin, Threshold, break_even, measured_sizes
+from disagg.transfer.staging import RemoteRing, Ring
 from tests.support.cluster import Side, cluster
 
 SHAPE = StagingShape(pack_below=4321, slot_nbytes=BATCH_NBYTES, num_slots=2, num_rings=2, measure=True)

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from disagg import ConfigError
-from disagg.channel import KeyPair
+from disagg.runtime.keys import KeyPair
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, start_side

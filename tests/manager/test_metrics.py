@@ -17,10 +17,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg import ConfigError, KVManager, ModelId, RequestAborted, new_request_id
-from disagg.accounting import HeldSize, Quarantine, RequestRecord, num_rows, quarantine_of
-from disagg.errors import Cause
-from disagg.leases import LeaseState
-from disagg.session import ReceiveState, SendState
+from disagg.core.errors import Cause
+from disagg.core.leases import LeaseState
+from disagg.protocol.receive_session import ReceiveState
+from disagg.protocol.send_session import SendState
+from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, num_rows, quarantine_of
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Side, clear, cluster, receive, send

@@ -10,20 +10,21 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from disagg import ConfigError, RemoteProtocolError, new_request_id, transfers
+from disagg import ConfigError, RemoteProtocolError, new_request_id
 from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalPeer, LocalTransfer
-from disagg.copies import CopyBatch
-from disagg.memory import RemoteRegion
-from disagg.packing import Packing
-from disagg.plan import TransferPlan
-from disagg.session import Limits, PeerRank, RequestKey, Ticket
-from disagg.session.receive import ReceiveSession
-from disagg.staging import RemoteRing, Ring, RingPool, SlotPool
+from disagg.core.copies import CopyBatch
+from disagg.core.memory import RemoteRegion
+from disagg.layout.plan import TransferPlan
+from disagg.protocol.messages import Complete, Credit, Filled, Part, RingGrant
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.types import Limits, PeerRank, RequestKey, Ticket
+from disagg.runtime.credits import Packing
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
-from disagg.transfers import SlotFilled, Unpack, Unpacked
-from disagg.wire import Complete, Credit, Filled, Part, RingGrant
+from disagg.transfer import worker as transfers
+from disagg.transfer.jobs import SlotFilled, Unpack, Unpacked
+from disagg.transfer.staging import RemoteRing, Ring, RingPool, SlotPool
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 PEER = PeerRank("prefill-0", 0)
@@ -142,7 +143,7 @@ def test_a_ring_outside_the_peers_regions_is_refused() -> None:
 @pytest.fixture
 def _numbered_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses of a grant's slots; otherwise they begin somewhere else with each grant."""
-    monkeypatch.setattr("disagg.packing.secrets.randbits", lambda _: 0)
+    monkeypatch.setattr("disagg.runtime.credits.secrets.randbits", lambda _: 0)
 
 
 numbered_from_zero = pytest.mark.usefixtures("_numbered_from_zero")

@@ -24,8 +24,8 @@ from disagg import (
 )
 from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
-from disagg.leases import LeaseState
-from disagg.session import Limits, RequestKey
+from disagg.core.leases import LeaseState
+from disagg.protocol.types import Limits, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
 from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, cluster, component, introduce, receive, send, start_side

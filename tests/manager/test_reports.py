@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import Pages, RequestTimeout, new_request_id, packing
-from disagg.leases import LeaseState
+from disagg import Pages, RequestTimeout, new_request_id
+from disagg.core.leases import LeaseState
+from disagg.runtime import paths as packing
 from disagg.testing import reference
 from disagg.testing.faults import BackendFaults, MessageFaults, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.backends.conftest import require_engine
-from tests.bench.conftest import ENGINES
+from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
@@ -198,7 +199,7 @@ def test_rows_are_bound_before_their_event_has_passed(monkeypatch: pytest.Monkey
             bound.set()
             return bind(*given, **more)
 
-        monkeypatch.setattr("disagg.hub.bind_outgoing", noting)
+        monkeypatch.setattr("disagg.runtime.loop.bind_outgoing", noting)
         rank, (wrong, right) = made.prefill[0], [new_request_id() for _ in range(2)]
         rows = {wrong: Pages(np.array([0, 1, 2, 3, rank.spec.num_pages])), right: PAGES_OF_SENDER}
         taken = {wrong: PageList((3, 4, 5)), right: PAGES}

@@ -23,7 +23,7 @@ from disagg import (
     combine,
     new_request_id,
 )
-from disagg.leases import LeaseState
+from disagg.core.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.reference import PageList
 from tests.support.cluster import DEADLINE_S, Cluster, Side, ask_again_and_again, clear, cluster, receive, send

@@ -12,10 +12,10 @@ import pytest
 from disagg import ConfigError, KVManager, ModelId, Pages, VerificationFailed, new_request_id
 from disagg.backends.base import Op, RemotePeer
 from disagg.backends.local import LocalBackend, LocalTransfer
-from disagg.copies import CopyBatch
-from disagg.session import Event
+from disagg.core.copies import CopyBatch
+from disagg.core.topology import Topology
+from disagg.protocol.types import Event
 from disagg.state import paged
-from disagg.topology import Topology
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 HND = "page kv_head token dim"

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from disagg import new_request_id
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
-from disagg.copies import Addresses, CopyBatch
-from disagg.errors import PeerUnreachable
-from disagg.packing import MIN_PIECES, bind_incoming, bind_outgoing
-from disagg.plan import TransferPlan
-from disagg.session import PeerRank, RequestKey, StartTransfer, Ticket
-from disagg.session.types import Chunk
-from disagg.testing.moves import Scene
+from disagg.core.copies import Addresses, CopyBatch
+from disagg.core.errors import PeerUnreachable
+from disagg.layout.plan import TransferPlan
+from disagg.protocol.messages import Reserve, Written, pack_rows
+from disagg.protocol.types import Chunk, PeerRank, RequestKey, StartTransfer, Ticket
+from disagg.runtime.paths import MIN_PIECES, bind_incoming, bind_outgoing
 from disagg.testing.reference import CANARY, PageList
+from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
-from disagg.transfers import Bound
-from disagg.wire import Reserve, Written, pack_rows
+from disagg.transfer.jobs import Bound
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 HND = "page kv_head token dim"

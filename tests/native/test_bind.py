@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
-from disagg.copies import Columns, CopyBatch
-from disagg.errors import LayoutError
-from disagg.layout import EVERYTHING, Owned
-from disagg.plan import ComponentPlan, RowSpace, SpanClass, bind
-from disagg.rows import Pages, Rows, Slot
+from disagg.core import _native
+from disagg.core.copies import Columns, CopyBatch
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.layout.binding import bind
+from disagg.layout.ownership import EVERYTHING, Owned
+from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.testing.strategies import ownerships
-from disagg.testing.twins import bind_numpy
+from harness.twins import bind_numpy
 
 MAX_INT64 = 2**63 - 1
 REUSED = Columns()
@@ -110,16 +111,16 @@ def test_slots_are_bound_as_the_twin_does(span: SpanClass, source: int, destinat
 def test_no_numbers_break_the_expansion(span: SpanClass, runs: list[tuple[int, ...]]) -> None:
     table = np.array(runs, dtype=np.int64).reshape(-1, 5)
     try:
-        columns = _core.expand([core_span(span)], [table], None, 1, REUSED)
+        columns = _native.expand([core_span(span)], [table], None, 1, REUSED)
     except ValueError:
         assert (table[:, 4] < 1).any()
         return
     assert len({len(column) for column in columns}) == 1
 
 
-def core_span(span: SpanClass, **changed: Any) -> _core.Span:
+def core_span(span: SpanClass, **changed: Any) -> _native.Span:
     fields = {name: getattr(span, name) for name in ("row_strides", "token_strides", "dims", "nbytes", "dense")}
-    return _core.Span(span.layers, span.source_bases, span.destination_bases, **(fields | changed))
+    return _native.Span(span.layers, span.source_bases, span.destination_bases, **(fields | changed))
 
 
 def plain(**changed: Any) -> SpanClass:
@@ -144,23 +145,23 @@ ONE = np.array([[0, 0, 0, 0, 1]], dtype=np.int64)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: _core.expand([core_span(plain())], [], None, 1, Columns()), "1 spans and 0 runs"),
-        (lambda: _core.expand([core_span(plain())], [ONE], None, 0, Columns()), "num_threads"),
-        (lambda: _core.expand([core_span(plain())], [ONE * 0], None, 1, Columns()), "lengths of at least 1"),
-        (lambda: _core.expand([core_span(plain(dims=((2**40, 1, 1), (2**40, 1, 1))))], [ONE], None, 1, Columns()), "at most"),
-        (lambda: _core.expand([core_span(plain())], [ONE * MAX_INT64], None, 1, Columns()), "at most"),
+        (lambda: _native.expand([core_span(plain())], [], None, 1, Columns()), "1 spans and 0 runs"),
+        (lambda: _native.expand([core_span(plain())], [ONE], None, 0, Columns()), "num_threads"),
+        (lambda: _native.expand([core_span(plain())], [ONE * 0], None, 1, Columns()), "lengths of at least 1"),
+        (lambda: _native.expand([core_span(plain(dims=((2**40, 1, 1), (2**40, 1, 1))))], [ONE], None, 1, Columns()), "at most"),
+        (lambda: _native.expand([core_span(plain())], [ONE * MAX_INT64], None, 1, Columns()), "at most"),
         (lambda: core_span(plain(source_bases=np.zeros(2, np.uint64))), "for each layer"),
-        (lambda: _core.token_runs(0, 2**62, 1, listed(), listed()), "tokens"),
-        (lambda: _core.token_runs(3, 2, 1, listed(), listed()), "tokens"),
-        (lambda: _core.token_runs(0, 2, 0, listed(), listed()), "granule"),
-        (lambda: _core.token_runs(0, 2, 3, listed(), listed()), "page_size"),
-        (lambda: _core.token_runs(0, 2, 1, listed(page_size=0), listed()), "page_size"),
-        (lambda: _core.token_runs(0, 2, 1, listed(first_page=-1), listed()), "first_page"),
-        (lambda: _core.token_runs(0, 2, 1, listed(edges=np.array([0])), listed()), "pairs"),
-        (lambda: _core.token_runs(0, 2, 1, listed(edges=np.array([5, 2])), listed()), "ownership"),
-        (lambda: _core.token_runs(0, 2, 1, listed(edges=np.array([-(2**63), MAX_INT64])), listed()), "ownership"),
-        (lambda: _core.token_runs(0, 2, 1, listed(edges=np.array([0, 9]), period=8), listed()), "run"),
-        (lambda: _core.token_runs(0, 2, 1, listed(period=-1), listed()), "period"),
+        (lambda: _native.token_runs(0, 2**62, 1, listed(), listed()), "tokens"),
+        (lambda: _native.token_runs(3, 2, 1, listed(), listed()), "tokens"),
+        (lambda: _native.token_runs(0, 2, 0, listed(), listed()), "granule"),
+        (lambda: _native.token_runs(0, 2, 3, listed(), listed()), "page_size"),
+        (lambda: _native.token_runs(0, 2, 1, listed(page_size=0), listed()), "page_size"),
+        (lambda: _native.token_runs(0, 2, 1, listed(first_page=-1), listed()), "first_page"),
+        (lambda: _native.token_runs(0, 2, 1, listed(edges=np.array([0])), listed()), "pairs"),
+        (lambda: _native.token_runs(0, 2, 1, listed(edges=np.array([5, 2])), listed()), "ownership"),
+        (lambda: _native.token_runs(0, 2, 1, listed(edges=np.array([-(2**63), MAX_INT64])), listed()), "ownership"),
+        (lambda: _native.token_runs(0, 2, 1, listed(edges=np.array([0, 9]), period=8), listed()), "run"),
+        (lambda: _native.token_runs(0, 2, 1, listed(period=-1), listed()), "period"),
     ],
 )
 def test_bad_arguments_are_refused(function: Callable[[], Any], message: str) -> None:
@@ -168,9 +169,9 @@ def test_bad_arguments_are_refused(function: Callable[[], Any], message: str) ->
         function()
 
 
-def listed(**changed: Any) -> _core.PageList:
+def listed(**changed: Any) -> _native.PageList:
     fields: dict[str, Any] = {"first_page": 0, "page_size": 4, "num_rows": 9, "edges": np.array([0, 100]), "period": 0}
-    return _core.PageList(np.arange(9, dtype=np.int32), **(fields | changed))
+    return _native.PageList(np.arange(9, dtype=np.int32), **(fields | changed))
 
 
 def test_other_types_are_refused_not_converted() -> None:
@@ -184,16 +185,16 @@ def test_other_types_are_refused_not_converted() -> None:
     with pytest.raises(TypeError):
         core_span(span, dims=((-1, 2, 3),))
     with pytest.raises(TypeError):
-        _core.expand([core_span(span)], [np.zeros((1, 4), np.int64)], None, 1, Columns())
+        _native.expand([core_span(span)], [np.zeros((1, 4), np.int64)], None, 1, Columns())
     with pytest.raises(TypeError):
-        _core.expand([None], [ONE], None, 1, Columns())  # type: ignore[list-item]
+        _native.expand([None], [ONE], None, 1, Columns())  # type: ignore[list-item]
     with pytest.raises(TypeError):
         listed(edges=np.array([0.0, 1.0]))
 
 
 def test_turns_that_hold_no_granule_end() -> None:
     narrow = listed(edges=np.array([1, 2]), period=4)
-    runs, fault = _core.token_runs(0, 2**20, 4, narrow, narrow)
+    runs, fault = _native.token_runs(0, 2**20, 4, narrow, narrow)
     assert fault is None
     assert runs.shape == (0, 5)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg import _core
+from disagg.core import _native
 
 DRIVER = r"""
 #include <stddef.h>
@@ -68,7 +68,7 @@ def calls(library: Path, *, fail: int = 0) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_calls_come_in_order_and_the_context_is_given_back(library: Path, keeps: bool) -> None:
-    queue = _core.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, keeps_interpreter=keeps)
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, keeps_interpreter=keeps)
     calls(library)
     assert queue.upload(1 << 32, 1 << 40, 5, 9) == (None, 0)
     copied = (3, (1 << 32) + (1 << 40) + 5 + UPLOADS)
@@ -87,7 +87,7 @@ def test_calls_come_in_order_and_the_context_is_given_back(library: Path, keeps:
     ("number", "name"), [(1, "cuCtxPushCurrent"), (3, "cuMemcpyHtoDAsync"), (4, "cuEventRecord"), (5, "cuStreamWaitEvent")]
 )
 def test_an_upload_ends_with_the_call_that_fails(library: Path, number: int, name: str) -> None:
-    queue = _core.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=number)
     assert queue.upload(16, 32, 5, 9) == (name, 700)
     made = [call for call, _ in calls(library)]
@@ -96,14 +96,14 @@ def test_an_upload_ends_with_the_call_that_fails(library: Path, number: int, nam
 
 @pytest.mark.parametrize(("number", "name"), [(1, "cuCtxPushCurrent"), (6, "cuLaunchKernel"), (4, "cuEventRecord")])
 def test_a_launch_ends_with_the_call_that_fails(library: Path, number: int, name: str) -> None:
-    queue = _core.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=number)
     assert queue.launch(16, [1, 2, 3], 1, 32, 0, 9) == (name, 700)
     assert [call for call, _ in calls(library)] == {1: [1], 6: [1, 6, 2], 4: [1, 6, 4, 2]}[number]
 
 
 def test_an_event_of_a_lost_context_is_an_error(library: Path) -> None:
-    queue = _core.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=7)
     assert queue.query(9) == ("cuEventQuery", 700)
     calls(library, fail=1)
@@ -112,6 +112,6 @@ def test_an_event_of_a_lost_context_is_an_error(library: Path) -> None:
 
 def test_a_library_that_is_no_driver_is_refused() -> None:
     with pytest.raises(RuntimeError, match="CUDA driver"):
-        _core.CudaQueue("libm.so.6", 0, 0, 0)
+        _native.CudaQueue("libm.so.6", 0, 0, 0)
     with pytest.raises(RuntimeError, match="CUDA driver"):
-        _core.CudaQueue("no-such-library.so", 0, 0, 0)
+        _native.CudaQueue("no-such-library.so", 0, 0, 0)

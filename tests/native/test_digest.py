@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
-from disagg.testing.twins import digest_numpy
+from disagg.core import _native
+from harness.twins import digest_numpy
 
 Content = npt.NDArray[np.generic]
 DTYPES = ("uint8", "float16", "float32", "float64")
@@ -49,7 +49,7 @@ class Held:
         _, row, token, head, dim = self.view.strides
         start = self.view.__array_interface__["data"][0] + heads[0] * head
         bases = np.uint64(start) + np.arange(len(self.layers), dtype=np.uint64) * np.uint64(self.view.strides[0])
-        return _core.digest(
+        return _native.digest(
             self.layers[which],
             bases[which],
             self.runs(tokens),
@@ -63,9 +63,9 @@ class Held:
 
     def runs(self, tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
         everything: dict[str, Any] = {"first_page": 0, "edges": np.array([0, 1]), "period": 1}
-        pages = _core.PageList(self.ids, page_size=self.page_size, num_rows=len(self.ids) + 2, **everything)
-        globally = _core.PageList(np.zeros(1, np.int32), page_size=2**40, num_rows=1, **everything)
-        runs, fault = _core.token_runs(*tokens, 1, pages, globally)
+        pages = _native.PageList(self.ids, page_size=self.page_size, num_rows=len(self.ids) + 2, **everything)
+        globally = _native.PageList(np.zeros(1, np.int32), page_size=2**40, num_rows=1, **everything)
+        runs, fault = _native.token_runs(*tokens, 1, pages, globally)
         assert fault is None
         return runs
 
@@ -143,7 +143,7 @@ def test_bad_arguments_are_refused() -> None:
 
     def refused(*arguments: Any, **changed: Any) -> str:
         with pytest.raises(ValueError, match=r".") as caught:
-            _core.digest(*arguments, **(sizes | changed))
+            _native.digest(*arguments, **(sizes | changed))
         return str(caught.value)
 
     assert "for each layer" in refused(layers, np.zeros(2, np.uint64), runs, [])
@@ -152,8 +152,8 @@ def test_bad_arguments_are_refused() -> None:
     assert "num_threads" in refused(layers, bases, runs, [], num_threads=0)
     assert "2**48" in refused(layers, bases, runs, [(2**40, 1, 0), (2**40, 1, 0)])
     assert "2**48" in refused(layers, bases, np.full((3, 5), 2**63 - 1), [(2, 1, 0)])
-    assert _core.digest(layers, bases, runs[:0], [], **sizes) == 0
-    assert _core.digest(layers[:0], bases[:0], runs, [], **sizes) == 0
+    assert _native.digest(layers, bases, runs[:0], [], **sizes) == 0
+    assert _native.digest(layers[:0], bases[:0], runs, [], **sizes) == 0
     wrong: list[tuple[Any, ...]] = [
         (layers, layers, runs, []),
         (layers, bases, runs[:, :4], []),
@@ -163,4 +163,4 @@ def test_bad_arguments_are_refused() -> None:
     ]
     for arguments in wrong:
         with pytest.raises(TypeError):
-            _core.digest(*arguments, **dict[str, Any](sizes))
+            _native.digest(*arguments, **dict[str, Any](sizes))

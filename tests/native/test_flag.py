@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from disagg import _core
+from disagg.core import _native
 
 
 def test_everyone_who_lingers_sees_a_flag_that_is_set() -> None:
-    flag, found = _core.Flag(), list[bool]()
+    flag, found = _native.Flag(), list[bool]()
     threads = [threading.Thread(target=lambda: found.append(flag.linger(60.0))) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg import _core
+from disagg.core import _native
 
 RUNS = np.array([[0, 0, 0, 0, 3], [4, 1, 2, 0, 2]])
 
@@ -18,15 +18,15 @@ def column(*values: int) -> npt.NDArray[np.uint64]:
     return np.array(values, np.uint64)
 
 
-def sizes(steps: int = 2, nbytes: int = 8, num_bases: int = 3, *, dense: bool = False) -> _core.SpanSizes:
-    return _core.SpanSizes(column(steps), column(nbytes), column(num_bases), np.array([dense]))
+def sizes(steps: int = 2, nbytes: int = 8, num_bases: int = 3, *, dense: bool = False) -> _native.SpanSizes:
+    return _native.SpanSizes(column(steps), column(nbytes), column(num_bases), np.array([dense]))
 
 
-def order(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _core.Order:
-    return _core.Order(sizes(**shape), [(span, bases, runs)])
+def order(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _native.Order:
+    return _native.Order(sizes(**shape), [(span, bases, runs)])
 
 
-def encoded(found: _core.Order, *, tile: int = 16, num_words: int | None = None, num_shapes: int = 1) -> _core.Order:
+def encoded(found: _native.Order, *, tile: int = 16, num_words: int | None = None, num_shapes: int = 1) -> _native.Order:
     out = np.zeros(found.num_words if num_words is None else num_words, np.uint64)
     assert found.encode(np.zeros(num_shapes, np.int64), tile, out) <= out.nbytes
     return found
@@ -66,7 +66,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: order().tiles(0, 1), "expected a range"),
     (lambda: encoded(order()).tiles(0, 241), "expected a range"),
     (lambda: encoded(order()).tiles(5, 5), "expected a range"),
-    (lambda: _core.SpanSizes(column(1), column(1), column(1, 2), np.ones(1, bool)), "one length"),
+    (lambda: _native.SpanSizes(column(1), column(1), column(1, 2), np.ones(1, bool)), "one length"),
 ]
 
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
-from disagg.layout import EVERYTHING
-from disagg.plan import ComponentPlan, RowSpace, SpanClass, Stream, place
-from disagg.rows import Pages
-from disagg.testing.twins import bind_numpy, gather_numpy, scatter_numpy
+from disagg.core import _native
+from disagg.core.rows import Pages
+from disagg.layout.binding import Stream, place
+from disagg.layout.ownership import EVERYTHING
+from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
+from harness.twins import bind_numpy, gather_numpy, scatter_numpy
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from((64, 128, 256, 512, 1024, 4096, 4097, 5000)))
 
@@ -41,7 +42,9 @@ def pieces(sizes: list[int], *, seed: int, align: int) -> tuple[npt.NDArray[np.u
 def stream_of(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64], *, source: bool) -> Stream:
     """The stream of these pieces: bytes are its tokens, addresses its rows."""
     one = np.zeros(1, dtype=np.uint64)
-    span = _core.Span(np.zeros(1, np.int64), one, one, row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True)
+    span = _native.Span(
+        np.zeros(1, np.int64), one, one, row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True
+    )
     at, sizes = addresses[nbytes > 0].astype(np.int64), nbytes[nbytes > 0].astype(np.int64)
     stream = Stream(source=source)
     stream.append([span], [np.stack((at, 0 * at, at, 0 * at, sizes), axis=1)], None)
@@ -86,7 +89,7 @@ def test_large_batches_of_equal_pieces(size: int, align: int, num_threads: int) 
     assert (memory == wanted).all()
     memory[:] = 0
     places = np.cumsum(where["nbytes"]) - where["nbytes"] + np.uint64(staging.ctypes.data)
-    assert _core.copy_batch(places, where["addresses"], where["nbytes"], num_threads) == len(staging)
+    assert _native.copy_batch(places, where["addresses"], where["nbytes"], num_threads) == len(staging)
     assert (memory[index] == staging).all()
     assert int(memory.sum()) == int(staging.sum())
 
@@ -149,7 +152,7 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
             staging.ctypes.data + start + before for before in np.cumsum(collected[2]) - collected[2]
         ]
         staging[start:stop] = 0
-        assert _core.copy_batch(*collected, 1) == stop - start
+        assert _native.copy_batch(*collected, 1) == stop - start
         staged, belong, nbytes = destination.copies(start, stop - start, staging.ctypes.data + start)
         assert int(nbytes.sum()) == stop - start
         assert len(nbytes) <= destination.num_pieces
@@ -192,11 +195,11 @@ def test_bad_arguments_are_refused() -> None:
         for arguments in wrong:
             with pytest.raises(TypeError):
                 function(*arguments)
-    span = _core.Span(
+    span = _native.Span(
         np.zeros(1, np.int64), MORE[:1], MORE[:1], row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True
     )
     table = np.array([[0, 0, 0, 0, 1]])
-    for count in (empty.append, _core.num_copies):
+    for count in (empty.append, _native.num_copies):
         for spans, runs, error in (
             ([span], [], ValueError),
             ([span], [np.array([[0, 0, 0, 0, 0]])], ValueError),
@@ -211,4 +214,4 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_copies_whose_sum_wraps_are_refused() -> None:
     with pytest.raises(ValueError, match="sum"):
-        _core.copy_batch(MORE, MORE, WRAPS)
+        _native.copy_batch(MORE, MORE, WRAPS)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
+from disagg.core import _native
 
 Column = npt.NDArray[np.uint64]
 
@@ -50,7 +50,7 @@ def test_every_piece_is_copied_and_nothing_else(sizes: list[int], write: bool, g
     for start, stop, size in zip(starts.tolist(), stops.tolist(), sizes, strict=True):
         expected[stop : stop + size] = source[start : start + size]
     local, remote = addresses(ours, here), addresses(theirs, there)
-    assert _core.copy_between_processes(os.getpid(), local, remote, column(sizes), write=write) == 0
+    assert _native.copy_between_processes(os.getpid(), local, remote, column(sizes), write=write) == 0
     assert (destination == expected).all()
     assert (source == unchanged).all()
 
@@ -62,7 +62,7 @@ def test_threads_share_what_is_large(size: int) -> None:
     order = np.random.default_rng(0).permutation(count) * size
     local, remote = addresses(source.view(np.uint8), order), addresses(destination.view(np.uint8), order)
     sizes = column([size] * count)
-    assert _core.copy_between_processes(os.getpid(), local, remote, sizes, write=True, num_threads=3) == 0
+    assert _native.copy_between_processes(os.getpid(), local, remote, sizes, write=True, num_threads=3) == 0
     assert (source == destination).all()
 
 
@@ -70,9 +70,9 @@ def test_the_systems_error_comes_back() -> None:
     memory = np.zeros(8192, dtype=np.uint8)
     local, sizes = addresses(memory, [0, 100]), column([100, 100])
     nowhere = column([int(local[0]), 4096])
-    assert _core.copy_between_processes(os.getpid(), local, nowhere, sizes, write=True) == errno.EFAULT
-    assert _core.copy_between_processes(2**22 + 1, local, local, sizes, write=True) == errno.ESRCH
-    assert _core.copy_between_processes(os.getpid(), local[:0], local[:0], sizes[:0], write=True) == 0
+    assert _native.copy_between_processes(os.getpid(), local, nowhere, sizes, write=True) == errno.EFAULT
+    assert _native.copy_between_processes(2**22 + 1, local, local, sizes, write=True) == errno.ESRCH
+    assert _native.copy_between_processes(os.getpid(), local[:0], local[:0], sizes[:0], write=True) == 0
 
 
 def test_columns_that_do_not_match_are_refused() -> None:
@@ -86,5 +86,5 @@ def test_columns_that_do_not_match_are_refused() -> None:
         (one, one, [8], 0, "num_threads"),
     ):
         with pytest.raises(ValueError, match=message):
-            _core.copy_between_processes(os.getpid(), local, remote, column(sizes), write=True, num_threads=num_threads)
+            _native.copy_between_processes(os.getpid(), local, remote, column(sizes), write=True, num_threads=num_threads)
     assert not memory.any()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg import _core
-from disagg.backends.base import RegionIndex
-from disagg.errors import NotRegistered
-from disagg.memory import Device, MemoryRegion
-from disagg.testing.twins import locate_numpy
+from disagg.backends.endpoint import RegionIndex
+from disagg.core import _native
+from disagg.core.errors import NotRegistered
+from disagg.core.memory import Device, MemoryRegion
+from harness.twins import locate_numpy
 
 Addresses = npt.NDArray[np.uint64]
 Row = tuple[int, int, int]
@@ -48,7 +48,7 @@ def test_ranges_are_located_as_by_the_twin(rows: list[Row], base: int, data: st.
     where, first = locate_numpy(starts, stops, addresses, nbytes)
     found = np.full(len(ranges), -7, dtype=np.int64)
     described = np.full((len(ranges), 3), 7, dtype=np.uint64)
-    core = _core.Regions(starts, stops, devices)
+    core = _native.Regions(starts, stops, devices)
     assert core.locate(addresses, nbytes, found) == first
     assert core.describe(addresses, nbytes, described) == first
     assert core.count_held(addresses, nbytes) == first
@@ -60,7 +60,7 @@ def test_ranges_are_located_as_by_the_twin(rows: list[Row], base: int, data: st.
 
 def test_a_range_of_no_bytes_is_held_where_a_region_begins_or_ends() -> None:
     starts, stops, devices = (np.array([value], dtype=np.uint64) for value in (100, 110, 0))
-    core, found = _core.Regions(starts, stops, devices), np.empty(1, dtype=np.int64)
+    core, found = _native.Regions(starts, stops, devices), np.empty(1, dtype=np.int64)
     held = [core.locate(np.array([at], np.uint64), np.zeros(1, np.uint64), found) for at in (99, 100, 110, 111)]
     assert held == [0, 1, 1, 0]
 
@@ -70,7 +70,7 @@ def test_many_ranges_let_go_of_the_interpreter_and_stay_right() -> None:
     addresses = np.random.default_rng(0).permutation(np.repeat(starts, 100))
     nbytes = np.full(len(addresses), 50, dtype=np.uint64)
     found = np.empty(len(addresses), dtype=np.int64)
-    assert _core.Regions(starts, stops, devices).locate(addresses, nbytes, found) == len(addresses)
+    assert _native.Regions(starts, stops, devices).locate(addresses, nbytes, found) == len(addresses)
     assert (starts[found] == addresses).all()
 
 
@@ -80,8 +80,8 @@ def test_columns_of_other_lengths_and_types_are_refused() -> None:
     for columns in itertools.product((one, two), repeat=3):
         if len({len(column) for column in columns}) > 1:
             with pytest.raises(ValueError, match="one length"):
-                _core.Regions(*columns).locate(one, one, place)
-    regions = _core.Regions(one, two[:1], one)
+                _native.Regions(*columns).locate(one, one, place)
+    regions = _native.Regions(one, two[:1], one)
     for addresses, nbytes in ((one, two), (two, one), (two, two)):
         with pytest.raises(ValueError, match="one length"):
             regions.locate(addresses, nbytes, place)

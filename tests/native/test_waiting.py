@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from disagg import _core
+from disagg.core import _native
 
 PATIENCE_S = 60.0
 
@@ -25,22 +25,22 @@ def stubborn() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-Wait = Callable[[_core.Flag, _core.Alarm], object]
+Wait = Callable[[_native.Flag, _native.Alarm], object]
 WAITS: dict[str, Wait] = {
-    "linger": lambda sign, _: _core.linger(PATIENCE_S, signs=[sign]),
-    "sleep": lambda *_: _core.sleep(1e-3),
+    "linger": lambda sign, _: _native.linger(PATIENCE_S, signs=[sign]),
+    "sleep": lambda *_: _native.sleep(1e-3),
     "alarm": lambda _, alarm: alarm.wait(PATIENCE_S),
-    "alarm, in vain": lambda *_: _core.Alarm().wait(1e-3),
+    "alarm, in vain": lambda *_: _native.Alarm().wait(1e-3),
 }
 
 
 @pytest.mark.usefixtures("stubborn")
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait: Wait) -> None:
-    sign, alarm, done = _core.Flag(), _core.Alarm(), list[bool]()
+    sign, alarm, done = _native.Flag(), _native.Alarm(), list[bool]()
 
     def work() -> None:
-        _core.enlist()
+        _native.enlist()
         for _ in range(3):
             wait(sign, alarm)
             alarm.set()
@@ -48,12 +48,12 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
 
     thread = threading.Thread(target=work)
     thread.start()
-    _core.give_way()
+    _native.give_way()
     sign.set()
     alarm.set()
     deadline = time.monotonic() + PATIENCE_S
     while len(done) < 3 and time.monotonic() < deadline:
-        _core.give_way()
+        _native.give_way()
     assert len(done) == 3
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
@@ -62,17 +62,17 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
 def test_descriptors_end_a_wait() -> None:
     descriptor = os.eventfd(0)
     watched = np.array([descriptor], np.int32)
-    assert not _core.linger(0.0, watched, [])
-    assert not _core.is_readable(descriptor)
+    assert not _native.linger(0.0, watched, [])
+    assert not _native.is_readable(descriptor)
     os.eventfd_write(descriptor, 1)
-    assert _core.linger(PATIENCE_S, watched, [])
-    assert _core.is_readable(descriptor)
-    _core.sleep(PATIENCE_S, watched)
+    assert _native.linger(PATIENCE_S, watched, [])
+    assert _native.is_readable(descriptor)
+    _native.sleep(PATIENCE_S, watched)
     os.close(descriptor)
 
 
 def test_an_alarm_that_was_set_before_is_heard_once() -> None:
-    alarm = _core.Alarm()
+    alarm = _native.Alarm()
     alarm.set()
     alarm.set()
     assert alarm.wait(PATIENCE_S)
@@ -83,9 +83,9 @@ def test_an_alarm_that_was_set_before_is_heard_once() -> None:
 @pytest.mark.parametrize("sign", [None, 3, "sign"])
 def test_what_is_no_sign_is_refused(sign: object) -> None:
     with pytest.raises((TypeError, RuntimeError)):
-        _core.linger(0.0, signs=[sign])  # type: ignore[list-item]
+        _native.linger(0.0, signs=[sign])  # type: ignore[list-item]
 
 
 def test_packets_leave_at_once_or_not_at_all() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        _core.send(-1, b"packet")
+        _native.send(-1, b"packet")

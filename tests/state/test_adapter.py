@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from disagg.errors import ConfigError
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
 from disagg.state import adapter
 from disagg.testing.reference_states import Form
-from disagg.topology import Topology
 from tests.support.states import Kind, Scene, Side, adapter_kind, moved
 
 EXPERTS, INTERMEDIATE, HIDDEN, RANK = 8, 8, 3, 2

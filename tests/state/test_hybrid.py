@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg import KVManager, ModelId, Pages, new_request_id
-from disagg.errors import LayoutError
-from disagg.handles import Receiver, Sender
-from disagg.plan import elect
-from disagg.rows import Rows
-from disagg.session import Event
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Rows
+from disagg.layout.election import elect
+from disagg.protocol.types import Event
+from disagg.requests import Receiver, Sender
 from disagg.state import declare
 from disagg.testing import reference_states as naive
 from disagg.testing.reference import STALE, Context, PageList

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.component import Component
-from disagg.errors import ConfigError
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
 from disagg.state import declare, mamba
 from disagg.testing import reference_states as naive
 from disagg.testing.reference_states import Form, Part, Place
-from disagg.topology import Topology
 from tests.support.states import (
     Kind,
     Pools,

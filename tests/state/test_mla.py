@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.errors import ConfigError, LayoutError
-from disagg.plan import elect
+from disagg.core.errors import ConfigError, LayoutError
+from disagg.core.topology import Topology
+from disagg.layout.election import elect
 from disagg.state import paged
 from disagg.testing.reference import Context
 from disagg.testing.reference_states import Form
-from disagg.topology import Topology
 from tests.support.states import Scene, Side, check_every_row, gqa_kind, index_kind, mla_kind, moved, runs_by_writer, tp_pairs
 
 PAGES = tuple(itertools.product((1, 3, 4, 16), repeat=2))

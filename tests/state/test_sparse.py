@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from disagg.errors import ConfigError, LayoutError
-from disagg.plan import elect
+from disagg.core.errors import ConfigError, LayoutError
+from disagg.core.topology import Topology
+from disagg.layout.election import elect
 from disagg.state import sparse
 from disagg.testing.reference import Context
 from disagg.testing.reference_states import Form
-from disagg.topology import Topology
 from tests.support.states import (
     Kind,
     Scene,

@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from disagg.errors import ConfigError, LayoutError
-from disagg.plan import bind
-from disagg.rows import Pages
+from disagg.core.errors import ConfigError, LayoutError
+from disagg.core.rows import Pages
+from disagg.layout.binding import bind
 from disagg.state import window
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
 from disagg.testing.reference import Context, PageList, value

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.component import Component
-from disagg.handles import Receiver, Sender
-from disagg.links import LinkLimits
-from disagg.session import Event, Limits
+from disagg.layout.placement import Component
+from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.types import Event, Limits
+from disagg.requests import Receiver, Sender
 from disagg.state import declare, paged
 from disagg.testing import reference
 from disagg.testing.reference import Context, KVModel, KVRank, PageList

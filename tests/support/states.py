@@ -16,17 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from disagg.component import Component
-from disagg.copies import CopyBatch
-from disagg.layout import LayoutTable, layout_table
-from disagg.memory import RawTensor, raw_tensor
-from disagg.plan import ComponentPlan, Election, bind, check_rows, elect, make_plan
-from disagg.rows import Pages, Rows, Slot
+from disagg.core.copies import CopyBatch
+from disagg.core.memory import RawTensor, raw_tensor
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.core.topology import Topology
+from disagg.layout.binding import bind, check_rows
+from disagg.layout.election import Election, elect
+from disagg.layout.placement import Component
+from disagg.layout.plan import ComponentPlan, make_plan
+from disagg.layout.tables import LayoutTable, layout_table
 from disagg.state import adapter, declare, mamba, paged, sparse, window
 from disagg.testing import reference_states as naive
 from disagg.testing.reference import CANARY, STALE, Context, PageList, pages_needed
 from disagg.testing.reference_states import Form, GlobalAxis, Memory, Place, Ring, Slots, StateModel, StateRank, StateRows
-from disagg.topology import Topology
 
 Range = tuple[int, int]
 

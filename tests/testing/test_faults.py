@@ -12,10 +12,10 @@ import pytest
 
 from disagg import ConfigError, new_request_id
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, TransferStatus
-from disagg.copies import CopyBatch
-from disagg.errors import LocalProtocolError
-from disagg.memory import MemoryRegion
-from disagg.testing.backend_contract import BackendContract, BackendFactory
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import LocalProtocolError
+from disagg.core.memory import MemoryRegion
+from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
 from disagg.testing.faults import BackendFaults, FaultyBackend, MessageFaults, Trouble, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until

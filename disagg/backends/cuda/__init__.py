@@ -1,0 +1,1 @@
+"""CUDA driver, kernels and packing on one GPU."""

@@ -1,0 +1,62 @@
+"""Span classes and requests as the kernel `move_spans` reads them (`kernels.cu` has the layout of every word).
+
+`harness.twins_gpu` reads the same words without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from disagg.core.copies import Addresses
+from disagg.core.errors import BackendError
+from disagg.core.spans import Ints, SpanBatch, SpanShape, SpanShapes
+
+SPAN_WORDS, DIM_WORDS = 8, 3
+
+Translate = Callable[[Addresses, int, int], Addresses]
+"""`(first addresses, nbytes from each on, side)` -> where they are on this GPU; raises `NotRegistered`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShapeTable:
+    """Span classes as words of 8 bytes; `at[i]`: where class `i` begins."""
+
+    shapes: SpanShapes
+    words: Addresses
+    at: Ints
+
+
+def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTable:
+    """The table of `shapes`, with every base where `translate` says it is here."""
+    words: list[Addresses] = []
+    at: list[int] = []
+    end = 0
+    for shape in shapes:
+        begins, span = end, SPAN_WORDS + DIM_WORDS * len(shape.dims)
+        fixed = [shape.nbytes, *shape.row_strides, *shape.token_strides, shape.dense, len(shape.dims), begins + span]
+        bases = [translate(*shape.extents(side), side) for side in (0, 1)]
+        words.append(np.array([*fixed, *(value for dim in shape.dims for value in dim)], dtype=np.uint64))
+        words.append(np.stack(bases, axis=1).astype(np.uint64).ravel())
+        at.append(begins)
+        end += span + 2 * len(bases[0])
+    return ShapeTable(SpanShapes(shapes), np.concatenate([*words, np.zeros(1, np.uint64)]), np.array(at, np.int64))
+
+
+def order_nbytes(batch: SpanBatch) -> int:
+    """Room for an order, in bytes; at most."""
+    return 8 * batch.core.num_words
+
+
+def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> int:
+    """Write `batch` into `out`, words of 8 bytes (`order_nbytes` says how many there must be), in tiles of `tile` bytes; how
+    many bytes were written. `batch.core.tiles` says from then on which tiles hold what.
+
+    Raises `BackendError` for more pieces or tiles than the kernel counts.
+    """
+    try:
+        return batch.core.encode(table.at, tile, out)
+    except ValueError as error:
+        raise BackendError(str(error)) from error

@@ -1,0 +1,115 @@
+"""What a backend tells its peers, and look-up of addresses in registered regions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends.base import Op
+from disagg.core import _native
+from disagg.core.copies import Addresses, CopyBatch
+from disagg.core.errors import ConfigError, NotRegistered, RemoteProtocolError
+from disagg.core.memory import Device, MemoryRegion, RemoteRegion
+
+# An address and a size below 2**63 each: their sum never overflows the uint64 columns.
+_Bounded = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
+class _RegionRow(msgspec.Struct, frozen=True, array_like=True):
+    address: _Bounded
+    nbytes: _Bounded
+    device: Annotated[str, msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$")]
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The envelope of every backend's endpoint: the engine's own descriptor, and the regions it serves."""
+
+    backend: str
+    descriptor: bytes
+    regions: tuple[_RegionRow, ...]
+
+
+_ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
+"""Made here and not when it is used: two threads that are first to look at one `Struct` end the process (msgspec 0.22)."""
+
+
+def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion]) -> bytes:
+    """`Endpoint` as bytes."""
+    rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
+    return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))
+
+
+def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
+    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` where it is not one of `backend`."""
+    try:
+        endpoint = _ENDPOINT.decode(data)
+        regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise RemoteProtocolError(
+            f"endpoint: {len(data)} bytes that are no endpoint of backend {backend!r}: {error}"
+        ) from error
+    if endpoint.backend != backend:
+        raise RemoteProtocolError(f"endpoint: expected backend {backend!r}, found {endpoint.backend!r}")
+    return endpoint.descriptor, regions
+
+
+class RegionIndex:
+    """Which addresses lie in a set of regions: the check before anything is posted, and each copy's device."""
+
+    def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
+        ordered = sorted(regions, key=lambda r: r.address)
+        self.regions = tuple(ordered)
+        kinds = {region.device.kind for region in ordered}
+        self.kind = kinds.pop() if len(kinds) == 1 else None
+        """The kind of device that all of them are on, if it is one."""
+        columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
+        self._native = _native.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
+
+    def require(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> None:
+        """Raises `NotRegistered` naming the first copy outside all regions."""
+        inside = self._native.count_held(addresses, nbytes)
+        if inside < len(addresses):
+            raise self._outside(addresses, nbytes, inside, side)
+
+    def check(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.int64]:
+        """The index, in `regions`, of each copy's region; raises as `require` does."""
+        where = np.empty(len(addresses), dtype=np.int64)
+        inside = self._native.locate(addresses, nbytes, where)
+        if inside < len(addresses):
+            raise self._outside(addresses, nbytes, inside, side)
+        return where
+
+    def describe(self, addresses: Addresses, nbytes: Addresses, *, side: str) -> npt.NDArray[np.uint64]:
+        """Rows `(address, length, device number)`, N x 3; raises as `require` does."""
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        inside = self._native.describe(addresses, nbytes, rows)
+        if inside < len(addresses):
+            raise self._outside(addresses, nbytes, inside, side)
+        return rows
+
+    def place_blocks(
+        self, addresses: Addresses, nbytes: Addresses, *, block: int, per_list: int, firsts: Addresses
+    ) -> tuple[int, npt.NDArray[np.int32]] | None:
+        """Which of the blocks of `block` bytes each copy is, regions being cut into blocks from their starts on and `firsts[k]`
+        the number of the first of region `k`. None where a copy is no such block, or outside.
+
+        The highest list that they are in; and, 2 x copies, the list and the index there, lists being of `per_list` blocks.
+        """
+        places = np.empty((2, len(addresses)), dtype=np.int32)
+        highest = self._native.place_blocks(addresses, nbytes, block, per_list, firsts, places[0], places[1])
+        return (highest, places) if highest >= 0 else None
+
+    def _outside(self, addresses: Addresses, nbytes: Addresses, first: int, side: str) -> NotRegistered:
+        return NotRegistered(
+            f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none "
+            f"of the {len(self.regions)} registered regions; nothing was posted"
+        )
+
+
+def local_and_remote(op: Op, copies: CopyBatch) -> tuple[Addresses, Addresses]:
+    """The columns of `copies` as (this side, the peer's side)."""
+    return (copies.source, copies.destination) if op is Op.WRITE else (copies.destination, copies.source)

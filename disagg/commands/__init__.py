@@ -1,0 +1,1 @@
+"""The commands `disagg` and `disagg-bench`."""

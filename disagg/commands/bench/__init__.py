@@ -1,0 +1,1 @@
+"""`disagg-bench`: cases over real ranks, verified and timed."""

@@ -1,0 +1,207 @@
+"""The command `disagg-bench`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from disagg.commands.bench import compare as comparing
+from disagg.commands.bench.driver import run
+from disagg.commands.bench.fleet import Progress
+from disagg.commands.bench.plot import check_plot, plot
+from disagg.commands.bench.report import Row, table, to_json
+from disagg.commands.cases.instructions import Fault
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.commands.shell.errors import one_sentence
+from disagg.core.errors import ConfigError
+
+EPILOG = """\b
+Examples:
+  disagg-bench --backend nixl --model llama-3-8b --layers 8 --tokens 4096 \\
+      --prefill tp=4,page=16 --decode tp=2,page=64
+  disagg-bench --backend mooncake --model ./config.json --tokens 2048 \\
+      --prefill tp=2 --decode tp=1 --requests 8 --concurrency 4 --json rows.json
+  disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
+      --prefill tp=1 --decode tp=2          (two cases)
+  disagg-bench --backend nixl,mooncake --model llama-3-8b --layers 4 --tokens 1024,4096 \\
+      --page 8,16 --run-pages 1,16 --prefill tp=2 --decode tp=1          (sixteen cases)
+  disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
+      --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
+  disagg-bench --compare before.json after.json --tolerance 0.05
+"""
+
+
+@contextmanager
+def progress_to(console: Console) -> Iterator[Progress]:
+    """Where long work says what it does: one line that changes on a terminal, plain lines elsewhere."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+
+
+def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> list[Row]:
+    """Run cases one after the other, with progress on standard error."""
+    rows: list[Row] = []
+    with progress_to(console or Console(stderr=True)) as progress:
+        for number, case in enumerate(cases, 1):
+            what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
+            rows.append(run(case, lambda text, what=what: progress(what + text), connect=connect))  # type: ignore[misc]
+    return rows
+
+
+def say_problems(rows: Sequence[Row]) -> None:
+    """A sentence for every row that is not verified."""
+    for row in rows:
+        if not row.verified:
+            print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
+
+
+def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
+    """Print what changed between two files of rows; whether nothing became worse."""
+    found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
+    comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
+    return not any(each.regressions for each in found)
+
+
+class Several(click.ParamType[Any]):
+    """Values with commas between: each makes cases of its own."""
+
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self._kind = kind
+        self.name = f"{kind.name}[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Raises `click.BadParameter` for what is no value, or none at all."""
+        if isinstance(value, tuple):
+            return value
+        parts = [str(value)] if Path(str(value)).exists() else str(value).split(",")
+        return tuple(self._kind.convert(part, param, ctx) for part in parts)
+
+
+COUNTS = Several(click.IntRange(1))
+SWEPT = ("backend", "model", "tokens", "requests", "concurrency", "run_pages")
+
+
+def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings: Mapping[str, Any], **same: Any) -> list[Case]:
+    """Every pair of sides, with every page size (none: their own), with every combination of the settings of `SWEPT`."""
+    rest = {name: value for name, value in settings.items() if name not in SWEPT}
+    cases = []
+    for chosen in itertools.product(*(settings[name] for name in SWEPT)):
+        for prefill, decode in sides:
+            for page in pages or (None,):
+                ours, theirs = (side if page is None else replace(side, page=page) for side in (prefill, decode))
+                swept = dict(zip(SWEPT, chosen, strict=True))
+                cases.append(Case(prefill=ours, decode=theirs, **swept, **rest, **same))
+    return cases
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
+@click.option(
+    "--backend",
+    type=Several(click.STRING),
+    help="Engine (needed for a run): nixl, mooncake, nvlink, local, auto, or a third party's.",
+)
+@click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (needed for a run).")
+@click.option("--tokens", type=COUNTS, help="Length of every request (needed for a run).")
+@click.option("--prefill", multiple=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16. Once per case.")
+@click.option("--decode", multiple=True, metavar="SIDE", help="The other side of the case at the same place.")
+@click.option("--requests", type=COUNTS, default="1", help="Requests of a run.")
+@click.option("--concurrency", type=COUNTS, default="1", help="Requests of a rank that are under way at a time.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the pools are.")
+@click.option("--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="What it may use.")
+@click.option(
+    "--verify",
+    type=click.Choice(["off", "sample", "full"]),
+    default="off",
+    help="The library's own sums. The benchmark compares every byte in any case.",
+)
+@click.option("--pack-below", type=click.IntRange(0), metavar="BYTES", help="Pack smaller pieces; 0: none; else the engine's.")
+@click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
+@click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Send in chunks of so many tokens; 0: at once.")
+@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="First tokens that the decode side has already.")
+@click.option("--page", "pages", type=COUNTS, default=(), show_default=False, help="Tokens per page, in place of the sides'.")
+@click.option("--run-pages", type=COUNTS, default="1", help="Page ids come in runs of so many that follow each other.")
+@click.option("--warm-up", type=click.IntRange(0), default=1, help="Runs before those that count.")
+@click.option("--repeat", type=click.IntRange(1), default=10, help="Runs of every case; the row is the median one's.")
+@click.option("--ceiling/--no-ceiling", default=True, help="Measure engine, system and memory alone too, in between.")
+@click.option("--seed", type=int, default=0, help="Of the random page ids.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that any one step may take.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows there.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows there (png, svg, pdf)."
+)
+@click.option(
+    "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank; all of them, for one case."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    help="With --compare: a share by which a case may be worse.",
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="A.json B.json",
+    help="Compare two files that --json wrote, and end with 1 where a case of A is missing, wrong or slower in B.",
+)
+@click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Make a mistake on purpose.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@one_sentence
+def bench(
+    *,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    pages: tuple[int, ...],
+    layers: int | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    connect: tuple[str, ...],
+    fault: str | None,
+    compare: tuple[Path, Path] | None,
+    tolerance: float,
+    **settings: Any,
+) -> None:
+    """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
+    one line per case. Where an option takes several values with commas between, every combination is a case. The exit
+    status is 0 only if every byte of every case was right.
+    """
+    if compare is not None:
+        sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
+    logging.basicConfig(level=logging.ERROR)
+    missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
+    if missing or not prefill:
+        raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
+    if len(prefill) != len(decode):
+        raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
+    if connect and settings["pack_below"] is not None:
+        raise ConfigError(
+            "pack-below: running ranks have been started with a threshold of their own; leave it out with --connect"
+        )
+    if plot_file is not None:
+        check_plot(plot_file)
+    sides = [(Side.parse(ours), Side.parse(theirs)) for ours, theirs in zip(prefill, decode, strict=True)]
+    cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)
+    if connect and len({(case.model, str(case.prefill), str(case.decode)) for case in cases}) > 1:
+        raise ConfigError(f"connect: running ranks are of one model and two sides, found {len(cases)} cases")
+    rows = run_cases(cases, connect=connect)
+    print(table(rows))
+    if json_file is not None:
+        json_file.write_bytes(to_json(rows))
+    if plot_file is not None:
+        plot(rows, plot_file)
+    say_problems(rows)
+    sys.exit(0 if all(row.verified for row in rows) else 1)

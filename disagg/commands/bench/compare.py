@@ -1,0 +1,158 @@
+"""Two runs of the benchmark side by side: which cases became slower, and by how much."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from disagg.commands.bench.report import Row
+from disagg.core.errors import ConfigError
+
+WIDTH = 140
+"""At least so wide, as where the output is no terminal."""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that `--json` wrote. Raises `ConfigError` naming the file and the field that is not as expected."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Row])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"compare: {path}: expected the rows that disagg-bench --json writes: {error}") from error
+
+
+Key = tuple[object, ...]
+
+
+def _key(row: Row) -> Key:
+    """What makes two rows one case: everything that was asked for, and nothing that was found."""
+    return (
+        row.backend,
+        row.device,
+        row.model,
+        row.tokens,
+        row.prefill,
+        row.decode,
+        row.requests,
+        row.concurrency,
+        row.pack_below,
+        row.run_pages,
+    )
+
+
+def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
+    """Rows by case; a case that was run several times has a number besides."""
+    seen: Counter[Key] = Counter()
+    found: dict[Key, Row] = {}
+    for row in rows:
+        key = _key(row)
+        found[*key, seen[key]] = row
+        seen[key] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case in both runs, `None` where a run has it not; `regressions` say in words what became worse."""
+
+    before: Row | None
+    after: Row | None
+    regressions: tuple[str, ...]
+
+    @property
+    def case(self) -> Row:
+        row = self.before or self.after
+        assert row is not None
+        return row
+
+
+def compare(before: Sequence[Row], after: Sequence[Row], *, tolerance: float) -> list[Comparison]:
+    """Every case of either run, in order; worse by more than the share `tolerance` is a regression.
+
+    Speed is judged against the ceiling of the same run where both have one, since machines differ from hour to hour, else
+    by GB/s. A case that is no longer there or no longer right is a regression whatever the tolerance.
+    """
+    ours, theirs = _numbered(before), _numbered(after)
+    found = []
+    for key in dict.fromkeys((*ours, *theirs)):
+        one, other = ours.get(key), theirs.get(key)
+        found.append(Comparison(one, other, tuple(_regressions(one, other, tolerance))))
+    return found
+
+
+def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Iterable[str]:
+    if before is None:
+        return
+    if after is None:
+        yield "the case is missing"
+        return
+    if before.verified and not after.verified:
+        yield f"no longer verified: {after.problem}"
+    if before.ratio is not None and after.ratio is not None:
+        if after.ratio < before.ratio * (1 - tolerance):
+            yield f"{after.ratio:.0%} of the ceiling instead of {before.ratio:.0%}"
+    elif after.gbps < before.gbps * (1 - tolerance):
+        yield f"{after.gbps:.2f} GB/s instead of {before.gbps:.2f}"
+    if after.posts > before.posts * (1 + tolerance):
+        yield f"{after.posts} posts instead of {before.posts}"
+    if after.bytes != before.bytes:
+        yield f"{after.bytes} bytes delivered instead of {before.bytes}"
+
+
+# -- shown -------------------------------------------------------------------------------------------------------------
+
+
+def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str], tolerance: float) -> None:
+    """Print a line per case with both figures and the change, then every regression in words."""
+    out = console if console.width >= WIDTH else Console(width=WIDTH, file=console.file, color_system=None)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("engine, model, tokens", "sides"):
+        table.add_column(name, overflow="fold")
+    for name in ("GB/s", "of ceiling", "p50 ms", "p99 ms", "posts", "core s/GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in found:
+        case, bad = each.case, bool(each.regressions)
+        table.add_row(
+            "WORSE" if bad else "" if each.before else "new",
+            f"{case.backend} {case.model} {case.tokens}",
+            f"{case.prefill} -> {case.decode}",
+            *(_change(each, figure, text) for figure, text in FIGURES),
+            style="bold red" if bad else None,
+        )
+    print(f"{names[0]} -> {names[1]}", file=out.file)
+    out.print(table)
+    for each in found:
+        case = each.case
+        for text in each.regressions:
+            print(f"regression: {case.backend}, {case.prefill} -> {case.decode}, {case.tokens} tokens: {text}", file=out.file)
+    bad_cases = sum(bool(each.regressions) for each in found)
+    print(f"{len(found)} cases, {bad_cases} worse by more than {tolerance:.0%}", file=out.file)
+
+
+Figure = Callable[[Row], float | None]
+FIGURES: tuple[tuple[Figure, Callable[[float], str]], ...] = (
+    (lambda row: row.gbps, lambda value: f"{value:.2f}"),
+    (lambda row: row.ratio, lambda value: f"{value:.0%}"),
+    (lambda row: row.latency_ms["p50"], lambda value: f"{value:.1f}"),
+    (lambda row: row.latency_ms["p99"], lambda value: f"{value:.1f}"),
+    (lambda row: float(row.posts), lambda value: f"{value:.0f}"),
+    (lambda row: row.core_s_per_gb, lambda value: f"{value:.2f}"),
+)
+
+
+def _change(each: Comparison, figure: Figure, text: Callable[[float], str]) -> str:
+    """`1.20 -> 1.08 (-10%)`, without the share where it is none; a dash for what was not measured."""
+    before, after = (None if row is None else figure(row) for row in (each.before, each.after))
+    if before is None and after is None:
+        return "-"
+    shown = " -> ".join("-" if value is None else text(value) for value in (before, after))
+    if not before or after is None or f"{after / before - 1:.0%}" in ("0%", "-0%"):
+        return shown
+    return f"{shown} ({after / before - 1:+.0%})"

@@ -1,0 +1,80 @@
+"""`make demo`: prefill and decode instances that divide a model differently, over real engines, each rank a process."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "transformers_pd" / "run.py"
+
+INTRODUCTION = """\
+disagg moves the state of LLM requests from the ranks that computed it (prefill) to the ranks that go on with it (decode).
+The two sides divide the model as each likes: here 4 prefill ranks feed 2 decode ranks and the other way round, with pages
+of other sizes, cut in another order. Every rank is a process of its own with memory of its own; the engines are
+NIXL (shared memory) and Mooncake (TCP). When a run ends, every byte of every decode rank's memory is compared with a
+reference that knows nothing of the library, also the bytes that nobody should have touched.
+"""
+SETTINGS = (
+    "--model",
+    "llama-3-8b",
+    "--layers",
+    "4",
+    "--tokens",
+    "512",
+    "--requests",
+    "2",
+    "--concurrency",
+    "2",
+    "--repeat",
+    "3",
+)
+SIDES = (("tp=4,page=16", "tp=2,page=64"), ("tp=2,page=64", "tp=4,page=16,layout=hnd"))
+BACKENDS = ("nixl", "mooncake")
+
+
+def main() -> None:
+    """Run the demonstration. The exit status is 0 only if all of it was verified."""
+    try:
+        from disagg.commands.bench.command import bench
+    except ImportError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.exit(f"demo: the package {error.name!r} is missing: pip install 'disagg[cli]'")
+    print(INTRODUCTION, flush=True)
+    failed = [backend for backend in BACKENDS if not _moves(backend, bench)]
+    if failed:
+        sys.exit(f"demo: not verified: {', '.join(failed)}")
+    print("Every byte was verified, for both engines.\n", flush=True)
+    sys.exit(_example())
+
+
+def _moves(backend: str, bench: Callable[..., object]) -> bool:
+    """Every pair of sides over one engine, as `disagg-bench` does it; whether all bytes were right."""
+    arguments = ["--backend", backend, *SETTINGS]
+    for prefill, decode in SIDES:
+        arguments += ["--prefill", prefill, "--decode", decode]
+    print(f"$ disagg-bench {' '.join(arguments)}", flush=True)
+    try:
+        bench(arguments, prog_name="disagg-bench")
+    except SystemExit as ended:
+        print(flush=True)
+        return ended.code in (0, None)
+    return True
+
+
+def _example() -> int:
+    """The same with a real model's code, where that is installed: greedy tokens must not change. Its exit status."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if not EXAMPLE.is_file() or missing:
+        why = f"{', '.join(missing)} missing" if missing else "the examples are not installed"
+        print(f"Not shown here: the same with a real model's code ({why}).")
+        return 0
+    print("The same with a real model's code, whose tokens must not change by it:", flush=True)
+    return subprocess.run([sys.executable, str(EXAMPLE)], check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

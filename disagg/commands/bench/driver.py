@@ -1,0 +1,287 @@
+"""Drives resident ranks through a case: fill, run, verify every byte, measure the engine alone in between, and report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg.backends import registry as backends
+from disagg.commands.bench.fleet import Progress, Ranks, Remote, connected, rank_config, started
+from disagg.commands.bench.report import Alone, Row, Sample, mechanism_of, summarise
+from disagg.commands.cases.instructions import (
+    AskCpu,
+    Block,
+    Check,
+    Clear,
+    Collect,
+    Copied,
+    Cpu,
+    Describe,
+    Description,
+    Difference,
+    Direction,
+    Done,
+    Fault,
+    Fill,
+    Item,
+    Listen,
+    Listening,
+    Memcpy,
+    Move,
+    Moved,
+    MoveRaw,
+    Peer,
+    Raw,
+    RunReport,
+    Start,
+    WaitReady,
+)
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, Planned, blocks_of, check_rank, items_of, planned
+from disagg.commands.rank.rank import boot_id
+from disagg.core.address import parse_address
+from disagg.core.errors import ConfigError
+from disagg.manager import new_request_id
+from disagg.models.families import ModelSpec, load_model
+
+MIN_CEILINGS = 10
+LEAD_S = 0.02
+"""How long before a common beginning ranks are told of it."""
+
+
+def check_case(case: Case) -> None:
+    """Raises `ConfigError` for what no rank could do, before any is started."""
+    load_model(case.model, num_layers=case.num_layers)
+    if case.backend not in ("auto", *backends.available()):
+        raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {case.backend!r}")
+    rank_config(case, "prefill", 0, None)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case on ranks that know each other."""
+
+    case: Case
+    ranks: Ranks
+    sent: Mapping[Remote, tuple[Item, ...]]
+    received: Mapping[Remote, tuple[Item, ...]]
+    blocks: Mapping[Remote, tuple[Block, ...]]
+    planned: Planned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be delivered in every run."""
+        return sum(self.planned.nbytes.values())
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The prefill and the decode instance."""
+        return self.ranks.sources[0].about.name, self.ranks.destinations[0].about.name
+
+
+def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
+    """The case's row. Raises `RankFailed` or `RankDied` where a rank fails, `ConfigError` where the ranks do not fit."""
+    prepared = _prepare(case, ranks, progress)
+    samples: list[Sample] = []
+    ceilings: list[Alone] = []
+    wanted = max(MIN_CEILINGS, case.repeat) if case.ceiling else 0
+    for turn in range(-case.warm_up, case.repeat):
+        progress(f"run {turn + 1} of {case.repeat}" if turn >= 0 else "warming up")
+        sample = _measure(prepared, last=turn + 1 == case.repeat)
+        if turn >= 0 or sample.problem:
+            samples.append(sample)
+        if sample.problem:
+            break
+        due = math.ceil(wanted * (turn + 1) / case.repeat) - len(ceilings) if turn >= 0 else min(wanted, 1)
+        found = [_alone(prepared) for _ in range(due)]
+        ceilings += found if turn >= 0 else []
+    about = ranks.ask(dict.fromkeys(ranks.all, Describe()), Description)
+    return summarise(
+        case,
+        sources=[about[remote] for remote in ranks.sources],
+        destinations=[about[remote] for remote in ranks.destinations],
+        planned=prepared.planned,
+        samples=samples,
+        alone=Alone.median(ceilings),
+    )
+
+
+def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
+    """Introduce the sides to each other, deal out the requests, fill the sources."""
+    spec = load_model(case.model, num_layers=case.num_layers)
+    for remotes, side in ((ranks.sources, case.prefill), (ranks.destinations, case.decode)):
+        for remote in remotes:
+            check_rank(case, spec, side, remote.about)
+    sources, destinations = [r.about for r in ranks.sources], [r.about for r in ranks.destinations]
+    sides = ((ranks.sources, destinations[0]), (ranks.destinations, sources[0]))
+    progress("connecting")
+    for remotes, peer in sides:
+        ranks.tell(remotes, Peer(peer.name, peer.address))
+    for remotes, peer in sides:
+        ranks.tell(remotes, WaitReady(peer.name, case.timeout_s))
+    sent = _deal(case, spec, ranks.sources, case.prefill, case.decode, prefix=0)
+    received = _deal(case, spec, ranks.destinations, case.decode, case.prefill, prefix=case.prefix_hit)
+    plans = planned(spec, sources, destinations, sent=list(sent.values()), received=list(received.values()))
+    progress("filling the sources")
+    fault = case.fault if case.fault is Fault.BYTE else None
+    ranks.ask({remote: Fill(items, fault) for remote, items in sent.items()}, Done)
+    blocks = {ranks.sources[n]: found for n, found in blocks_of(plans.nbytes, sources, destinations).items()}
+    return Prepared(case, ranks, sent, received, blocks, plans)
+
+
+def _deal(
+    case: Case, spec: ModelSpec, remotes: Sequence[Remote], side: Side, peer: Side, *, prefix: int
+) -> dict[Remote, tuple[Item, ...]]:
+    """Every rank's requests, in the ranks' order."""
+    about = remotes[0].about
+    dealt = items_of(spec, side, peer, case, name=about.name, pools=about.rows, prefix=prefix)
+    return dict(zip(remotes, dealt, strict=True))
+
+
+def _measure(prepared: Prepared, *, last: bool) -> Sample:
+    """One run over every request, verified; the last one verifies the sources' memory too."""
+    case, ranks = prepared.case, prepared.ranks
+    source, destination = prepared.names
+    ids = [new_request_id() for _ in range(case.requests)]
+    ranks.tell(ranks.destinations, Clear())
+    receiving = {r: _start(case, Direction.RECEIVE, source, _named(items, ids)) for r, items in prepared.received.items()}
+    ranks.ask(receiving, Done)
+    killed = ranks.sources[-1] if case.fault is Fault.KILL else None
+    faults = {r: case.fault if case.fault is Fault.PAGES or r is killed else None for r in ranks.sources}
+    sending = {
+        r: _start(case, Direction.SEND, destination, _named(items, ids), faults[r]) for r, items in prepared.sent.items()
+    }
+    soon = time.monotonic() + LEAD_S
+    before = _cpu_s(ranks)
+    ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in sending.items()}, Done)
+    reports = ranks.ask(dict.fromkeys(ranks.all, Collect()), RunReport)
+    cpu_s = _cpu_s(ranks) - before
+    problem = _first_failure(reports) or _first_difference(ranks, prepared.received)
+    if last and not problem and case.fault is not Fault.BYTE:
+        problem = _first_difference(ranks, prepared.sent)
+    moved = sum(report.nbytes for report in reports.values())
+    if not problem and moved != prepared.nbytes:
+        problem = f"{moved} bytes were written, {prepared.nbytes} are needed"
+    return Sample.of(
+        sent=[_on_one_clock(reports[r], r) for r in ranks.sources],
+        received=[_on_one_clock(reports[r], r) for r in ranks.destinations],
+        problem=problem,
+        cpu_s=cpu_s,
+    )
+
+
+def _cpu_s(ranks: Ranks) -> float:
+    """What all ranks' processes have computed so far."""
+    return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, AskCpu()), Cpu).values())
+
+
+def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...], fault: Fault | None = None) -> Start:
+    return Start(direction, peer, items, case.concurrency, case.timeout_s / 2, case.chunk_tokens, fault)
+
+
+def _named(items: tuple[Item, ...], ids: Sequence[bytes]) -> tuple[Item, ...]:
+    """The same requests under new ids: an id is never used again."""
+    return tuple(msgspec.structs.replace(item, request_id=ids[item.number]) for item in items)
+
+
+def _on_one_clock(report: RunReport, remote: Remote) -> RunReport:
+    """The report with times of the driver's clock."""
+    moved = [
+        msgspec.structs.replace(result, start=result.start - remote.offset_s, end=result.end - remote.offset_s)
+        for result in report.results
+    ]
+    return msgspec.structs.replace(report, results=tuple(moved))
+
+
+def _first_failure(reports: Mapping[Remote, RunReport]) -> str:
+    failed = [
+        f"rank {remote}, request {result.number}: {result.error}"
+        for remote, report in reports.items()
+        for result in report.results
+        if not result.ok
+    ]
+    return failed[0] + (f" ({len(failed) - 1} more)" if len(failed) > 1 else "") if failed else ""
+
+
+def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]]) -> str:
+    found = ranks.ask({remote: Check(of) for remote, of in items.items()}, Difference)
+    return next((f"rank {remote}: {reply.where}" for remote, reply in found.items() if reply.where), "")
+
+
+def _alone(prepared: Prepared) -> Alone:
+    """The same bytes per pair of ranks as one contiguous block per pair, all at once: by the engine alone, and by what its
+    transport rests on; and a copy in one rank's memory.
+    """
+    ranks, case = prepared.ranks, prepared.case
+    _, destination = prepared.names
+    before = _cpu_s(ranks)
+    gbps = _moved(prepared, {r: Move(destination, blocks, case.timeout_s) for r, blocks in prepared.blocks.items()})
+    cpu_s = _cpu_s(ranks) - before
+    first = ranks.sources[0]
+    memcpy = ranks.ask({first: Memcpy(prepared.nbytes)}, Copied)[first].gbps
+    return Alone(gbps, cpu_s, memcpy, _raw(prepared))
+
+
+def _raw(prepared: Prepared) -> float | None:
+    """GB/s of the system's own mechanism; `None` where it is not known which one that is, for memory of GPUs, or where
+    ranks are not on one machine.
+    """
+    mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
+    if mechanism is None:
+        return None
+    case, ranks = prepared.case, prepared.ranks
+    destinations = ranks.destinations
+    if mechanism is Raw.WRITEV:
+        if any(remote.about.boot_id != boot_id() for remote in ranks.all):
+            return None
+        return _moved(
+            prepared,
+            {
+                source: MoveRaw(blocks, case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
+                for source, blocks in prepared.blocks.items()
+            },
+        )
+    awaited: dict[int, list[tuple[int, int]]] = {}
+    numbers: dict[Remote, list[int]] = {}
+    for source, blocks in prepared.blocks.items():
+        for block in blocks:
+            of = awaited.setdefault(block.rank, [])
+            numbers.setdefault(source, []).append(len(of))
+            of.append((block.destination, block.nbytes))
+    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in awaited}
+    asked = {destinations[rank]: Listen(hosts[rank], tuple(of), case.timeout_s) for rank, of in awaited.items()}
+    ports = {remote: reply.port for remote, reply in ranks.ask(asked, Listening).items()}
+    return _moved(
+        prepared,
+        {
+            source: MoveRaw(
+                blocks,
+                case.timeout_s,
+                hosts=tuple(hosts[block.rank] for block in blocks),
+                ports=tuple(ports[destinations[block.rank]] for block in blocks),
+                numbers=tuple(numbers[source]),
+            )
+            for source, blocks in prepared.blocks.items()
+        },
+    )
+
+
+def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> float:
+    """GB/s of commands that begin together."""
+    soon = time.monotonic() + LEAD_S
+    timed = {remote: msgspec.structs.replace(command, at=soon + remote.offset_s) for remote, command in commands.items()}
+    moved = prepared.ranks.ask(timed, Moved)
+    start = min(reply.start - remote.offset_s for remote, reply in moved.items())
+    end = max(reply.end - remote.offset_s for remote, reply in moved.items())
+    return prepared.nbytes / (end - start) / 1e9
+
+
+def run(case: Case, progress: Progress, *, connect: Sequence[str] = ()) -> Row:
+    """One case, on ranks of its own, or on running ones at their driver addresses."""
+    check_case(case)
+    with connected(connect, timeout_s=case.timeout_s) if connect else started(case, progress) as ranks:
+        return run_case(case, ranks, progress)

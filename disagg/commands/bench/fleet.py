@@ -1,0 +1,241 @@
+"""The ranks of a case as a driver has them: started for it or running already, told what to do, and watched."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from disagg.commands.bench import processes
+from disagg.commands.bench.processes import StartedRank
+from disagg.commands.cases.instructions import AnyReply, Command, Describe, Description, Done, Exit, Failed, Reply
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, rows_needed
+from disagg.commands.rank.rank import RankConfig, boot_id
+from disagg.core.address import parse_address
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.models.families import load_model
+
+GPUS = {"prefill": 0, "decode": 1}
+"""Which GPU a side's pools are on, where they are on GPUs: source and destination never share one."""
+LOOK_S = 0.1
+"""How often a waiting driver looks whether its ranks are alive."""
+
+Told = TypeVar("Told", bound=Reply)
+Progress = Callable[[str], None]
+
+
+class RankFailed(DisaggError):
+    """A rank could not carry out a command; the message says which rank, and why."""
+
+
+class Remote:
+    """One rank, as the driver reaches it. `offset_s` is what its clock is ahead of the driver's."""
+
+    def __init__(self, address: str, started: StartedRank | None) -> None:
+        parse_address(address, what="connect")
+        self.address = address
+        self.started = started
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.about: Description
+        self.offset_s = 0.0
+
+    def __str__(self) -> str:
+        return self.started.name if self.started else self.address
+
+    def send(self, command: Command) -> None:
+        self.socket.send(msgspec.msgpack.encode(command))
+
+    def receive(self, expected: type[Told]) -> Told:
+        """The reply that has arrived; raises `RankFailed` where the rank reports an error."""
+        reply: AnyReply = _REPLIES.decode(self.socket.recv())
+        if isinstance(reply, Failed):
+            raise RankFailed(f"rank {self}: {reply.error}")
+        if not isinstance(reply, expected):
+            raise RankFailed(f"rank {self}: expected {expected.__name__}, found {type(reply).__name__}")
+        return reply
+
+
+_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+
+class Ranks:
+    """Every rank of both sides; what is asked of several is done by them at the same time."""
+
+    def __init__(self, sources: Sequence[Remote], destinations: Sequence[Remote], *, timeout_s: float) -> None:
+        self.sources = list(sources)
+        self.destinations = list(destinations)
+        self._timeout_s = timeout_s
+
+    @property
+    def all(self) -> list[Remote]:
+        return [*self.sources, *self.destinations]
+
+    def ask(
+        self, commands: Mapping[Remote, Command], expected: type[Told], *, timeout_s: float | None = None
+    ) -> dict[Remote, Told]:
+        """Send each rank its command, and wait for all replies.
+
+        Raises `RankFailed` at the first that reports an error or where time is up, and `RankDied` where one has ended.
+        """
+        for remote, command in commands.items():
+            remote.send(command)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        poller = zmq.Poller()
+        for remote in commands:
+            poller.register(remote.socket, zmq.POLLIN)
+        waiting = {remote.socket: remote for remote in commands}
+        replies: dict[Remote, Told] = {}
+        while waiting:
+            for socket, _ in poller.poll(int(LOOK_S * 1000)):
+                remote = waiting.pop(socket)
+                poller.unregister(socket)
+                replies[remote] = remote.receive(expected)
+            if waiting:
+                self._look()
+            if waiting and time.monotonic() > deadline:
+                raise RankFailed(f"no answer from {', '.join(map(str, waiting.values()))} within {timeout_s:g} s")
+        return replies
+
+    def _look(self) -> None:
+        """Raises `RankDied` where one of the ranks started here has ended."""
+        for remote in self.all:
+            if remote.started is not None:
+                remote.started.check()
+
+    def tell(self, remotes: Sequence[Remote], command: Command) -> None:
+        """The same command for several ranks."""
+        self.ask(dict.fromkeys(remotes, command), Done)
+
+    def introduce(self) -> None:
+        """Learn who the ranks are, put them in order, and set their clocks against this one's.
+
+        Raises `ConfigError` where ranks are missing, or there twice.
+        """
+        for remote, about in self.ask(dict.fromkeys(self.all, Describe()), Description).items():
+            remote.about = about
+        for ranks in (self.sources, self.destinations):
+            ranks.sort(key=lambda remote: remote.about.rank)
+            expected = Side.parse(ranks[0].about.side).num_ranks
+            found = [(r.about.name, r.about.rank) for r in ranks]
+            if found != [(ranks[0].about.name, rank) for rank in range(expected)]:
+                raise ConfigError(f"ranks: expected 0 to {expected - 1} of {ranks[0].about.name!r}, found {found}")
+        for remote in self.all:
+            remote.offset_s = 0.0 if remote.about.boot_id == boot_id() else self._ahead(remote)
+
+    def _ahead(self, remote: Remote) -> float:
+        """How far another machine's clock is ahead, by the quickest of a few questions."""
+        tries = []
+        for _ in range(9):
+            before = time.monotonic()
+            about = self.ask({remote: Describe()}, Description)[remote]
+            after = time.monotonic()
+            tries.append((after - before, about.now - (before + after) / 2))
+        return min(tries)[1]
+
+
+@contextmanager
+def started(case: Case, progress: Progress) -> Iterator[Ranks]:
+    """The ranks of a case, started for it and ended after it; none outlives the block.
+
+    Raises `RankDied` where one cannot start, or does not end with exit status 0.
+    """
+    children: list[StartedRank] = []
+    with ExitStack() as opened:
+        opened.callback(lambda: _kill(children))
+        progress(f"starting {case.prefill.num_ranks} prefill and {case.decode.num_ranks} decode ranks")
+        sides = _start_by_gpu(case, children) if case.device == "cuda" else _start_alone(case, children)
+        remotes = {
+            role: [opened.enter_context(_closing(Remote(rank.addresses()[1], rank))) for rank in ranks]
+            for role, ranks in sides.items()
+        }
+        ranks = Ranks(remotes["prefill"], remotes["decode"], timeout_s=case.timeout_s)
+        ranks.introduce()
+        yield ranks
+        progress("ending the ranks")
+        for remote in ranks.all:
+            remote.send(Exit())
+        for child in children:
+            child.end()
+
+
+def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
+    """Each rank in a process of its own; all that were started are in `children`, whatever happens."""
+    leaders = processes.start([rank_config(case, "prefill", 0, None), rank_config(case, "decode", 0, None)])
+    children += leaders
+    at = {"prefill": leaders[0].addresses()[0], "decode": leaders[1].addresses()[0]}
+    sides = {"prefill": [leaders[0]], "decode": [leaders[1]]}
+    for role, side in (("prefill", case.prefill), ("decode", case.decode)):
+        others = processes.start([rank_config(case, role, rank, at[role]) for rank in range(1, side.num_ranks)])
+        children += others
+        sides[role] += others
+    return sides
+
+
+def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
+    """The ranks of each side share a GPU, and so a process: two processes with a GPU each would take turns on it."""
+    sides = {"prefill": case.prefill, "decode": case.decode}
+    configs = [[rank_config(case, role, rank, None) for rank in range(side.num_ranks)] for role, side in sides.items()]
+    started = processes.start_together(configs)
+    children += [rank for ranks in started for rank in ranks]
+    return dict(zip(sides, started, strict=True))
+
+
+@contextmanager
+def connected(addresses: Sequence[str], *, timeout_s: float) -> Iterator[Ranks]:
+    """Ranks that an operator has started, by their driver addresses; they stay up.
+
+    Raises `ConfigError` where they are not one prefill and one decode instance, complete.
+    """
+    with ExitStack() as opened:
+        remotes = [opened.enter_context(_closing(Remote(address, None))) for address in addresses]
+        about = Ranks(remotes, [], timeout_s=timeout_s).ask(dict.fromkeys(remotes, Describe()), Description, timeout_s=10.0)
+        by_role = {role: [r for r in remotes if about[r].role == role] for role in ("prefill", "decode")}
+        if not all(by_role.values()):
+            raise ConfigError(f"connect: expected prefill and decode ranks, found {Counter(a.role for a in about.values())}")
+        ranks = Ranks(by_role["prefill"], by_role["decode"], timeout_s=timeout_s)
+        ranks.introduce()
+        yield ranks
+
+
+@contextmanager
+def _closing(remote: Remote) -> Iterator[Remote]:
+    try:
+        yield remote
+    finally:
+        remote.socket.close()
+
+
+def _kill(children: Sequence[StartedRank]) -> None:
+    for child in children:
+        child.kill()
+
+
+def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankConfig:
+    """One rank of a case, on loopback; with pools on GPUs the sides have one each."""
+    side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
+    spec = load_model(case.model, num_layers=case.num_layers)
+    return RankConfig.load(
+        role=role,
+        name=role,
+        model=case.model,
+        side=side,
+        rank=rank,
+        layers=case.num_layers,
+        rows={state.name: rows_needed(state, side, case, prefix=prefix) for state in spec.states},
+        leader=leader,
+        backend=case.backend,
+        transport=case.transport,
+        device=f"cuda:{GPUS[role]}" if case.device == "cuda" else case.device,
+        verify=case.verify,
+        pack_below=case.pack_below,
+        driver="tcp://127.0.0.1:0",
+    )

@@ -1,0 +1,17 @@
+"""Benchmarks over real ranks. `disagg-bench` is `main`; its parts are imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The command `disagg-bench`."""
+    try:
+        from disagg.commands.bench.command import bench
+        from disagg.commands.shell import errors
+    except ImportError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.exit(f"disagg-bench: the package {error.name!r} is missing: pip install 'disagg[cli]'")
+    errors.main(bench, "disagg-bench")

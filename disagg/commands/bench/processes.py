@@ -1,0 +1,226 @@
+"""Ranks that a driver starts, one operating-system process each, or threads of its own process for the `local` backend."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Protocol
+
+import msgspec
+
+from disagg.commands.rank.rank import RankConfig
+from disagg.commands.rank.serve import serve
+from disagg.core.errors import DisaggError
+
+START_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 15.0
+TAIL_LINES = 15
+_ADDRESSES = re.compile(r"address=(\S+) driver=(\S+) ")
+
+
+class RankDied(DisaggError):
+    """A rank ended, or could not start; the message has its exit status and what it last said."""
+
+
+class StartedRank(Protocol):
+    """A rank that was started here."""
+
+    name: str
+
+    def addresses(self) -> tuple[str, str]:
+        """Its control address and its driver address, once it has them. Raises `RankDied`."""
+
+    def check(self) -> None:
+        """Raises `RankDied` where it has ended."""
+
+    def end(self) -> None:
+        """Wait until it has ended, by force if need be. Raises `RankDied` where its exit status was not 0."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+class RankProcess:
+    """A process of one rank, or of several of one instance, which ends when this one does: it watches its standard input."""
+
+    def __init__(self, configs: Sequence[RankConfig]) -> None:
+        self.name = ", ".join(f"{config.name}/{config.rank}" for config in configs)
+        self.ranks = tuple(ProcessRank(self, config) for config in configs)
+        self._ended = False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
+        self._said = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+        )
+
+    def addresses(self, config: RankConfig) -> tuple[str, str]:
+        """What one of its ranks says."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        assert self._process.stdout is not None
+        begins = f"{config.name} rank {config.rank} of "
+        while True:
+            whole = self._said.decode(errors="replace").rpartition("\n")[0].splitlines()
+            found = next((_ADDRESSES.search(line) for line in whole if line.startswith(begins)), None)
+            if found:
+                return found[1], found[2]
+            if time.monotonic() > deadline:
+                raise RankDied(f"rank {self.name} has not said its address after {START_TIMEOUT_S} s{self._tail()}")
+            if select.select([self._process.stdout], [], [], 0.2)[0]:
+                chunk = os.read(self._process.stdout.fileno(), 4096)
+                self._said += chunk
+                if not chunk:
+                    self._process.wait(EXIT_TIMEOUT_S)
+            self.check()
+
+    def check(self) -> None:
+        status = self._process.poll()
+        if status is not None:
+            raise RankDied(f"rank {self.name} ended with {_status(status)}{self._tail()}")
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            status = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            message = f"rank {self.name} had to be killed: it did not end within {EXIT_TIMEOUT_S} s{self._tail()}"
+            self.kill()
+            raise RankDied(message) from None
+        message = f"rank {self.name} ended with {_status(status)}{self._tail()}" if status else ""
+        self._close()
+        if message:
+            raise RankDied(message)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+    def _tail(self) -> str:
+        """The last lines of its standard error, each on a line of its own."""
+        if self._errors.closed:
+            return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return "".join(f"\n  {line}" for line in lines)
+
+
+class ProcessRank:
+    """One rank of a process; all of a process's ranks end together."""
+
+    def __init__(self, process: RankProcess, config: RankConfig) -> None:
+        self.name = f"{config.name}/{config.rank}"
+        self._process = process
+        self._config = config
+
+    def addresses(self) -> tuple[str, str]:
+        return self._process.addresses(self._config)
+
+    def check(self) -> None:
+        self._process.check()
+
+    def end(self) -> None:
+        self._process.end()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _status(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name if -status in {s.value for s in signal.Signals} else str(-status)
+    return f"signal {name}"
+
+
+class RankThread:
+    """A rank in a thread of this process: all that the `local` backend can serve."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.name = f"{config.name}/{config.rank}"
+        self._config = config
+        self._stop = threading.Event()
+        self._said: list[str] = []
+        self._speaks = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rank-{self.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            serve(self._config, stop=self._stop, say=self._say)
+        except (DisaggError, OSError) as error:  # `check` reports it; any other ends the thread loudly
+            self._error = error
+        finally:
+            self._speaks.set()
+
+    def _say(self, line: str) -> None:
+        self._said.append(line)
+        self._speaks.set()
+
+    def addresses(self) -> tuple[str, str]:
+        self._speaks.wait(START_TIMEOUT_S)
+        self.check()
+        found = _ADDRESSES.search(self._said[0]) if self._said else None
+        if found is None:
+            raise RankDied(f"rank {self.name} did not say its address")
+        return found[1], found[2]
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise RankDied(f"rank {self.name} ended: {self._error}")
+        if not self._thread.is_alive():
+            raise RankDied(f"rank {self.name} ended")
+
+    def end(self) -> None:
+        self._thread.join(EXIT_TIMEOUT_S)
+        if self._error is not None or self._thread.is_alive():
+            raise RankDied(f"rank {self.name} did not end well: {self._error or 'it still runs'}")
+
+    def kill(self) -> None:
+        self._stop.set()
+        self._thread.join(EXIT_TIMEOUT_S)
+
+
+def start(configs: Sequence[RankConfig]) -> list[StartedRank]:
+    """Start ranks, all at once; kills those that did start where one cannot."""
+    started: list[StartedRank] = []
+    with ExitStack() as undo:
+        for config in configs:
+            rank = RankThread(config) if config.backend == "local" else RankProcess([config]).ranks[0]
+            undo.callback(rank.kill)
+            started.append(rank)
+        undo.pop_all()
+    return started
+
+
+def start_together(instances: Sequence[Sequence[RankConfig]]) -> list[list[StartedRank]]:
+    """Start the ranks of each instance in one process, where they share a GPU; the first of each leads the others."""
+    started: list[list[StartedRank]] = []
+    with ExitStack() as undo:
+        for configs in instances:
+            process = RankProcess(configs)
+            undo.callback(process.kill)
+            started.append(list(process.ranks))
+        undo.pop_all()
+    return started

@@ -1,0 +1,268 @@
+"""What a case comes to: a row of figures, as a line of a table and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
+from disagg.commands.cases.workload import Case, Planned
+
+STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of a case, in seconds and bytes. `latencies_s` are of each request, from its first `send` to its last success.
+
+    `seconds` are those of the rank that spent most in a stage; `problem` is empty where every byte was right.
+    """
+
+    total_s: float
+    latencies_s: tuple[float, ...]
+    seconds: dict[str, float]
+    posts: int
+    ways: dict[str, int]
+    problem: str
+    cpu_s: float = 0.0
+
+    @classmethod
+    def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
+        """The run that these reports of all ranks tell of, all on one clock."""
+        starts: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for report in sent:
+            for result in _succeeded(report):
+                starts[result.number] = min(result.start, starts.get(result.number, result.start))
+        for report in received:
+            for result in _succeeded(report):
+                ends[result.number] = max(result.end, ends.get(result.number, result.end))
+        seconds: dict[str, float] = defaultdict(float)
+        ways: Counter[str] = Counter()
+        for report in (*sent, *received):
+            ways.update(report.ways)
+            for stage, spent in report.seconds.items():
+                seconds[stage] = max(seconds[stage], spent)
+        return cls(
+            total_s=max(ends.values()) - min(starts.values()) if starts and ends else 0.0,
+            latencies_s=tuple(ends[number] - starts[number] for number in starts if number in ends),
+            seconds=dict(seconds),
+            posts=sum(report.posts for report in (*sent, *received)),
+            ways=dict(ways),
+            problem=problem,
+            cpu_s=cpu_s,
+        )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The same bytes without the library: GB/s of the engine with one block per pair of ranks, and what all processes
+    computed for it; GB/s of a copy in memory by one thread, and of the mechanism that the transport rests on.
+    """
+
+    gbps: float
+    cpu_s: float
+    memcpy_gbps: float
+    raw_gbps: float | None
+
+    @classmethod
+    def median(cls, found: Sequence[Self]) -> Self | None:
+        """The median of each figure; `None` of none."""
+        if not found:
+            return None
+        raw = [each.raw_gbps for each in found if each.raw_gbps is not None]
+        return cls(
+            statistics.median(each.gbps for each in found),
+            statistics.median(each.cpu_s for each in found),
+            statistics.median(each.memcpy_gbps for each in found),
+            statistics.median(raw) if raw else None,
+        )
+
+
+def mechanism_of(about: Description) -> Raw | None:
+    """What a rank's transport rests on, where the system offers it to everyone."""
+    if about.backend == "local" or about.device != "cpu":
+        return None
+    if about.transport.startswith("shm"):
+        return Raw.WRITEV
+    return Raw.SOCKET if about.transport.startswith("tcp") else None
+
+
+def _succeeded(report: RunReport) -> Iterator[Result]:
+    return (result for result in report.results if result.ok)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One case. `bytes` are those delivered in a run, `gbps` is `bytes` / 1e9 / `seconds["total"]`: first `send` to last
+    success in the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
+    instances. `pieces` are the plan's, neighbours joined; `posts` is what the engine was given for them, in slots where they
+    went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` (the engine alone, a block per pair of ranks),
+    `ratio`, `raw_gbps` (the mechanism `raw` alone, the same blocks) and `memcpy_gbps` (one thread) are `None` where not
+    measured. `core_s_per_gb` is what all ranks' processes computed for a GB delivered, `ceiling_core_s_per_gb` for one of
+    the ceiling's: where cores are the limit, their quotient bounds `ratio`. `thresholds` are in use where `pack_below` is
+    `None`: the size below which pieces went packed, for each pair of ranks, by whence it is known.
+    """
+
+    backend: str
+    transport: str
+    device: str
+    model: str
+    tokens: int
+    prefill: str
+    decode: str
+    components: tuple[str, ...]
+    bytes: int
+    pieces: int
+    piece_bytes_mean: float
+    way: str
+    ways: dict[str, int]
+    seconds: dict[str, float]
+    latency_ms: dict[str, float]
+    gbps: float
+    ceiling_gbps: float | None
+    ratio: float | None
+    verified: bool
+    versions: dict[str, str]
+    posts: int = 0
+    pack_below: int | None = None
+    requests: int = 1
+    concurrency: int = 1
+    repeat: int = 1
+    run_pages: int = 1
+    warm_up: int = 0
+    raw: str | None = None
+    raw_gbps: float | None = None
+    memcpy_gbps: float | None = None
+    core_s_per_gb: float | None = None
+    ceiling_core_s_per_gb: float | None = None
+    thresholds: dict[str, list[int]] = {}
+    problem: str = ""
+
+
+def summarise(
+    case: Case,
+    *,
+    sources: Sequence[Description],
+    destinations: Sequence[Description],
+    planned: Planned,
+    samples: Sequence[Sample],
+    alone: Alone | None,
+) -> Row:
+    """The row of a case's runs."""
+    good = [sample for sample in samples if not sample.problem] or samples
+    median = sorted(good, key=lambda sample: sample.total_s)[(len(good) - 1) // 2]
+    latencies = [1e3 * latency for sample in good for latency in sample.latencies_s] or [0.0]
+    problem = next((sample.problem for sample in samples if sample.problem), "")
+    spent = {**median.seconds, "plan": planned.plan_s, "total": median.total_s}
+    nbytes = sum(planned.nbytes.values())
+    gbps = nbytes / median.total_s / 1e9 if median.total_s else 0.0
+    everyone = [*sources, *destinations]
+    mechanism = mechanism_of(sources[0])
+    return Row(
+        backend=sources[0].backend,
+        transport=_joined(about.transport for about in everyone),
+        device=_joined(about.device for about in everyone),
+        model=sources[0].model,
+        tokens=case.tokens,
+        prefill=str(case.prefill),
+        decode=str(case.decode),
+        components=tuple(sorted({name for about in everyone for name in about.rows})),
+        bytes=nbytes,
+        pieces=planned.pieces,
+        piece_bytes_mean=nbytes / planned.pieces if planned.pieces else 0.0,
+        way=next(iter(median.ways), "none") if len(median.ways) < 2 else "mixed",
+        ways=median.ways,
+        seconds={stage: spent.get(stage, 0.0) for stage in STAGES},
+        latency_ms={"p50": float(np.percentile(latencies, 50)), "p99": float(np.percentile(latencies, 99))},
+        gbps=gbps,
+        ceiling_gbps=alone.gbps if alone else None,
+        ratio=gbps / alone.gbps if alone else None,
+        verified=not problem,
+        versions=sources[0].versions,
+        posts=median.posts,
+        pack_below=case.pack_below,
+        requests=case.requests,
+        concurrency=case.concurrency,
+        repeat=len(samples),
+        run_pages=case.run_pages,
+        warm_up=case.warm_up,
+        raw=mechanism.value if mechanism and alone and alone.raw_gbps else None,
+        raw_gbps=alone.raw_gbps if alone else None,
+        memcpy_gbps=alone.memcpy_gbps if alone else None,
+        core_s_per_gb=statistics.median(sample.cpu_s for sample in good) / nbytes * 1e9 if nbytes else None,
+        ceiling_core_s_per_gb=alone.cpu_s / nbytes * 1e9 if alone and nbytes else None,
+        thresholds=_merged(about.thresholds for about in sources),
+        problem=problem,
+    )
+
+
+def _merged(found: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
+    merged: dict[str, list[int]] = defaultdict(list)
+    for each in found:
+        for origin, sizes in each.items():
+            merged[origin] += sizes
+    return dict(merged)
+
+
+def _joined(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def to_json(rows: Sequence[Row]) -> bytes:
+    """A list of rows, readable by people too."""
+    return msgspec.json.format(msgspec.json.encode(list(rows)), indent=2) + b"\n"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as a person writes them: 512 B, 16 KiB, 33.6 MB."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 1024:.3g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"
+
+
+COLUMNS = (
+    "backend", "transport", "model", "tokens", "prefill", "decode", "bytes", "pieces", "of", "way",
+    "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "verified",
+)  # fmt: skip
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as the table's columns."""
+    return (
+        row.backend,
+        row.transport,
+        row.model,
+        str(row.tokens),
+        row.prefill,
+        row.decode,
+        size(row.bytes),
+        str(row.pieces),
+        size(row.piece_bytes_mean),
+        row.way,
+        f"{row.latency_ms['p50']:.1f}",
+        f"{row.latency_ms['p99']:.1f}",
+        f"{row.gbps:.2f}",
+        "-" if row.ceiling_gbps is None else f"{row.ceiling_gbps:.2f}",
+        "-" if row.ratio is None else f"{row.ratio:.0%}",
+        "yes" if row.verified else "NO",
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Every row on a line of its own, under the columns' names."""
+    lines = [COLUMNS, *(cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    numbers = range(COLUMNS.index("bytes"), len(COLUMNS) - 1)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in numbers and COLUMNS[column] != "way" else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

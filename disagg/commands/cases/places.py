@@ -1,0 +1,121 @@
+"""Which tokens of a request a rank holds, in which rows, and what rows are in the library's words.
+
+Who holds what follows from the formulas of models and servers, as the reference has them, and from nothing that plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.commands.cases.instructions import Item
+from disagg.commands.cases.sides import Side
+from disagg.core.errors import ConfigError
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.core.topology import Topology
+from disagg.state.declare import Role, State
+from disagg.state.window import ring_rows
+from disagg.testing import reference
+from disagg.testing.reference import KVRank
+from disagg.testing.reference_states import GlobalAxis, Part, Place, fused, per_head, replicated
+
+Ints = npt.NDArray[np.int64]
+
+WHOLE = ("dim", "width", "byte", "state", "head_dim", "key_dim", "value_dim")
+"""Axes that nothing splits."""
+
+
+def streams(state: State) -> bool:
+    """Whether its rows are sent as they are computed, in chunks; windows, rings and slots go with the end of a request."""
+    return state.rows == "pages" and state.window is None and state.ring is None
+
+
+def rows_of(state: State, item: Item) -> Rows:
+    """An item's rows of one state, as the library takes them."""
+    ids, need = item.rows[state.name], item.needs[state.name]
+    if state.rows == "slot":
+        return Slot(ids[0])
+    if state.ring is not None:
+        return ring_rows(ids[0], need=need, stride=state.ring)
+    return Pages(np.array(ids, dtype=np.int32), first_token=need[0])
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank of a side."""
+
+    side: Side
+    topology: Topology
+
+    @property
+    def place(self) -> Place:
+        """As the reference names it."""
+        t = self.topology
+        return Place(tp=t.tp, tp_rank=t.tp_rank, ep=t.ep, cp=t.cp, cp_rank=t.cp_rank, context=self.side.context_kind)
+
+    def tokens(self, num_tokens: int) -> Ints:
+        """The tokens of a request that this rank's pages hold, in memory order."""
+        t = self.topology
+        kind = self.side.context_kind
+        rank = KVRank(layers=(), page_size=self.side.page, num_pages=1, cp=t.cp, cp_rank=t.cp_rank, context=kind)
+        return reference.tokens_of(rank, num_tokens)
+
+    def page_range(self, state: State, num_tokens: int, tokens: tuple[int, int]) -> tuple[int, int]:
+        """Which of the rank's pages of a request, `[start, stop)`, hold its tokens of a range."""
+        mine, size = self.tokens(num_tokens), state.page_tokens(self.side.page)
+        before, until = (int((mine < token).sum()) for token in tokens)
+        return before // size, max(-(-until // size), before // size)
+
+    def num_rows(self, state: State, num_tokens: int, need: tuple[int, int]) -> int:
+        """How many rows of a state's pool a request has here."""
+        if state.rows == "slot" or state.ring is not None:
+            return 1
+        start, stop = self.page_range(state, num_tokens, need)
+        return stop - start
+
+    def entries(self, state: State, role: Role, item: Item) -> tuple[Ints, Ints, Ints]:
+        """What an item has here of one tensor: entries of the global one, and for each its row and its place in the row."""
+        ids, (start, stop) = np.asarray(item.rows[state.name], dtype=np.int64), item.needs[state.name]
+        if state.rows == "slot":
+            zero = np.zeros(1, dtype=np.int64)
+            return zero, ids, zero
+        mine = np.arange(item.tokens, dtype=np.int64) if state.ring is not None else self.tokens(item.tokens)
+        last = mine + role.granule - 1
+        chosen = np.flatnonzero((mine % role.granule == 0) & (start <= last) & (last < stop))
+        if state.ring is not None:
+            offset = mine[chosen] % state.ring
+            return mine[chosen] // role.granule, np.full(len(chosen), ids[0]), offset // role.granule
+        index, offset = np.divmod(chosen, state.page_tokens(self.side.page))
+        first, _ = self.page_range(state, item.tokens, (start, stop))
+        return mine[chosen] // role.granule, ids[index - first], offset // role.granule
+
+
+def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
+    """An axis of a tensor, and who holds what of it. Raises `ConfigError` for one that the reference does not know."""
+    size = role.inner[axis].size
+    if axis in ("kv_head", "head"):
+        return per_head(size)
+    if axis == "channel":
+        return _channels(state, role, size)
+    if axis not in WHOLE:
+        raise ConfigError(f"component {state.name!r}, tensor {role.name!r}: the benchmark has no reference for axis {axis!r}")
+    return replicated(size)
+
+
+def _channels(state: State, role: Role, size: int) -> GlobalAxis:
+    """The channels of a convolution, whose parts follow from the temporal state's sizes."""
+    match {axis: inner.size for axis, inner in state.role("temporal").inner.items()}:
+        case {"head": heads, "key_dim": key_dim, "value_dim": value_dim}:  # GDN, KDA: q, k, v
+            keys = Part((size - heads * value_dim) // 2 // key_dim, key_dim)
+            parts = [keys, keys, Part(heads, value_dim)]
+        case {"head": heads, "head_dim": head_dim, "state": state_size}:  # Mamba2: x, B, C
+            groups = Part((size - heads * head_dim) // 2 // state_size, state_size, grouped=True)
+            parts = [Part(heads, head_dim), groups, groups]
+        case _:  # Mamba1
+            parts = [Part(size, 1)]
+    axis = fused(*parts)
+    if axis.size != size:
+        raise ConfigError(f"component {state.name!r}, tensor {role.name!r}: expected {axis.size} channels, found {size}")
+    return axis

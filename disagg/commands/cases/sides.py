@@ -1,0 +1,134 @@
+"""One side of a benchmark as text: `tp=4,pp=2,page=16,layout=nhd`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share
+from disagg.models.pools import PoolShape
+from disagg.state.paged import ORDERS
+from disagg.testing.reference import Context
+
+CONTEXTS = {"tokens": Context.TOKENS_IN_TURN, "pages": Context.PAGES_IN_TURN, "blocks": Context.PAGE_BLOCKS}
+"""How context-parallel ranks share a request's tokens: token by token in turn, page by page in turn, or in blocks of pages."""
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        raise ValueError("a positive integer")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_number(part) for part in text.split("+"))
+    except ValueError:
+        raise ValueError("layer counts per stage such as 7+8") from None
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError("one of " + ", ".join(names))
+        return text
+
+    return read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One instance: parallel sizes, tokens per page, axis order of pages, and if wanted the layers of every stage."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    page: int = 16
+    layout: str = "nhd"
+    context: str = "tokens"
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.topology(0)
+        if self.layers is not None and len(self.layers) != self.pp:
+            raise ConfigError(f"layers: expected a count for each of {self.pp} stages, found {'+'.join(map(str, self.layers))}")
+
+    @classmethod
+    def parse(cls, text: str) -> Side:
+        """The side that `text` describes; what it leaves out has its default.
+
+        Raises `ConfigError` that quotes `text`, for an unknown key, a key given twice, or a value that cannot be.
+
+            >>> Side.parse("tp=4,page=64")
+            Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None)
+        """
+        found: dict[str, int | str | tuple[int, ...]] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, equals, value = part.partition("=")
+            if not equals or key not in _READERS:
+                raise ConfigError(f"side {text!r}: expected KEY=VALUE with a key of {', '.join(_READERS)}, found {part!r}")
+            if key in found:
+                raise ConfigError(f"side {text!r}: {key} is given twice")
+            try:
+                found[key] = _READERS[key](value)
+            except ValueError as error:
+                raise ConfigError(f"side {text!r}, {key}: expected {error}, found {value!r}") from None
+        try:
+            return cls(**found)  # type: ignore[arg-type]
+        except ConfigError as error:
+            raise ConfigError(f"side {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        """The shortest text that `parse` reads as this side, but for `tp` and `page`, which are always named."""
+        shown = [f for f in fields(self) if f.name in ("tp", "page") or getattr(self, f.name) != f.default]
+        values = {f.name: getattr(self, f.name) for f in shown}
+        return ",".join(f"{k}={'+'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in values.items())
+
+    def topology(self, rank: int = 0) -> Topology:
+        """The instance, seen from `rank`."""
+        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.topology().num_ranks
+
+    @property
+    def context_kind(self) -> Context:
+        """How tokens are shared, as the reference names it."""
+        return CONTEXTS[self.context] if self.cp > 1 else Context.WHOLE
+
+    def tokens(self, rank: Topology) -> Owned:
+        """How tokens are shared, as the library states it."""
+        match self.context_kind:
+            case Context.WHOLE:
+                return EVERYTHING
+            case Context.TOKENS_IN_TURN:
+                return Periodic(rank.cp_rank, 1, rank.cp)
+            case Context.PAGES_IN_TURN:
+                return Periodic(rank.cp_rank * self.page, self.page, rank.cp * self.page)
+            case Context.PAGE_BLOCKS:
+                return Share(rank.cp_rank, rank.cp, self.page)
+
+    def pool_shape(self, num_pages: int, *, num_slots: int = 8, rows: Mapping[str, int] | None = None) -> PoolShape:
+        """How each rank's pools of `num_pages` pages and `num_slots` slots are cut; `rows` has other numbers by component."""
+        return PoolShape(
+            page_size=self.page,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            rows=rows or {},
+            order=self.layout,
+            layer_counts=self.layers,
+            tokens=self.tokens,
+        )
+
+
+_READERS: dict[str, Callable[[str], int | str | tuple[int, ...]]] = {
+    **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "page"), _number),
+    "layout": _one_of(*ORDERS),
+    "context": _one_of(*CONTEXTS),
+    "layers": _numbers,
+}

@@ -1,0 +1,226 @@
+"""What a benchmark case asks for: requests, the rows that each has on each side, and the bytes between every pair of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from disagg.commands.cases.instructions import Block, Description, Fault, Item
+from disagg.commands.cases.places import RankPlace, rows_of
+from disagg.commands.cases.sides import Side
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.layout.agreement import decode_placements
+from disagg.layout.binding import bind
+from disagg.layout.election import elect
+from disagg.layout.plan import TransferPlan, make_plan
+from disagg.layout.tables import LayoutTable
+from disagg.models.families import ModelSpec
+from disagg.protocol.messages import Verify
+from disagg.state.declare import State
+
+SPARE_ROWS = 3
+"""Pages or slots of every pool that no request has: they must stay untouched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One line of the result: what to run, and how often. `prefix_hit` tokens are at the decode side already.
+
+    `concurrency` requests of each rank are under way at a time. `chunk_tokens` 0 sends each request at once. Pieces below
+    `pack_below` bytes travel packed (`None`: as the engine's own threshold says). Page ids come in runs of `run_pages` that
+    follow each other. `warm_up` runs are not counted. `ceiling`: the engine alone, and the system alone, are measured too.
+    """
+
+    backend: str
+    model: str
+    tokens: int
+    prefill: Side
+    decode: Side
+    num_layers: int | None = None
+    requests: int = 1
+    concurrency: int = 1
+    device: str = "cpu"
+    transport: str = "auto"
+    verify: Verify = "off"
+    pack_below: int | None = None
+    chunk_tokens: int = 0
+    prefix_hit: int = 0
+    run_pages: int = 1
+    warm_up: int = 1
+    repeat: int = 10
+    ceiling: bool = True
+    seed: int = 0
+    timeout_s: float = 120.0
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "requests", "concurrency", "repeat", "run_pages"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.pack_below is not None and self.pack_below < 0:
+            raise ConfigError(f"pack-below: expected at least 0, found {self.pack_below}")
+        for name in ("chunk_tokens", "warm_up"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name.replace('_', '-')}: expected at least 0, found {getattr(self, name)}")
+        if not 0 <= self.prefix_hit < self.tokens:
+            raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
+        if self.device == "cuda" and self.backend == "local":
+            raise ConfigError("device: backend 'local' moves host memory only ('cpu'), found 'cuda'")
+        if self.fault is Fault.KILL and self.backend == "local":
+            raise ConfigError("fault: backend 'local' has no process of its own to kill")
+
+
+def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
+    """Rows of one state that every rank of a side needs for its share of the case's requests, and some more."""
+    return -(-case.requests // side.dp) * _rows_per_request(state, side, case, prefix) + SPARE_ROWS
+
+
+def _rows_per_request(state: State, side: Side, case: Case, prefix: int) -> int:
+    need = state.needed(case.tokens, prefix=prefix)
+    return max(RankPlace(side, side.topology(rank)).num_rows(state, case.tokens, need) for rank in range(side.num_ranks))
+
+
+def items_of(
+    spec: ModelSpec, side: Side, peer: Side, case: Case, *, name: str, pools: Mapping[str, int], prefix: int
+) -> list[tuple[Item, ...]]:
+    """Every rank's requests: request `i` is served by group `i mod dp` of each side, in random rows that are the same on all
+    ranks of a group. Pools are of `pools` rows by component; `prefix` tokens need not be held.
+
+    Raises `ConfigError` where a pool is too small.
+    """
+    for state in spec.states:
+        needed = rows_needed(state, side, case, prefix=prefix)
+        if pools.get(state.name, 0) < needed:
+            kind = "slots" if state.rows == "slot" else "pages"
+            raise ConfigError(
+                f"{kind}: this case needs pools of {needed} for component {state.name!r} at {name!r}, "
+                f"found {pools.get(state.name, 0)}"
+            )
+    orders = {s.name: _order(f"{case.seed}/{name}/{s.name}", pools[s.name], case.run_pages) for s in spec.states}
+    shares = {state.name: _rows_per_request(state, side, case, prefix) for state in spec.states}
+    needs = {state.name: state.needed(case.tokens, prefix=prefix) for state in spec.states}
+    ranks = []
+    for rank in range(side.num_ranks):
+        place = RankPlace(side, side.topology(rank))
+        counts = {state.name: place.num_rows(state, case.tokens, needs[state.name]) for state in spec.states}
+        ranks.append(
+            tuple(
+                Item(
+                    number=number,
+                    tokens=case.tokens,
+                    needs=needs,
+                    rows={n: tuple(orders[n][turn * shares[n] : turn * shares[n] + count]) for n, count in counts.items()},
+                    group=number % peer.dp,
+                )
+                for turn, number in enumerate(range(place.topology.dp_rank, case.requests, side.dp))
+            )
+        )
+    return ranks
+
+
+def _order(seed: str, count: int, run: int) -> list[int]:
+    """Numbers below `count` in an order of their own for every `seed`, but for runs of `run` that stay together."""
+    number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
+    starts = np.random.default_rng(number).permutation(-(-count // run)) * run
+    order: list[int] = [start + i for start in starts.tolist() for i in range(run) if start + i < count]
+    return order
+
+
+# -- what the plans say ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a case comes to: bytes by (source rank, destination rank), and the pieces that they are in, neighbours joined:
+    what would have to be posted if nothing were packed. `plan_s` is what electing writers and planning took.
+    """
+
+    nbytes: Mapping[tuple[int, int], int]
+    pieces: int
+    plan_s: float
+
+
+def planned(
+    spec: ModelSpec,
+    sources: Sequence[Description],
+    destinations: Sequence[Description],
+    *,
+    sent: Sequence[Sequence[Item]],
+    received: Sequence[Sequence[Item]],
+) -> Planned:
+    """Plans between all ranks, bound to every request at once (chunks would cut some pieces)."""
+    tables = LayoutTable.decode(sources[0].table), LayoutTable.decode(destinations[0].table)
+    placed = [[decode_placements(about.placements) for about in side] for side in (sources, destinations)]
+    began = time.perf_counter()
+    election = elect(*tables)
+    plans: dict[tuple[int, int], TransferPlan] = {}
+    for ours, theirs in itertools.product(range(len(sources)), range(len(destinations))):
+        groups = ours % len(tables[0].ranks), theirs % len(tables[1].ranks)
+        if groups in election.by_pair and sent[ours] and received[theirs]:
+            plans[ours, theirs] = make_plan(
+                election,
+                source=(groups[0], tables[0], placed[0][ours]),
+                destination=(groups[1], tables[1], placed[1][theirs]),
+            )
+    plan_s = time.perf_counter() - began
+    nbytes: Counter[tuple[int, int]] = Counter()
+    pieces = 0
+    for (ours, theirs), plan in plans.items():
+        wanted = {item.number: item for item in received[theirs]}
+        for item in sent[ours]:
+            for copies in _bound(spec, plan, item, wanted.get(item.number)):
+                nbytes[ours, theirs] += copies.total_nbytes
+                pieces += len(copies)
+    return Planned({pair: count for pair, count in nbytes.items() if count}, pieces, plan_s)
+
+
+def _bound(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[CopyBatch]:
+    """One request's copies between a pair of ranks, by component; none where they do not share it."""
+    if destination is None:
+        return
+    for name, component in plan.components.items():
+        state, need = spec.state(name), destination.needs[name]
+        if need[0] < need[1]:
+            rows = rows_of(state, source), rows_of(state, destination)
+            yield bind(component, source=rows[0], destination=rows[1], tokens=need, num_tokens=need[1])
+
+
+def blocks_of(
+    pairs: Mapping[tuple[int, int], int], sources: Sequence[Description], destinations: Sequence[Description]
+) -> dict[int, tuple[Block, ...]]:
+    """The same bytes per pair of ranks as one contiguous block each, by source rank.
+
+    Blocks lie behind each other in both arenas. A source that writes the same bytes to several replicas may have less
+    memory than it sends: blocks that would not fit begin again at its start. Raises `DisaggError` where a block is larger
+    than an arena.
+    """
+    ours, theirs = dict.fromkeys(range(len(sources)), 0), dict.fromkeys(range(len(destinations)), 0)
+    blocks: dict[int, list[Block]] = {}
+    for (source, destination), nbytes in sorted(pairs.items()):
+        address, room = destinations[destination].arena
+        if theirs[destination] + nbytes > room or nbytes > sources[source].arena[1]:
+            raise DisaggError(f"ceiling: {nbytes} bytes from rank {source} to rank {destination} do not fit their memory")
+        if ours[source] + nbytes > sources[source].arena[1]:
+            ours[source] = 0
+        blocks.setdefault(source, []).append(Block(destination, ours[source], address + theirs[destination], nbytes))
+        ours[source] += nbytes
+        theirs[destination] += nbytes
+    return {source: tuple(found) for source, found in blocks.items()}
+
+
+def check_rank(case: Case, spec: ModelSpec, side: Side, found: Description) -> None:
+    """That a running rank is what the case says; raises `ConfigError` with both values where it is not."""
+    for what, expected, has in (
+        ("model", f"{spec.name} with {spec.num_layers} layers", f"{found.model} with {found.num_layers} layers"),
+        ("side", str(side), found.side),
+        ("backend", found.backend if case.backend == "auto" else case.backend, found.backend),
+    ):
+        if expected != has:
+            raise ConfigError(f"{what}: expected {expected}, rank {found.name}/{found.rank} has {has}")

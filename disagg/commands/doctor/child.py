@@ -1,0 +1,165 @@
+"""Tasks that `disagg doctor` runs in a child process, since they may hang or crash.
+
+`python -m disagg.commands.doctor.child TASK ...`
+
+Each task writes lines of JSON. `owner` and `writer` are the two ends of an engine on loopback, `byte` and `copy` of a copy
+from process to process; what one of them writes the other one reads. `owner` and `byte` end with their standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from disagg.backends import registry as backends
+from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
+from disagg.backends.nixl.backend import cma_refusal
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import DisaggError, TransferFailed
+from disagg.core.memory import MemoryRegion
+
+BUFFER_NBYTES = 32 << 20
+SMALL_NBYTES = 4096
+SPEND_S = 0.6
+"""How long either measurement goes on."""
+TRANSFER_S = 10.0
+
+
+def _say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+@contextlib.contextmanager
+def _started(name: str) -> Iterator[tuple[Backend, int]]:
+    """An engine with a registered buffer, and the buffer's address."""
+    backend = backends.load(name, BackendOptions())
+    try:
+        buffer = np.ones(BUFFER_NBYTES, dtype=np.uint8)
+        address = int(buffer.__array_interface__["data"][0])
+        backend.register([MemoryRegion(address, buffer.nbytes)])
+        yield backend, address
+    finally:
+        backend.close()
+
+
+def owner(name: str) -> None:
+    """Own a buffer that a `writer` may write to."""
+    with _started(name) as (backend, address):
+        _say(endpoint=backend.endpoint().hex(), address=address)
+        while os.read(0, 4096):
+            pass
+
+
+def writer(name: str) -> None:
+    """Write into the buffer that the line on standard input tells of; say by what transport and how fast."""
+    with _started(name) as (backend, address):
+        told = json.loads(sys.stdin.readline())
+        peer = backend.connect(bytes.fromhex(told["endpoint"]), epoch=1)
+        there = int(told["address"])
+        large = [_write(backend, peer, address, there, BUFFER_NBYTES) for _ in _turns(SPEND_S)]
+        small = [_write(backend, peer, address, there, SMALL_NBYTES) for _ in _turns(SPEND_S)]
+        _say(
+            transport=backend.transport,
+            gbps=BUFFER_NBYTES / statistics.median(large[1:] or large) / 1e9,
+            latency_s=statistics.median(small),
+        )
+        backend.disconnect(peer)
+
+
+def _turns(spend_s: float) -> Iterator[None]:
+    """At least three, then for as long as there is time."""
+    stop, turns = time.perf_counter() + spend_s, 0
+    while turns < 3 or time.perf_counter() < stop:
+        turns += 1
+        yield
+
+
+def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: int) -> float:
+    """Seconds from posting until it is done."""
+    copies = CopyBatch(*(np.array([value], dtype=np.uint64) for value in (here, there, nbytes)))
+    started = time.perf_counter()
+    transfer = backend.submit(Op.WRITE, peer, copies)
+    while (status := transfer.poll()) is TransferStatus.PENDING:
+        if time.perf_counter() - started > TRANSFER_S:
+            raise TransferFailed(f"a write of {nbytes} bytes has not ended after {TRANSFER_S:g} s")
+        time.sleep(20e-6)
+    if status is not TransferStatus.DONE:
+        raise TransferFailed(f"a write of {nbytes} bytes: {status.value}: {transfer.error}")
+    took = time.perf_counter() - started
+    transfer.close()
+    return took
+
+
+def byte(_: str) -> None:
+    """Own a byte that a `copy` may read."""
+    held = ctypes.create_string_buffer(1)
+    _say(pid=os.getpid(), address=ctypes.addressof(held))
+    while os.read(0, 4096):
+        pass
+
+
+def copy(_: str) -> None:
+    """Whether this process may copy from another one that is not its child."""
+    told = json.loads(sys.stdin.readline())
+    _say(refusal=cma_refusal(int(told["pid"]), int(told["address"])))
+
+
+def libraries(names: str) -> None:
+    """Which shared libraries cannot be loaded, and why."""
+    missing = {}
+    for name in names.split(","):
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            missing[name] = str(error)
+    _say(missing=missing)
+
+
+def gpus(_: str) -> None:
+    """Which GPUs cannot map each other's memory, by the driver."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    count, able = ctypes.c_int(), ctypes.c_int()
+    if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        _say(error=f"the CUDA driver answers with status {status}")
+        return
+    apart = [
+        pair
+        for pair in itertools.permutations(range(count.value), 2)
+        if cuda.cuDeviceCanAccessPeer(ctypes.byref(able), *pair) or not able.value
+    ]
+    _say(count=count.value, apart=apart)
+
+
+def nvlink(_: str) -> None:
+    """Start what backend `nvlink` needs: the driver and the bindings."""
+    from disagg.backends.cuda.driver import load_bindings
+
+    load_bindings()
+    _say(ok=True)
+
+
+TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owner, writer, byte, copy, libraries, gpus, nvlink)}
+
+
+def main() -> None:
+    """Do one task; an error is said too."""
+    task, _, argument = sys.argv[1].partition(":")
+    try:
+        TASKS[task](argument)
+    except (DisaggError, OSError, ValueError) as error:
+        _say(error=f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

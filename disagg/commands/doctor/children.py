@@ -1,0 +1,96 @@
+"""Starts tasks of `disagg.commands.doctor.child`, and never waits for them longer than it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+TIMEOUT_S = 25.0
+
+
+class ChildFailed(Exception):
+    """A task did not do what it should; the message says why, in its own words where it had any."""
+
+
+class Child:
+    """One task in a process of its own."""
+
+    def __init__(self, task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
+        self.task = task
+        self._deadline = time.monotonic() + timeout_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "disagg.commands.doctor.child", task],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(environ),
+        )
+        self._rest = b""
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line of JSON; other lines are the engine's own talk. Raises `ChildFailed`."""
+        while True:
+            line, newline, self._rest = self._rest.partition(b"\n")
+            if not newline:
+                self._rest = line + self._more()
+                continue
+            if line.startswith(b"{"):
+                found: dict[str, Any] = json.loads(line)
+                if found.get("error"):
+                    raise ChildFailed(found["error"])
+                return found
+
+    def _more(self) -> bytes:
+        assert self._process.stdout is not None
+        left = self._deadline - time.monotonic()
+        if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            raise ChildFailed("it hangs: nothing was heard of it in time")
+        data = os.read(self._process.stdout.fileno(), 65536)
+        if not data:
+            raise ChildFailed(f"its process ended without a word, {self._ending()}")
+        return data
+
+    def _ending(self) -> str:
+        status = self._process.wait()
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """Give it a line."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise ChildFailed(f"its process ended, {self._ending()}") from error
+
+    def close(self) -> None:
+        """End it, by its standard input or by force; nothing of it is left."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):  # it has ended with a line unread
+            self._process.stdin.close()
+        try:
+            self._process.wait(3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+@contextmanager
+def child(task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Iterator[Child]:
+    """A task that ends with the block."""
+    started = Child(task, environ, timeout_s=timeout_s)
+    try:
+        yield started
+    finally:
+        started.close()

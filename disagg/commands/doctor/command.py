@@ -1,0 +1,85 @@
+"""`disagg doctor`: what this machine can do, what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+import msgspec
+
+from disagg.commands.doctor.engines import ENGINES
+from disagg.commands.doctor.examination import examine, worst
+from disagg.commands.shell.errors import one_sentence
+from disagg.machine.findings import Finding, Level, Machine
+
+EPILOG = """\b
+Examples:
+  disagg doctor
+  disagg doctor --peer 10.0.0.2:7100 --peer tcp://10.0.0.3:7100
+  disagg doctor --require rdma --json findings.json
+  disagg doctor --engine nixl
+  disagg doctor --no-engines                  (files and settings only, at once)
+"""
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
+@click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A control address that must be reached from here.")
+@click.option("--engine", "names", multiple=True, type=click.Choice(list(ENGINES)), help="Only this engine; by default all.")
+@click.option("--engines/--no-engines", "start_engines", default=True, help="Start them in child processes, and measure.")
+@click.option("--require", type=click.Choice(["rdma"]), help="What must be there: its absence is an error, not a warning.")
+@click.option("--shm", type=click.Path(path_type=Path), default="/dev/shm", help="The shared-memory mount to look at.")  # noqa: S108
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there; - for the output.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@one_sentence
+def doctor(
+    *,
+    peers: tuple[str, ...],
+    names: tuple[str, ...],
+    start_engines: bool,
+    require: str | None,
+    shm: Path,
+    json_file: Path | None,
+) -> None:
+    """Look at this machine, its limits and settings, start every engine in processes of its own, and say what is wrong: the
+    cause, what follows from it, and the command that fixes it. Exit status 1 if anything is an error.
+    """
+    quiet = str(json_file) == "-"
+    findings = []
+    examined = examine(
+        Machine(shm=shm),
+        names=names or tuple(ENGINES),
+        peers=peers,
+        require_rdma=require == "rdma",
+        start_engines=start_engines,
+    )
+    for finding in examined:
+        findings.append(finding)
+        if not quiet:
+            print("\n".join(lines(finding)), flush=True)
+    encoded = to_json(findings)
+    if quiet:
+        sys.stdout.write(encoded.decode())
+    elif json_file is not None:
+        json_file.write_bytes(encoded)
+    if not quiet:
+        counts = Counter(finding.level for finding in findings)
+        print(f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {counts[Level.OK]} ok")
+    sys.exit(1 if worst(findings) is Level.ERROR else 0)
+
+
+def lines(finding: Finding) -> list[str]:
+    """A finding for a person."""
+    found = [f"{finding.level.value:<7}  {finding.topic:<11}  {finding.cause}"]
+    if finding.consequence:
+        found.append(f"{'':22}so:  {finding.consequence}")
+    if finding.fix:
+        found.append(f"{'':22}fix: {finding.fix}")
+    return found
+
+
+def to_json(findings: list[Finding]) -> bytes:
+    """`{"ok", "findings": [{"topic", "level", "cause", "consequence", "fix"}]}`; `ok` unless one is an error."""
+    value = {"ok": worst(findings) is not Level.ERROR, "findings": findings}
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

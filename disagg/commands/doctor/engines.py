@@ -1,0 +1,217 @@
+"""Which engines there are, what they lack, and what they do when they are really started, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from disagg.commands.doctor.children import ChildFailed, child
+from disagg.commands.doctor.machine import cma_refused, ptrace
+from disagg.machine.findings import Finding, Level, Machine, ok
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How an engine is shipped: its packages, of which one is enough, and the shared libraries that it loads."""
+
+    packages: tuple[str, ...]
+    install: str
+    libraries: tuple[str, ...] = ()
+    exclusive: bool = False
+
+
+ENGINES: Mapping[str, Distribution] = {
+    "nixl": Distribution(("nixl", "nixl-cu12", "nixl-cu13"), "pip install nixl"),
+    "mooncake": Distribution(
+        ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
+        "pip install mooncake-transfer-engine-non-cuda (with CUDA 12: mooncake-transfer-engine; 13: "
+        "mooncake-transfer-engine-cuda13)",
+        ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
+        exclusive=True,
+    ),
+}
+
+DEBIAN = {
+    "libibverbs": "libibverbs1 ibverbs-providers",
+    "libmlx5": "ibverbs-providers",
+    "librdmacm": "librdmacm1",
+    "libnuma": "libnuma1",
+    "libcurl": "libcurl4",
+    "libnl-3": "libnl-3-200",
+    "libnl-route-3": "libnl-route-3-200",
+    "libssl": "libssl3",
+    "libjsoncpp": "libjsoncpp25",
+    "libglog": "libgoogle-glog0v6",
+    "liburing": "liburing2",
+}
+"""Debian's package for a shared library, by the name before `.so`."""
+NVIDIA = {
+    "libcuda": "it comes with NVIDIA's driver; a machine without one wants an engine's wheel without CUDA",
+    "libcudart": "it comes with CUDA of that major version: pip install nvidia-cuda-runtime-cu12, or another wheel",
+}
+
+
+def library_fix(library: str) -> str:
+    """How to get a shared library such as `libnuma.so.1`."""
+    stem = library.partition(".so")[0]
+    if stem in NVIDIA:
+        return NVIDIA[stem]
+    return f"apt install {DEBIAN[stem]}" if stem in DEBIAN else f"apt-file search {library}, and install what has it"
+
+
+def installed(engine: str) -> dict[str, str]:
+    """Versions of an engine's packages that are installed."""
+    found = {}
+    for package in ENGINES[engine].packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def engine(name: str, machine: Machine) -> Iterator[Finding]:
+    """Everything about one engine; it is started twice and the two talk to each other, for about two seconds."""
+    shipped, found = ENGINES[name], installed(name)
+    if not found:
+        yield Finding(
+            name, Level.WARNING, f"engine {name!r} is not installed", f"backend {name!r} cannot be used", shipped.install
+        )
+        return
+    packages = ", ".join(f"{package} {version}" for package, version in found.items())
+    if shipped.exclusive and len(found) > 1:
+        yield Finding(
+            name, Level.WARNING, f"several packages with the same import name are installed: {packages}",
+            "which one is loaded depends on the order in which they were installed",
+            "pip uninstall all but one: " + " ".join(found),
+        )  # fmt: skip
+    missing = list(_missing(name, machine))
+    yield from missing
+    if not missing:
+        yield _measured(name, packages, machine)
+
+
+def _missing(name: str, machine: Machine) -> Iterator[Finding]:
+    """Shared libraries that cannot be loaded."""
+    libraries = ENGINES[name].libraries
+    if not libraries:
+        return
+    try:
+        with child("libraries:" + ",".join(libraries), machine.environ) as asked:
+            found: dict[str, str] = asked.answer()["missing"]
+    except ChildFailed as error:
+        yield Finding(
+            name,
+            Level.ERROR,
+            f"libraries of {name!r} could not be tried: {error}",
+            f"whether backend {name!r} can be used is not known",
+            "python -m disagg.commands.doctor.child libraries:libnuma.so.1",
+        )
+        return
+    for library, reason in found.items():
+        yield _library(name, library, reason)
+
+
+def _library(name: str, library: str, reason: str) -> Finding:
+    return Finding(
+        name, Level.ERROR, f"engine {name!r} is installed, but {library} cannot be loaded: {reason}",
+        f"backend {name!r} cannot be used, over any transport", library_fix(library),
+    )  # fmt: skip
+
+
+_LIBRARY = re.compile(r"(lib[\w+-]+\.so[.\d]*): ")
+
+
+def _measured(name: str, packages: str, machine: Machine) -> Finding:
+    """A buffer of 32 MiB written from one process into another's."""
+    try:
+        with child(f"owner:{name}", machine.environ) as owner:
+            told = owner.answer()
+            with child(f"writer:{name}", machine.environ) as writer:
+                writer.tell(told)
+                result = writer.answer()
+    except ChildFailed as error:
+        library = _LIBRARY.search(str(error))
+        if library:
+            return _library(name, library[1], str(error))
+        return Finding(
+            name, Level.ERROR, f"engine {name!r} ({packages}) does not work between two processes here: {error}",
+            f"backend {name!r} cannot be used as it is", _fix(str(error), machine),
+        )  # fmt: skip
+    speed = f"{result['gbps']:.2f} GB/s for 32 MiB in one piece, {1e6 * result['latency_s']:.0f} us for 4 KiB from post to done"
+    return ok(name, f"{packages}: started, 32 MiB registered, transport {result['transport']}; between two processes {speed}")
+
+
+def _fix(error: str, machine: Machine) -> str:
+    """What to try first."""
+    suspects = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
+    if suspects:
+        return f"unset {' '.join(suspects)}, and try again"
+    if "hangs" in error:
+        return (
+            "try again with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake) and disagg-bench --backend NAME --debug"
+        )
+    return "pip install --force-reinstall the engine's package"
+
+
+def cma(machine: Machine) -> Finding:
+    """Whether processes here may copy each other's memory: tried between two that are no relatives' ancestors."""
+    try:
+        with child("byte", machine.environ) as owner, child("copy", machine.environ) as reader:
+            reader.tell(owner.answer())
+            refusal = reader.answer()["refusal"]
+    except ChildFailed as error:
+        refusal = str(error)
+    expected = ptrace(machine)
+    if refusal:
+        return cma_refused(f"{refusal}; {expected.cause}")
+    return (
+        expected
+        if expected.level is not Level.OK
+        else ok("cma", f"processes here may copy each other's memory; {expected.cause}")
+    )
+
+
+def nvlink(machine: Machine) -> Iterator[Finding]:
+    """Whether backend `nvlink` can start; asked only where there are GPUs. It writes between GPUs' pools, so that only a
+    server's own memory can show more.
+    """
+    if not machine.gpus:
+        return
+    try:
+        with child("nvlink:", machine.environ) as asked:
+            asked.answer()
+    except ChildFailed as error:
+        yield Finding(
+            "nvlink",
+            Level.WARNING,
+            str(error),
+            "backend 'nvlink' cannot be used: bytes between GPUs of this host go another way",
+            "pip install cuda-bindings nvidia-cuda-nvrtc, of the driver's CUDA version; nvidia-smi shows the driver",
+        )
+        return
+    yield ok("nvlink", "the driver and its bindings start")
+
+
+def gpu_peers(machine: Machine) -> Iterator[Finding]:
+    """Whether GPUs can map each other's memory; asked only where there are several."""
+    if len(machine.gpus) < 2:
+        return
+    try:
+        with child("gpus", machine.environ) as asked:
+            found = asked.answer()
+    except ChildFailed as error:
+        yield Finding(
+            "gpu", Level.ERROR, f"the CUDA driver does not answer: {error}", "GPU memory cannot be used", "nvidia-smi"
+        )
+        return
+    if not found["apart"]:
+        yield ok("gpu", f"{found['count']} GPUs can map each other's memory")
+        return
+    pairs = ", ".join(f"{ours}-{theirs}" for ours, theirs in found["apart"] if ours < theirs)
+    yield Finding(
+        "gpu", Level.WARNING, f"GPUs {pairs} cannot map each other's memory", "between them bytes go through the host",
+        "nvidia-smi topo -p2p rw shows why; virtual machines need their NVLinks passed through, and ACS off",
+    )  # fmt: skip

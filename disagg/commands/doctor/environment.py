@@ -1,0 +1,161 @@
+"""What `UCX_*` and `MC_*` variables imply: engines read them when they start, and they win over what a server asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from disagg.machine.findings import Finding, Level, Machine, ok
+
+_IB = {
+    "ib",
+    "rc",
+    "rc_v",
+    "rc_x",
+    "rc_verbs",
+    "rc_mlx5",
+    "ud",
+    "ud_v",
+    "ud_x",
+    "ud_verbs",
+    "ud_mlx5",
+    "dc",
+    "dc_x",
+    "dc_mlx5",
+    "srd",
+}
+_SHM = {"shm", "sm", "mm", "cma"}
+_OTHERS = {
+    "all", "tcp", "self", "posix", "sysv", "knem", "xpmem", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "gga", "rocm",
+    "rocm_copy", "rocm_ipc", "ze", "ze_copy", "ze_ipc", "ugni",
+}  # fmt: skip
+_OFF = ("0", "false", "no", "n", "off")
+
+
+def environment(machine: Machine) -> Iterator[Finding]:
+    """A finding for every variable of the engines that is set."""
+    names = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
+    if not names:
+        yield ok("environment", "no UCX_ or MC_ variable is set: engines choose for themselves")
+    for name in names:
+        value, found = machine.environ[name], 0
+        for finding in _RULES.get(name, _as_it_is)(machine, name, value):
+            yield finding
+            found += 1
+        if not found:
+            yield ok("environment", f"{name}={value!r} is set, and nothing speaks against it here")
+
+
+def _as_it_is(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    yield ok("environment", f"{name}={value!r} is set: the engine takes it as it is")
+
+
+def _wrong(name: str, value: str, consequence: str, fix: str = "", *, level: Level = Level.ERROR, why: str = "") -> Finding:
+    return Finding("environment", level, f"{name}={value!r} is set{why}", consequence, fix or f"unset {name}")
+
+
+def _tls(machine: Machine, name: str, value: str) -> Iterator[Finding]:
+    """UCX's list of transports: what it leaves out."""
+    negative = value.startswith("^")
+    listed = {part.strip().partition(":")[0].lstrip("\\") for part in value.lstrip("^").split(",")} - {""}
+    unknown = sorted(listed - _IB - _SHM - _OTHERS)
+    if unknown:
+        yield _wrong(name, value, "UCX ignores what it does not know, and may be left with nothing", level=Level.WARNING,
+                     why=f"; UCX knows no transport {', '.join(unknown)}")  # fmt: skip
+
+    def has(kinds: set[str]) -> bool:
+        return not kinds & listed if negative else bool(kinds & listed) or "all" in listed
+
+    def fix(kind: str) -> str:
+        return f"unset {name}" + ("" if negative else f", or export {name}={value},{kind}")
+
+    if not has({"tcp"}) and not (has(_IB) and machine.rdma_devices):
+        yield _wrong(
+            name, value, "UCX is left without a transport that carries its messages, so backend 'nixl' does not start "
+            "('no active messages transport')", f"unset {name}, or export {name}=shm,tcp", why=" and leaves out tcp",
+        )  # fmt: skip
+    if not has(_SHM):
+        yield _wrong(
+            name, value, "processes of one host talk over the network stack, much slower, and never with require='shm'",
+            fix("shm"), level=Level.WARNING, why=" and leaves out shared memory (shm, cma)",
+        )  # fmt: skip
+    if machine.rdma_devices and not has(_IB):
+        yield _wrong(
+            name, value, f"the RDMA devices {', '.join(machine.rdma_devices)} are not used; require='rdma' is refused",
+            fix("ib"), level=Level.WARNING, why=" and leaves out ib",
+        )  # fmt: skip
+    if machine.gpus and not has({"cuda", "cuda_copy"}):
+        yield _wrong(
+            name, value, "on a machine with GPUs NIXL refuses a list without device memory",
+            fix("cuda"), why=" and leaves out cuda",
+        )  # fmt: skip
+
+
+def _net_devices(machine: Machine, name: str, value: str) -> Iterator[Finding]:
+    present = {*machine.entries("sys/class/net"), *machine.rdma_devices}
+    wanted = [part.strip() for part in value.split(",") if part.strip()]
+    missing = [device for device in wanted if device != "all" and device.partition(":")[0] not in present]
+    if missing:
+        yield _wrong(
+            name, value, "UCX starts without it, or not at all", f"unset {name}, or name some of {', '.join(sorted(present))}",
+            why=f", and there is no device {', '.join(missing)}",
+        )  # fmt: skip
+    if wanted == ["lo"]:
+        yield _wrong(name, value, "no other host can reach the engine", level=Level.WARNING, why=": loopback only")
+
+
+def _modules(machine: Machine, name: str, value: str) -> Iterator[Finding]:
+    if not machine.rdma_devices and not (value.startswith("^") and "ib" in value.lstrip("^").split(",")):
+        yield _wrong(
+            name, value, "without an RDMA device UCX's module 'ib' brings a second libnl: the process ends in SIGSEGV",
+            f"unset {name}, or export {name}=^ib", level=Level.WARNING, why=" and does not leave out ib",
+        )  # fmt: skip
+
+
+def _force_tcp(machine: Machine, name: str, value: str) -> Iterator[Finding]:
+    if machine.rdma_devices:
+        yield _wrong(name, value, f"Mooncake does not use {', '.join(machine.rdma_devices)}; require='rdma' is refused",
+                     level=Level.WARNING)  # fmt: skip
+
+
+def _tcp_proto(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    if value == "1":
+        yield _wrong(
+            name, value, "Mooncake reports a write as done before the peer has it: backend 'mooncake' refuses to start"
+        )
+
+
+def _pool(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    if value.lower() in _OFF:
+        yield _wrong(name, value, "posting blocks and keeps no order: backend 'mooncake' refuses to start")
+
+
+def _timeout(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    yield _wrong(
+        name, value, "Mooncake gives a batch up after that many seconds while it still runs, and its rows stay quarantined",
+        level=Level.WARNING,
+    )  # fmt: skip
+
+
+def _queue(_: Machine, name: str, value: str) -> Iterator[Finding]:
+    if not value.isdecimal() or int(value) < 64:
+        yield _wrong(name, value, "few pieces are under way at a time: slow", level=Level.WARNING)
+
+
+def _nvlink(machine: Machine, name: str, value: str) -> Iterator[Finding]:
+    if not machine.gpus:
+        yield _wrong(name, value, "Mooncake is started with protocol 'nvlink_intra', which needs GPUs: it does not start",
+                     why=", and there is no GPU")  # fmt: skip
+
+
+_RULES: dict[str, Callable[[Machine, str, str], Iterator[Finding]]] = {
+    "UCX_TLS": _tls,
+    "UCX_NET_DEVICES": _net_devices,
+    "UCX_MODULES": _modules,
+    "MC_FORCE_TCP": _force_tcp,
+    "MC_TCP_PROTO": _tcp_proto,
+    "MC_TCP_ENABLE_CONNECTION_POOL": _pool,
+    "MC_TRANSFER_TIMEOUT": _timeout,
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": _queue,
+    "MC_INTRANODE_NVLINK": _nvlink,
+    "MC_INTRA_NVLINK": _nvlink,
+}

@@ -1,0 +1,53 @@
+"""All probes in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from disagg.commands.doctor import engines, network
+from disagg.commands.doctor.environment import environment
+from disagg.commands.doctor.machine import congestion, gpus, ptrace, shared_memory
+from disagg.machine.findings import Finding, Level, Machine
+from disagg.machine.rdma import memlock, rdma
+
+
+def examine(
+    machine: Machine,
+    *,
+    names: Sequence[str] = tuple(engines.ENGINES),
+    peers: Sequence[str] = (),
+    require_rdma: bool = False,
+    start_engines: bool = True,
+) -> Iterator[Finding]:
+    """Every finding, as soon as it is there; engines last, since they take seconds. Raises `ConfigError` for a wrong peer."""
+    yield from rdma(machine, required=require_rdma)
+    if not machine.rdma_devices:
+        yield memlock(machine, rdma=False)
+    yield from gpus(machine)
+    yield shared_memory(machine)
+    yield congestion(machine)
+    yield from environment(machine)
+    for address in peers:
+        yield network.peer(address)
+    if not start_engines:
+        yield ptrace(machine)
+        return
+    yield engines.cma(machine)
+    yield from engines.gpu_peers(machine)
+    yield from engines.nvlink(machine)
+    worked = False
+    for name in names:
+        for finding in engines.engine(name, machine):
+            worked |= finding.level is Level.OK
+            yield finding
+    if not worked:
+        yield Finding(
+            "engines", Level.ERROR, f"none of the engines {', '.join(names)} works here",
+            "nothing can be moved between processes", "what is said of each engine above says how; then disagg doctor again",
+        )  # fmt: skip
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The worst level of all."""
+    order: Callable[[Level], int] = [Level.OK, Level.WARNING, Level.ERROR].index
+    return max((finding.level for finding in findings), key=order, default=Level.OK)

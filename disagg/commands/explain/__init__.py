@@ -1,0 +1,1 @@
+"""`disagg explain`: who sends what to whom, before a byte moves."""

@@ -1,0 +1,111 @@
+"""`disagg explain`: before a byte moves, who would send what to whom, and why that way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.commands.explain.study import Costs, Question, engine_of, study
+from disagg.commands.explain.table import show
+from disagg.commands.shell.errors import one_sentence
+from disagg.core.errors import ConfigError
+
+EPILOG = """\b
+Examples:
+  disagg explain --model llama-3-70b --tokens 4096 --prefill tp=4 --decode tp=2
+  disagg explain --model llama-3-70b --tokens 4096 --prefill tp=4,layout=hnd --decode tp=2,layout=hnd \\
+      --plot hnd.png
+  disagg explain --model deepseek-v3.2 --tokens 8192 --prefill tp=8,page=64 --decode tp=4 \\
+      --backend mooncake --json -
+  disagg explain --model ./config.json --tokens 2048 --prefill tp=2,pp=2 --decode tp=8 \\
+      --backend nixl --transport rdma --piece-us 1 --gbps 45 --packed-gbps 40
+"""
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
+@click.option("--model", required=True, help="A preset, or the path of a config.json.")
+@click.option("--decode-model", metavar="MODEL", help="The decode side's, where it is another: what does not match is named.")
+@click.option("--prefill", required=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16,layout=nhd.")
+@click.option("--decode", required=True, metavar="SIDE", help="The other side.")
+@click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
+@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="First tokens that the decode side has already.")
+@click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
+@click.option("--backend", default="nixl", help="Engine: nixl, mooncake, local, or a third party's.")
+@click.option(
+    "--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="auto: two processes of one host."
+)
+@click.option("--pack-below", type=click.IntRange(0), metavar="BYTES", help="Pack smaller pieces; 0: none; else the engine's.")
+@click.option(
+    "--pages",
+    type=click.Choice(["random", "consecutive"]),
+    default="random",
+    help="Which pages the request has: disagg-bench's random ones, or one behind the other.",
+)
+@click.option("--seed", type=int, default=0, help="Of the random page ids.")
+@click.option("--piece-us", type=click.FloatRange(0), help="Microseconds of a piece that goes by itself; else as measured.")
+@click.option("--gbps", type=click.FloatRange(0, min_open=True), help="1e9 bytes per second of long pieces; else as measured.")
+@click.option("--packed-gbps", type=click.FloatRange(0, min_open=True), help="The same of packed ones; else as measured.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there; - for the output.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw it (png, svg or pdf).")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@one_sentence
+def explain(
+    *,
+    prefill: str,
+    decode: str,
+    layers: int | None,
+    decode_model: str | None,
+    pages: str,
+    piece_us: float | None,
+    gbps: float | None,
+    packed_gbps: float | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    **settings: int | str | None,
+) -> None:
+    """Say who would send what to whom for one request, and why that way, without an engine and without memory: bytes, runs
+    and descriptors are those that a run with disagg-bench reports. Exit status 2 where the sides do not fit each other.
+    """
+    case = Case(prefill=Side.parse(prefill), decode=Side.parse(decode), num_layers=layers, **settings)  # type: ignore[arg-type]
+    question = Question(
+        case=case,
+        decode_model=decode_model,
+        consecutive=pages == "consecutive",
+        costs=given_costs(case, piece_us=piece_us, gbps=gbps, packed_gbps=packed_gbps),
+    )
+    found = study(question)
+    if plot_file is not None:
+        from disagg.commands.explain.plot import plot
+
+        plot(found, plot_file)
+    encoded = msgspec.json.format(msgspec.json.encode(found.explanation), indent=2) + b"\n"
+    if str(json_file) == "-":
+        sys.stdout.write(encoded.decode())
+        return
+    if json_file is not None:
+        json_file.write_bytes(encoded)
+    show(found, Console())
+
+
+def given_costs(case: Case, *, piece_us: float | None, gbps: float | None, packed_gbps: float | None) -> Costs | None:
+    """The costs as given, over those measured. Raises `ConfigError` where some are given and the others are not known."""
+    given = {"piece_s": None if piece_us is None else piece_us / 1e6, "gbps": gbps, "packed_gbps": packed_gbps}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if not chosen:
+        return None
+    engine = engine_of(case.backend, case.transport)
+    if engine.costs is not None:
+        return msgspec.structs.replace(engine.costs, **chosen)
+    if len(chosen) < len(given):
+        raise ConfigError(
+            f"costs of {engine.name} over {engine.transport} have not been measured: expected --piece-us, --gbps and "
+            "--packed-gbps, found "
+            + ", ".join("--" + option.replace("piece_s", "piece-us").replace("_", "-") for option in chosen)
+        )
+    return Costs(**chosen)

@@ -1,0 +1,125 @@
+"""What `disagg explain` prints."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from disagg.commands.explain.counting import size
+from disagg.commands.explain.study import Costs, Explanation, Pair, Part, Study
+
+WAYS = {"direct": "direct", "source": "packed at source", "packed": "packed (slots)"}
+"""Columns of descriptors; that of what is packed at the source alone is there where anything is."""
+WIDTH = 140
+"""At least so wide: a table that is cut says nothing; terminals wrap it."""
+
+
+def show(study: Study, console: Console) -> None:
+    """Print an explanation: pairs, reasons, who sends to how many, hot spots, totals."""
+    found = study.explanation
+    out = console if console.width >= WIDTH else Console(width=WIDTH, file=console.file, color_system=None)
+    sides = f"prefill {found.prefill} -> decode {found.decode}"
+    print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=out.file)
+    out.print(pairs_table(found))
+    for line in itertools.chain(reasons(found.pairs), fans(found), ends(found)):
+        print(line, file=out.file)
+
+
+def pairs_table(found: Explanation) -> Table:
+    """A line per pair of ranks and component; the number says which of the reasons below it has."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("prefill", "decode", "component"):
+        table.add_column(name, no_wrap=True)
+    shown = [way for way in WAYS if way != "source" or any("source" in p.ways for pair in found.pairs for p in pair.components)]
+    for name in ("bytes", "runs", "mean run", *(WAYS[way] for way in shown), "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    numbers = numbered(found.pairs)
+    for pair in found.pairs:
+        ranks = (str(pair.source), str(pair.destination))
+        for part in pair.components:
+            table.add_row(*ranks, *_cells(part, shown), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
+            ranks = ("", "")
+    return table
+
+
+def _cells(part: Part, shown: Sequence[str]) -> tuple[str, ...]:
+    by_way = [str(part.ways[way].descriptors) if way in part.ways else "-" for way in shown]
+    return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_way, milliseconds(part.seconds)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3g}"
+
+
+def _key(part: Part) -> tuple[str, str, str]:
+    return part.name, part.way, part.reason
+
+
+def numbered(pairs: Sequence[Pair]) -> Mapping[tuple[str, str, str], int]:
+    """Every reason once, in the order in which they come."""
+    keys = dict.fromkeys(_key(part) for pair in pairs for part in pair.components)
+    return {key: number for number, key in enumerate(keys, 1)}
+
+
+def reasons(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Why each component goes the way it goes."""
+    for (name, way, reason), number in numbered(pairs).items():
+        yield f"({number}) {name}, {way}: {reason}."
+
+
+def fans(found: Explanation) -> Iterator[str]:
+    """How many partners each rank has; ranks that are alike in one line."""
+    for role, verbs, partners, other in (
+        ("prefill", ("writes to", "write to"), found.fan_out, "decode"),
+        ("decode", ("is written by", "are written by"), found.fan_in, "prefill"),
+    ):
+        alike: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for rank, theirs in partners.items():
+            nbytes = sum(p.bytes for p in found.pairs if rank == (p.source if role == "prefill" else p.destination))
+            alike[len(theirs), size(nbytes)].append(rank)
+        for (count, moved), ranks in alike.items():
+            many = len(ranks) > 1
+            each = " each" if many else ""
+            whom = f"{count} {other} rank{'s' * (count > 1)}"
+            yield f"{role} rank{'s' * many} {ranges(ranks)} {verbs[many]} {whom}{each}: {moved}{each}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0-3, 6 for 0, 1, 2, 3, 6."""
+    groups = [list(group) for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(g[0][1]) if len(g) == 1 else f"{g[0][1]}-{g[-1][1]}" for g in groups)
+
+
+def ends(found: Explanation) -> Iterator[str]:
+    """Hot spots, time and totals."""
+    yield from (f"hot spot: {line}" for line in found.hot_spots)
+    if not found.hot_spots:
+        yield "no hot spots: every rank moves as much as the others of its side, within half as much again"
+    yield f"total: {found.total_bytes} bytes delivered in {found.runs} runs, as {found.descriptors} descriptors" + (
+        "; every needed byte is written exactly once" if found.covered else "; NOT every needed byte is covered"
+    )
+    yield predicted(found)
+
+
+def predicted(found: Explanation) -> str:
+    """The time, and what it rests on."""
+    if found.costs is None or found.seconds is None:
+        return (
+            f"predicted: costs of {found.backend} over {found.transport} have not been measured; "
+            "give --piece-us, --gbps and --packed-gbps"
+        )
+    rate = found.total_bytes / found.seconds / 1e9 if found.seconds else 0.0
+    return (
+        f"predicted: {milliseconds(found.seconds)} ms, {rate:.2f} GB/s in all, where every rank has a core and a link of "
+        f"its own ({_costs(found.costs)})"
+    )
+
+
+def _costs(costs: Costs) -> str:
+    return f"{1e6 * costs.piece_s:.3g} us a piece, {costs.gbps:g} GB/s in long ones, {costs.packed_gbps:g} GB/s packed"

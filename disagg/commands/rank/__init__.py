@@ -1,0 +1,1 @@
+"""One production rank: `disagg prefill` and `disagg decode`."""

@@ -1,0 +1,152 @@
+"""One rank with memory of its own, embedded as a server would do it: pools, components over them, and a manager."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+
+from disagg.commands.cases.content import Content
+from disagg.commands.cases.instructions import Description
+from disagg.commands.cases.memory import memory_on
+from disagg.commands.cases.sides import Side
+from disagg.config import Config, says
+from disagg.core.address import is_loopback, parse_address
+from disagg.core.errors import ConfigError
+from disagg.core.memory import Device
+from disagg.core.topology import Topology
+from disagg.layout.agreement import LocalRank, ModelId, encode_placements
+from disagg.models.families import load_model
+from disagg.models.pools import allocate
+
+ENGINE_PACKAGES = {
+    "nixl": ("nixl", "nixl-cu13"),
+    "nvlink": ("cuda-bindings", "nvidia-cuda-nvrtc", "torch"),
+    "mooncake": (
+        "mooncake-transfer-engine",
+        "mooncake-transfer-engine-non-cuda",
+        "mooncake-transfer-engine-cuda13",
+    ),
+}
+
+
+class RankConfig(Config, frozen=True, kw_only=True):
+    """What an operator says of one rank with pools of its own. Raises `ConfigError` for what cannot be."""
+
+    name: Annotated[str, says("The instance's name, the same on all its ranks; by default its role.")] = ""
+    role: Annotated[str, says("prefill or decode: what it is started as.")]
+    model: Annotated[str, says("A preset, or the path of a config.json.")]
+    side: Annotated[Side, says("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
+    rank: Annotated[int, msgspec.Meta(ge=0), says("Which of its ranks this is.")] = 0
+    num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, says("Keep only the model's first layers.")] = (
+        msgspec.field(default=None, name="layers")
+    )
+    num_pages: Annotated[int, msgspec.Meta(ge=1), says("Pages of the pools.")] = msgspec.field(default=256, name="pages")
+    num_slots: Annotated[int, msgspec.Meta(ge=1), says("Slots of the pools of recurrent state, and rings.")] = msgspec.field(
+        default=8, name="slots"
+    )
+    rows: Annotated[
+        Mapping[str, Annotated[int, msgspec.Meta(ge=1)]],
+        says("Pages or slots of single components, where they are to have others.", metavar="COMPONENT=N"),
+    ] = msgspec.field(default_factory=dict)
+    device: Annotated[
+        str,
+        msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$"),
+        says("Where the pools are: cpu, cuda or cuda:N.", metavar="DEVICE"),
+    ] = "cpu"
+    driver: Annotated[str | None, says("Take a benchmark's commands at this address.", metavar="ADDRESS")] = None
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "name", self.name or self.role)
+        super().__post_init__()
+        self.topology  # noqa: B018  (the rank's number is checked)
+        if self.driver is not None:
+            host, _ = parse_address(self.driver, what="driver")
+            if not is_loopback(host) and not self.insecure:
+                raise ConfigError(
+                    f"driver: {self.driver!r} can be reached from other hosts and asks for no key; it needs --insecure"
+                )
+
+    @property
+    def topology(self) -> Topology:
+        return self.side.topology(self.rank)
+
+
+class ResidentRank:
+    """Pools and a manager, for as long as the context lasts."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.config = config
+        self.model = load_model(config.model, num_layers=config.num_layers)
+        self.shape = config.side.pool_shape(config.num_pages, num_slots=config.num_slots, rows=config.rows)
+        self.memory = memory_on(config.device)
+        self.pools = allocate(self.model, config.topology, self.shape, place=self.memory.place)
+        self.content = Content(self.model, config.side, config.topology, self.pools, self.memory)
+        self.manager = config.manager(
+            topology=config.topology, components=self.pools.components, model=ModelId(self.model.name)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.close()
+
+    def __str__(self) -> str:
+        return f"{self.config.name} rank {self.config.rank} of {self.config.side.num_ranks}"
+
+    def describe(self) -> Description:
+        """This rank, for a driver."""
+        table = LocalRank.of(self.config.topology, self.pools.components).table
+        return Description(
+            name=self.config.name,
+            role=self.config.role,
+            rank=self.config.rank,
+            side=str(self.config.side),
+            model=self.model.name,
+            num_layers=self.model.num_layers,
+            rows={state.name: self.shape.num_rows(state) for state in self.model.states},
+            device=Device.parse(self.config.device).kind,
+            address=self.manager.address,
+            backend=self.manager.backend.name,
+            transport=self.manager.backend.transport,
+            arena=(self.pools.address, self.pools.arena.nbytes),
+            table=table.encode(),
+            placements=encode_placements(self.pools.components),
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            now=time.monotonic(),
+            versions=versions(self.manager.backend.name),
+            thresholds=self._thresholds(),
+        )
+
+    def _thresholds(self) -> dict[str, list[int]]:
+        found = defaultdict(list)
+        for peer in self.manager.health().peers.values():
+            for threshold in peer.pack_below.values():
+                found[threshold.origin.value].append(threshold.nbytes)
+        return dict(found)
+
+
+def boot_id() -> str:
+    """Which start of which machine this is: ranks of one have one monotonic clock."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else platform.node()
+
+
+def versions(backend: str) -> dict[str, str]:
+    """Versions of this library, of the engine's package, and of what is under them."""
+    found = {"python": platform.python_version()}
+    for package in ("disagg", "numpy", "pyzmq", *ENGINE_PACKAGES.get(backend, ())):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,141 @@
+"""A run on one rank: requests sent or received in order, a bounded number of them at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from disagg.commands.cases.content import Content
+from disagg.commands.cases.instructions import Direction, Fault, Item, Result, RunReport, Start
+from disagg.commands.cases.places import rows_of, streams
+from disagg.core.errors import DisaggError
+from disagg.core.rows import Pages, Rows
+from disagg.manager import KVManager
+from disagg.runtime.loop import Stats
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How much longer than its deadline a request may take to end."""
+
+
+def payload_of(item: Item) -> bytes:
+    """What a request's sender hands its receivers: it must arrive as it is."""
+    return b"first token of %d" % item.number
+
+
+class Requests:
+    """The requests of one `Start`; they go on in a thread until the last one has ended."""
+
+    def __init__(self, manager: KVManager, content: Content, command: Start) -> None:
+        self._manager = manager
+        self._content = content
+        self._command = command
+        self._waiting = deque(command.items)
+        self._started: dict[int, float] = {}
+        self._results: list[Result] = []
+        self._before = dataclasses.asdict(manager.stats)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
+
+    def start(self) -> None:
+        """Begin, when it is time: on return, as many as may be are on their way."""
+        time.sleep(max(0.0, self._command.at - time.monotonic()))
+        self._open()
+        self._thread.start()
+
+    def collect(self) -> RunReport:
+        """Wait for the end."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        after = dataclasses.asdict(self._manager.stats)
+        delta = {name: after[name] - self._before[name] for name in after if isinstance(after[name], int | float)}
+        return RunReport(
+            results=tuple(self._results),
+            nbytes=int(delta["nbytes"]),
+            posts=int(delta["pieces"]),
+            seconds={name.removesuffix("_s"): float(value) for name, value in delta.items() if name.endswith("_s")},
+            ways={way: int(count) for way, count in Stats(**delta).nbytes_by_way.items() if count},
+        )
+
+    def _run(self) -> None:
+        try:
+            while self._started or self._waiting:
+                self._take_ended()
+                self._open()
+        except Exception as error:  # a thread's top: `collect` raises it
+            logger.exception("a run failed")
+            self._error = error
+
+    def _take_ended(self) -> None:
+        """Wait for events, and note the requests that they end."""
+        poller = select.poll()
+        poller.register(self._manager.fileno(), select.POLLIN)
+        if not poller.poll((self._command.deadline_s + GRACE_S) * 1000):
+            raise TimeoutError(f"requests {sorted(self._started)} have not ended {GRACE_S} s after their deadlines")
+        events, now = self._manager.events(), time.monotonic()
+        for event in events:
+            item: Item = event.tag
+            error = "" if event.ok else str(event.error)
+            if event.ok and self._command.direction is Direction.RECEIVE and event.payload != payload_of(item):
+                error = f"payload: expected {payload_of(item)!r}, found {event.payload!r}"
+            self._results.append(Result(item.number, not error, error, self._started.pop(item.number), now))
+
+    def _open(self) -> None:
+        while self._waiting and len(self._started) < self._command.window:
+            item = self._waiting.popleft()
+            self._started[item.number] = time.monotonic()
+            try:
+                if self._command.direction is Direction.SEND:
+                    self._send(item)
+                else:
+                    self._receive(item)
+            except DisaggError as error:
+                self._results.append(Result(item.number, False, str(error), self._started.pop(item.number), time.monotonic()))
+
+    def _receive(self, item: Item) -> None:
+        self._manager.receiver(
+            item.request_id,
+            peer=self._command.peer,
+            group=item.group,
+            rows={state.name: rows_of(state, item) for state in self._content.states},
+            need={state.name: item.needs[state.name] for state in self._content.states if state.rows == "pages"},
+            deadline_s=self._command.deadline_s,
+            tag=item,
+        )
+
+    def _send(self, item: Item) -> None:
+        states = self._content.states
+        sender = self._manager.sender(item.request_id, peer=self._command.peer, deadline_s=self._command.deadline_s, tag=item)
+        for first, last in self._chunks(item) if any(map(streams, states)) else ():
+            sender.send(self._rows(item, first, last), tokens=(first, last))
+        if self._command.fault is Fault.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rest = {state.name: rows_of(state, item) for state in states if not streams(state)}
+        sender.finish(rest, payload=payload_of(item))
+
+    def _chunks(self, item: Item) -> Iterator[tuple[int, int]]:
+        """The token ranges that are sent, in order."""
+        step = self._command.chunk_tokens or item.tokens
+        return ((first, min(first + step, item.tokens)) for first in range(0, item.tokens, step))
+
+    def _rows(self, item: Item, first: int, last: int) -> dict[str, Rows]:
+        """The rows that hold a chunk's tokens."""
+        rows: dict[str, Rows] = {}
+        for state in filter(streams, self._content.states):
+            start, stop = self._content.page_range(item, state=state, first_token=first, last_token=last)
+            chosen = list(item.rows[state.name][start:stop])
+            if self._command.fault is Fault.PAGES and first == 0:
+                chosen[:2] = reversed(chosen[:2])
+            rows[state.name] = Pages(np.array(chosen, dtype=np.int32), first_token=first)
+        return rows

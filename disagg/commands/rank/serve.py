@@ -1,0 +1,347 @@
+"""Keeps a rank up until it is told to end; given a driver address it takes a benchmark's commands there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import singledispatchmethod
+
+import msgspec
+import zmq
+
+from disagg.backends.abilities import PlainCopier
+from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStatus
+from disagg.commands.cases.instructions import (
+    AnyCommand,
+    AnyReply,
+    AskCpu,
+    AskHealth,
+    Block,
+    Check,
+    Clear,
+    Collect,
+    Copied,
+    Cpu,
+    Describe,
+    Difference,
+    Done,
+    Exit,
+    Failed,
+    Fault,
+    Fill,
+    HealthReport,
+    Listen,
+    Listening,
+    Memcpy,
+    Move,
+    Moved,
+    MoveRaw,
+    Peer,
+    Start,
+    WaitReady,
+)
+from disagg.commands.rank.rank import RankConfig, ResidentRank
+from disagg.commands.rank.raw import Sink, memcpy_gbps, pour, write_into
+from disagg.commands.rank.requests import Requests
+from disagg.core.address import parse_address
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.2
+"""How often a rank looks whether it must end, and whether its peers' state has changed."""
+
+
+class Exiting(Exception):
+    """A driver has told the rank to end."""
+
+
+class Commands:
+    """Carries out a driver's commands on one rank. One at a time: a run goes on in its own thread."""
+
+    def __init__(self, resident: ResidentRank) -> None:
+        self._resident = resident
+        self._requests: Requests | None = None
+
+    def answer(self, data: bytes) -> bytes:
+        """The reply to a command; any error is a reply too. Raises `Exiting` after the last one."""
+        try:
+            reply = self.run(_DECODER.decode(data))
+        except (DisaggError, msgspec.DecodeError, UnicodeDecodeError, TimeoutError) as error:
+            reply = Failed(str(error))
+        except Exiting:
+            raise
+        except Exception as error:  # a command's own failure is not the rank's
+            logger.exception("a command failed")
+            reply = Failed(f"{type(error).__name__}: {error}")
+        return msgspec.msgpack.encode(reply)
+
+    @singledispatchmethod
+    def run(self, command: AnyCommand) -> AnyReply:
+        """Carry out one command."""
+        raise LocalProtocolError(f"command {type(command).__name__} is not known")
+
+    @run.register
+    def _(self, _: Describe) -> AnyReply:
+        return self._resident.describe()
+
+    @run.register
+    def _(self, command: Peer) -> AnyReply:
+        self._resident.manager.add_peer(command.name, address=command.address)
+        return Done()
+
+    @run.register
+    def _(self, command: WaitReady) -> AnyReply:
+        self._resident.manager.wait_ready(command.name, timeout_s=command.timeout_s)
+        return Done()
+
+    @run.register
+    def _(self, command: Fill) -> AnyReply:
+        self._resident.content.fill(command.items)
+        if command.fault is Fault.BYTE and command.items:
+            self._resident.content.flip_byte(command.items[0])
+        return Done()
+
+    @run.register
+    def _(self, _: Clear) -> AnyReply:
+        self._resident.content.clear()
+        return Done()
+
+    @run.register
+    def _(self, command: Check) -> AnyReply:
+        return Difference(self._resident.content.difference(command.items))
+
+    @run.register
+    def _(self, command: Start) -> AnyReply:
+        if self._requests is not None:
+            raise LocalProtocolError("a run is under way: collect it first")
+        self._requests = Requests(self._resident.manager, self._resident.content, command)
+        self._requests.start()
+        return Done()
+
+    @run.register
+    def _(self, _: Collect) -> AnyReply:
+        if self._requests is None:
+            raise LocalProtocolError("no run is under way")
+        requests, self._requests = self._requests, None
+        return requests.collect()
+
+    @run.register
+    def _(self, command: Move) -> AnyReply:
+        return move(self._resident, command)
+
+    @run.register
+    def _(self, command: MoveRaw) -> AnyReply:
+        return move_raw(self._resident, command)
+
+    @run.register
+    def _(self, command: Listen) -> AnyReply:
+        arena = self._resident.pools.arena
+        base = arena.__array_interface__["data"][0]
+        sink = Sink(command.host, command.blocks, base=base, arena=arena, timeout_s=command.timeout_s)
+        return Listening(sink.port)
+
+    @run.register
+    def _(self, command: Memcpy) -> AnyReply:
+        return Copied(memcpy_gbps(self._resident.pools.arena, command.nbytes))
+
+    @run.register
+    def _(self, _: AskCpu) -> AnyReply:
+        return Cpu(time.process_time())
+
+    @run.register
+    def _(self, _: AskHealth) -> AnyReply:
+        health = self._resident.manager.health()
+        return HealthReport(health.problem, {n: p.problem for n, p in health.peers.items()}, health.quarantined)
+
+    @run.register
+    def _(self, _: Exit) -> AnyReply:
+        raise Exiting
+
+
+_DECODER: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+
+
+def move(resident: ResidentRank, command: Move) -> Moved:
+    """Post every block, wait for all of them, and say when that was.
+
+    Raises `ConfigError` for a block outside the arena, `TransferFailed` where the engine fails one or takes too long.
+    """
+    base, room = resident.pools.address, resident.pools.arena.nbytes
+    jobs: list[tuple[Backend, RemotePeer, CopyBatch]] = []
+    for block in command.blocks:
+        _check_source(block, room)
+        backend, peer = resident.manager.engine(command.peer, block.rank)
+        jobs.append((backend, peer, _copy(base, block)))
+    time.sleep(max(0.0, command.at - time.monotonic()))
+    start = time.monotonic()
+    transfers = [_post(*job) for job in jobs]
+    _wait(transfers, timeout_s=command.timeout_s)
+    return Moved(start, time.monotonic())
+
+
+def _post(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+    """By plain copies, where the engine has such to be measured against."""
+    if isinstance(backend, PlainCopier):
+        return backend.submit_plain(peer, copies)
+    return backend.submit(Op.WRITE, peer, copies)
+
+
+def _check_source(block: Block, arena_nbytes: int) -> None:
+    if not 0 <= block.source_offset <= arena_nbytes - block.nbytes:
+        raise ConfigError(f"block [{block.source_offset}, +{block.nbytes}): outside the arena of {arena_nbytes} bytes")
+
+
+def move_raw(resident: ResidentRank, command: MoveRaw) -> Moved:
+    """Every block in a thread of its own, by the system alone. Raises `TransferFailed` where one fails."""
+    arena = resident.pools.arena
+    base = arena.__array_interface__["data"][0]
+
+    def one(number: int) -> None:
+        block = command.blocks[number]
+        _check_source(block, arena.nbytes)
+        if command.pids:
+            write_into(command.pids[number], base, block)
+        else:
+            content = arena[block.source_offset : block.source_offset + block.nbytes].data
+            pour((command.hosts[number], command.ports[number]), command.numbers[number], content, command.timeout_s)
+
+    with ThreadPoolExecutor(max(1, len(command.blocks))) as threads:
+        time.sleep(max(0.0, command.at - time.monotonic()))
+        start = time.monotonic()
+        list(threads.map(one, range(len(command.blocks))))
+        return Moved(start, time.monotonic())
+
+
+def _copy(base: int, block: Block) -> CopyBatch:
+    return CopyBatch(*([value] for value in (base + block.source_offset, block.destination, block.nbytes)))  # type: ignore[arg-type]
+
+
+def _wait(transfers: list[Transfer], *, timeout_s: float) -> None:
+    """Until all are done; they are closed."""
+    deadline = time.monotonic() + timeout_s
+    left = list(transfers)
+    while left:
+        for transfer in list(left):
+            status = transfer.poll()
+            if status is TransferStatus.DONE:
+                transfer.close()
+                left.remove(transfer)
+            elif status is not TransferStatus.PENDING:
+                raise TransferFailed(f"a contiguous block: {status.value}: {transfer.error}")
+        if left and time.monotonic() > deadline:
+            raise TransferFailed(f"{len(left)} of {len(transfers)} contiguous blocks have not ended after {timeout_s} s")
+        if left:
+            time.sleep(50e-6)
+
+
+# -- a rank that stays up -------------------------------------------------------------------------------------------
+
+
+class PeerWatch:
+    """Says when a peer becomes ready, and when it no longer is."""
+
+    def __init__(self, resident: ResidentRank, say: Callable[[str], None]) -> None:
+        self._resident = resident
+        self._say = say
+        self._ready: dict[str, bool] = {}
+
+    def look(self) -> None:
+        for name, peer in self._resident.manager.health().peers.items():
+            if peer.ready != self._ready.get(name, False):
+                self._say(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
+            self._ready[name] = peer.ready
+
+
+def say(line: str) -> None:
+    """One line to the operator."""
+    print(line, flush=True)
+
+
+def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], None] = say) -> None:
+    """Keep a rank up, and take a driver's commands where it has an address for that, until `stop` is set or a driver says so.
+
+    Says one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
+    where the rank cannot start, or once its manager has failed.
+    """
+    socket: zmq.Socket[bytes] | None = None
+    with ExitStack() as opened:
+        resident = opened.enter_context(ResidentRank(config))
+        if config.driver is not None:
+            socket = opened.enter_context(_driver_socket(config.driver))
+        where = f" driver={socket.getsockopt_string(zmq.LAST_ENDPOINT)}" if socket else ""
+        manager = resident.manager
+        metrics = f" metrics={manager.metrics_url}" if manager.metrics_url else ""
+        say(
+            f"{resident}: address={manager.address}{where} pid={os.getpid()} model={resident.model.name} "
+            f"side={config.side} backend={manager.backend.name} transport={manager.backend.transport}{metrics}"
+        )
+        commands, watch = Commands(resident), PeerWatch(resident, say)
+        while not stop.is_set():
+            watch.look()
+            if socket is None:
+                stop.wait(TURN_S)
+            elif socket.poll(int(TURN_S * 1000)):
+                try:
+                    socket.send(commands.answer(socket.recv()))
+                except Exiting:
+                    socket.send(msgspec.msgpack.encode(Done()))
+                    return
+            health = manager.health()
+            if not health.ok and socket is None:
+                raise LocalProtocolError(f"{resident}: {health.problem}")
+
+
+def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> None:
+    """Keep ranks of one instance up in this process, as `serve` does each; the first is the others' leader.
+
+    Raises what the first that fails raises, once all have ended.
+    """
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    failed: list[Exception] = []
+
+    def run(config: RankConfig) -> None:
+        def tell(line: str) -> None:
+            say(line)
+            addresses.put(line)
+
+        try:
+            serve(config, stop=stop, say=tell)
+        except Exception as error:  # noqa: BLE001 - as at the thread's top: fails what the queue owned
+            failed.append(error)
+            stop.set()
+            addresses.put("")
+
+    threads = [threading.Thread(target=run, args=(configs[0],), name="rank-0")]
+    threads[0].start()
+    if len(configs) > 1:
+        _, _, leader = addresses.get().partition(" address=")
+        for config in configs[1:] if leader else ():
+            others = msgspec.structs.replace(config, leader=leader.split()[0])
+            threads.append(threading.Thread(target=run, args=(others,), name=f"rank-{config.rank}"))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _driver_socket(address: str) -> zmq.Socket[bytes]:
+    host, port = parse_address(address, what="driver")
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+    socket.setsockopt(zmq.LINGER, 1000)
+    bracketed = f"[{host}]" if ":" in host else host
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    try:
+        socket.bind(f"tcp://{bracketed}:{port or '*'}")
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"driver: cannot bind {address!r}: {error}") from error
+    return socket

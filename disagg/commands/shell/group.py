@@ -1,0 +1,50 @@
+"""The group of subcommands of `disagg`."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "prefill": "disagg.commands.rank.command:prefill",
+    "decode": "disagg.commands.rank.command:decode",
+    "explain": "disagg.commands.explain.command:explain",
+    "doctor": "disagg.commands.doctor.command:doctor",
+    "keygen": "disagg.commands.keygen:keygen",
+}
+"""Where each subcommand is: `module:name`."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+EPILOG = """\b
+Examples:
+  disagg doctor
+  disagg explain --model llama-3-70b --tokens 4096 --prefill tp=4 --decode tp=2
+  disagg keygen --out keys --name prefill
+  disagg decode --model tiny --listen tcp://127.0.0.1:7200 --peer prefill=tcp://127.0.0.1:7100
+\b
+disagg COMMAND --help has more. Benchmarks: disagg-bench.
+"""
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"max_content_width": 120})
+@click.version_option(package_name="disagg", message="%(package)s %(version)s")
+def disagg() -> None:
+    """Move LLM inference state between prefill and decode ranks."""

@@ -1,0 +1,1 @@
+"""The nouns that everything else is made of: memory, rows, copies, leases, errors. Imports no other room."""

@@ -1,0 +1,80 @@
+"""A batch of copies: what a plan, bound to a request's rows, hands to a backend."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.core import _native
+
+Addresses = npt.NDArray[np.uint64]
+Columns = _native.Columns
+
+
+def _column(values: npt.ArrayLike) -> Addresses:
+    column = np.ascontiguousarray(values, dtype=np.uint64).view()
+    column.flags.writeable = False
+    return column
+
+
+@dataclass(frozen=True, eq=False)
+class CopyBatch:
+    """`nbytes[i]` bytes go from `source[i]` to `destination[i]`; three read-only `uint64` columns of one length.
+
+    Copies of one batch never overlap at the destination, so their order is free.
+    """
+
+    source: Addresses
+    destination: Addresses
+    nbytes: Addresses
+
+    def __post_init__(self) -> None:
+        for name in ("source", "destination", "nbytes"):
+            object.__setattr__(self, name, _column(getattr(self, name)))
+        if not self.source.shape == self.destination.shape == self.nbytes.shape or self.source.ndim != 1:
+            raise ValueError(
+                "copy batch: expected three columns of one length, found "
+                f"{self.source.shape}, {self.destination.shape}, {self.nbytes.shape}"
+            )
+
+    @classmethod
+    def of_columns(cls, source: Addresses, destination: Addresses, nbytes: Addresses) -> CopyBatch:
+        """Of columns as the compiled core gives them: they are what they should be."""
+        made = cls.__new__(cls)
+        made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @functools.cached_property
+    def total_nbytes(self) -> int:
+        return _native.total_nbytes(self.nbytes)
+
+    def coalesced(self) -> CopyBatch:
+        """The same copies, with neighbours joined where both sides go on without a gap."""
+        if len(self) < 2:
+            return self
+        joins = (self.source[:-1] + self.nbytes[:-1] == self.source[1:]) & (
+            self.destination[:-1] + self.nbytes[:-1] == self.destination[1:]
+        )
+        if not joins.any():
+            return self
+        starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+        return CopyBatch(self.source[starts], self.destination[starts], np.add.reduceat(self.nbytes, starts))
+
+    @classmethod
+    def concatenate(cls, batches: list[CopyBatch]) -> CopyBatch:
+        """All copies of `batches`, in order."""
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return cls(*(np.empty(0, dtype=np.uint64) for _ in range(3)))
+        return cls(
+            np.concatenate([b.source for b in batches]),
+            np.concatenate([b.destination for b in batches]),
+            np.concatenate([b.nbytes for b in batches]),
+        )

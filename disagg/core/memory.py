@@ -1,0 +1,207 @@
+"""Memory that an engine may touch: regions on this side, regions on the other, and raw tensors in them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from disagg.core.errors import ConfigError
+
+ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+"""Bytes per element, by dtype name (torch's names)."""
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """Where memory lies: `cpu`, or a GPU by its index."""
+
+    kind: str = "cpu"
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "cuda"):
+            raise ConfigError(f"device kind: expected 'cpu' or 'cuda', found {self.kind!r}")
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """`"cpu"`, `"cuda"` or `"cuda:1"`; raises `ConfigError` on anything else."""
+        kind, colon, index = text.partition(":")
+        if colon and not index.isdecimal():
+            raise ConfigError(f"device: expected 'cpu' or 'cuda:N', found {text!r}")
+        return cls(kind, int(index or 0))
+
+
+CPU = Device()
+
+
+@dataclass(frozen=True, order=True)
+class MemoryRegion:
+    """`nbytes` bytes from `address` in this process, to be registered with an engine. They live as long as `owner` does, which
+    is held for that.
+    """
+
+    address: int
+    nbytes: int
+    device: Device = CPU
+    owner: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "address", "nbytes")
+        if self.address <= 0 or self.nbytes <= 0 or self.address + self.nbytes > 2**64:
+            raise ConfigError(f"memory region: expected a positive address and size, found {self.address:#x} + {self.nbytes}")
+
+
+@dataclass(frozen=True, order=True)
+class RemoteRegion:
+    """`nbytes` bytes from `address` in a *peer's* process: never to be dereferenced here."""
+
+    address: int
+    nbytes: int
+    device: Device = CPU
+
+
+def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+    """The same bytes as few regions: sorted, overlapping ones joined, and on the CPU touching ones too.
+
+    Touching regions of a GPU may be two allocations, which an engine cannot register as one.
+    """
+    merged: list[MemoryRegion] = []
+    for region in sorted(regions, key=lambda r: (r.device, r.address, r.nbytes)):
+        last = merged[-1] if merged else None
+        slack = int(region.device == CPU)
+        if last is not None and last.device == region.device and region.address < last.address + last.nbytes + slack:
+            stop = max(last.address + last.nbytes, region.address + region.nbytes)
+            merged[-1] = MemoryRegion(last.address, stop - last.address, last.device)
+        else:
+            merged.append(region)
+    return tuple(merged)
+
+
+def _make_plain(record: object, *names: str) -> None:
+    """Have Python's own integers in fields that may hold others, such as NumPy's, which no message does."""
+    for name in names:
+        given = getattr(record, name)
+        try:
+            plain = tuple(map(operator.index, given)) if isinstance(given, tuple) else operator.index(given)
+        except TypeError:
+            raise ConfigError(f"{type(record).__name__} {name}: expected integers, found {given!r}") from None
+        object.__setattr__(record, name, plain)
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor by its parts: address of element 0, shape, strides in *elements*, dtype name, device.
+
+    `owner` holds the memory; without one the caller keeps it alive for as long as a manager uses it.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Device = CPU
+    owner: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise ConfigError(f"dtype: expected one of {', '.join(ITEMSIZE)}, found {self.dtype!r}")
+        if len(self.shape) != len(self.strides):
+            raise ConfigError(f"tensor: {len(self.shape)} sizes but {len(self.strides)} strides")
+        if any(size < 0 for size in self.shape) or any(stride < 0 for stride in self.strides):
+            raise ConfigError(f"tensor: expected sizes and strides of at least 0, found {self.shape}, {self.strides}")
+        _make_plain(self, "pointer", "shape", "strides")
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes_spanned(self) -> int:
+        """Bytes from the first element to the end of the last one; 0 if there is none."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.itemsize
+
+    def select(self, axis: int, index: int) -> RawTensor:
+        """The view with `axis` fixed at `index`."""
+        if not 0 <= index < self.shape[axis]:
+            raise ConfigError(f"tensor axis {axis}: index {index} is outside [0, {self.shape[axis]})")
+        keep = [i for i in range(len(self.shape)) if i != axis]
+        return RawTensor(
+            self.pointer + index * self.strides[axis] * self.itemsize,
+            tuple(self.shape[i] for i in keep),
+            tuple(self.strides[i] for i in keep),
+            self.dtype,
+            self.device,
+            self.owner,
+        )
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(self.pointer, self.nbytes_spanned, self.device, self.owner)
+
+
+@runtime_checkable
+class _TorchLike(Protocol):
+    """What is asked of a torch tensor; torch itself is never imported here."""
+
+    def data_ptr(self) -> int: ...
+    def stride(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class _ArrayLike(Protocol):
+    """What is asked of a NumPy array."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+
+
+def raw_tensor(tensor: Any) -> RawTensor:
+    """A `RawTensor` of a torch tensor or a NumPy array, which it holds, of a `RawTensor`, or of
+    `(pointer, shape, strides, dtype, device)`.
+
+    Strides of the tuple are in elements. Raises `ConfigError` for anything else.
+    """
+    if isinstance(tensor, RawTensor):
+        return tensor
+    if isinstance(tensor, _TorchLike):
+        shape = tuple(int(size) for size in tensor.shape)  # type: ignore[attr-defined]
+        dtype = str(tensor.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        device = Device.parse(str(tensor.device))  # type: ignore[attr-defined]
+        return RawTensor(tensor.data_ptr(), shape, tuple(tensor.stride()), dtype, device, tensor)
+    if isinstance(tensor, _ArrayLike):
+        interface = tensor.__array_interface__
+        dtype = str(tensor.dtype)  # type: ignore[attr-defined]
+        if dtype not in ITEMSIZE:
+            raise ConfigError(f"dtype: expected one of {', '.join(ITEMSIZE)}, found {dtype!r}")
+        itemsize = ITEMSIZE[dtype]
+        if any(stride % itemsize for stride in tensor.strides):
+            raise ConfigError(f"array strides {tensor.strides} are not whole elements of {itemsize} bytes")
+        if interface["data"][1]:
+            raise ConfigError("tensor: expected memory that can be written, found a read-only array")
+        strides = tuple(stride // itemsize for stride in tensor.strides)
+        return RawTensor(int(interface["data"][0]), tuple(interface["shape"]), strides, dtype, owner=tensor)
+    if isinstance(tensor, tuple) and len(tensor) == 5:
+        pointer, shape, strides, dtype, device = tensor
+        where = device if isinstance(device, Device) else Device.parse(str(device))
+        return RawTensor(int(pointer), tuple(shape), tuple(strides), str(dtype).removeprefix("torch."), where)
+    raise ConfigError(
+        "tensor: expected a torch tensor, a NumPy array, a RawTensor or (pointer, shape, strides, dtype, device), "
+        f"found {type(tensor).__name__}"
+    )

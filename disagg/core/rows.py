@@ -1,0 +1,86 @@
+"""Which rows of a component's pools a request has. Immutable: nothing here is ever changed for another peer."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.core.errors import LayoutError
+
+TokenRange = tuple[int, int]
+"""Tokens `[start, stop)` of a request."""
+MAX_TOKEN = 2**40
+"""Tokens of a request are counted up to here between ranks."""
+MAX_NAME = 256
+"""Characters of a component's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """Page ids in token order; `ids[0]` is the page that holds token `first_token` of the request.
+
+    `first_token` need not start a page. A negative id is a sentinel: no page here. The ids are copied and read-only.
+    Raises `LayoutError` for ids that are no list of integers below 2**31.
+    """
+
+    ids: npt.NDArray[np.integer[Any]]
+    first_token: int = 0
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise LayoutError(f"pages: expected one list of integer ids, found shape {ids.shape} of {ids.dtype}")
+        if ids.dtype != np.int32 and ids.size and (int(ids.max()) >= 2**31 or int(ids.min()) < -(2**31)):
+            raise LayoutError(f"pages: expected ids below 2**31, found {int(ids.max())} and {int(ids.min())}")
+        if not _is_count(self.first_token):
+            raise LayoutError(f"pages: expected a first token of at least 0, found {self.first_token!r}")
+        copy = ids.astype(np.int32)
+        copy.flags.writeable = False
+        object.__setattr__(self, "ids", copy)
+        object.__setattr__(self, "first_token", int(self.first_token))
+
+    @classmethod
+    def of_ids(cls, ids: npt.NDArray[np.int32], first_token: int) -> Pages:
+        """Of a read-only list that nothing changes any more, which is held as it is."""
+        made = cls.__new__(cls)
+        made.__dict__.update(ids=ids, first_token=first_token)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pages) and self.first_token == other.first_token and np.array_equal(self.ids, other.ids)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The one slot that holds a request's state. Raises `LayoutError` for an id outside 0 to 2**31 - 1."""
+
+    id: int
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.id) or self.id >= 2**31:
+            raise LayoutError(f"slot: expected an id of 0 to 2**31 - 1, found {self.id!r}")
+        object.__setattr__(self, "id", int(self.id))
+
+
+Rows = Pages | Slot
+
+
+def token_range(given: object) -> tuple[int, int] | None:
+    """The tokens `[start, stop)` that a server means; `None` where it is no range, or ends beyond `MAX_TOKEN`."""
+    try:
+        start, stop = (operator.index(token) for token in given)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return None
+    return (start, stop) if 0 <= start <= stop <= MAX_TOKEN else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)

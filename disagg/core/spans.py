@@ -1,0 +1,97 @@
+"""Copies by shape: what a plan hands to a backend that computes addresses itself, in place of columns of addresses.
+
+What is fixed (`SpanShape`) is given once per pair of ranks; a request then names span classes and token runs only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from disagg.core import _native
+from disagg.core.copies import Addresses
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class SpanShape:
+    """Copies of one shape: for each pair of bases, each token run and each step of `dims`, one run of bytes.
+
+    Pairs are `(source, destination)`. `source_bases` and `destination_bases` are uint64 `[bases]`; strides are in bytes;
+    `dims` are `(count, source_stride, destination_stride)`, outermost first. A token run of `n` positions is one run of
+    `n * nbytes` where `dense`, else `n` runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the pools, each
+    of `positions` positions.
+    """
+
+    source_bases: Addresses
+    destination_bases: Addresses
+    row_strides: tuple[int, int]
+    token_strides: tuple[int, int]
+    dims: tuple[tuple[int, int, int], ...]
+    nbytes: int
+    dense: bool
+    num_rows: tuple[int, int]
+    positions: tuple[int, int]
+
+    @property
+    def steps(self) -> int:
+        """Runs of bytes in one position, or in one token run where `dense`."""
+        return math.prod(count for count, _, _ in self.dims)
+
+    def extents(self, side: int) -> tuple[Addresses, int]:
+        """First addresses, and bytes from there on, of all that any request can reach of one side (0: source)."""
+        inner = self.nbytes + sum((dim[0] - 1) * dim[1 + side] for dim in self.dims)
+        rows, positions = self.num_rows[side] - 1, self.positions[side] - 1
+        nbytes = rows * self.row_strides[side] + positions * self.token_strides[side] + inner
+        return (self.source_bases, self.destination_bases)[side], nbytes
+
+
+class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
+    """Span classes, by number."""
+
+    @cached_property
+    def sizes(self) -> _native.SpanSizes:
+        """How much they move, for the compiled core."""
+        steps = np.array([shape.steps for shape in self], dtype=np.uint64)
+        nbytes = np.array([shape.nbytes for shape in self], dtype=np.uint64)
+        num_bases = np.array([len(shape.source_bases) for shape in self], dtype=np.uint64)
+        return _native.SpanSizes(steps, nbytes, num_bases, np.array([shape.dense for shape in self], dtype=np.bool_))
+
+
+class SpanRuns(msgspec.Struct, frozen=True, eq=False):
+    """A part of a request: the bases `bases` (numbers; `None`: all) of span class `span`, over token runs.
+
+    `runs` is int64 `[runs, 5]`, a row for each: `source_row, source_offset, destination_row, destination_offset, length`,
+    offsets and lengths in positions. Rows and offsets are inside the pools.
+    """
+
+    span: int
+    bases: Ints | None
+    runs: Ints
+
+
+class SpanBatch:
+    """The copies of a request over `shapes`, in order of parts, bases, runs, positions and dims: a stream of bytes.
+
+    Immutable. `core`: the same for the compiled core; `total_nbytes`: how many bytes that is. Raises `ValueError` for a span
+    class that there is not, a run without a position, or 2**64 bytes.
+    """
+
+    __slots__ = ("core", "parts", "shapes", "total_nbytes")
+
+    def __init__(self, shapes: Sequence[SpanShape], parts: Sequence[SpanRuns]) -> None:
+        self.shapes, self.parts = shapes, tuple(parts)
+        sizes = (shapes if isinstance(shapes, SpanShapes) else SpanShapes(shapes)).sizes
+        self.core = _native.Order(sizes, [(part.span, part.bases, part.runs) for part in parts])
+        self.total_nbytes = self.core.total_nbytes
+
+    def __len__(self) -> int:
+        """Pieces, neighbours not joined."""
+        return self.core.num_pieces

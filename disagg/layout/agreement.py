@@ -1,0 +1,151 @@
+"""What this rank and a peer instance have agreed on: models, layouts, elections, and per rank the plan and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from disagg.core.errors import LayoutError, RemoteProtocolError
+from disagg.core.memory import RemoteRegion
+from disagg.core.rows import TokenRange
+from disagg.core.topology import Topology
+from disagg.layout.binding import expected_tokens
+from disagg.layout.checksums import SumPlan, reader_plan, writer_plans
+from disagg.layout.election import Election, elect
+from disagg.layout.ownership import plain_integer
+from disagg.layout.placement import Component, Placement, check_placement
+from disagg.layout.plan import TransferPlan, make_plan
+from disagg.layout.tables import LayoutTable, layout_table
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """The model whose state moves; both sides must name the same `name` and `revision`."""
+
+    name: str
+    revision: str = ""
+
+
+_PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])
+
+
+def encode_placements(components: Sequence[Component]) -> bytes:
+    """Where this rank's rows lie, for a welcome."""
+    return msgspec.msgpack.encode([c.placement for c in components if c.placement is not None], enc_hook=plain_integer)
+
+
+def decode_placements(data: bytes) -> dict[str, Placement]:
+    """Placements by component; raises `RemoteProtocolError` where `data` is none."""
+    try:
+        return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"placements of {len(data)} bytes cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """What this rank is: its topology, its components, its instance's table."""
+
+    topology: Topology
+    components: tuple[Component, ...]
+    table: LayoutTable
+    placements: Mapping[str, Placement]
+
+    @classmethod
+    def of(cls, topology: Topology, components: Sequence[Component]) -> LocalRank:
+        table = layout_table(topology, [component.layouts for component in components])
+        placements = {c.name: c.placement for c in components if c.placement is not None}
+        return cls(topology, tuple(components), table, placements)
+
+    @cached_property
+    def sum_plans(self) -> dict[str, SumPlan]:
+        """What this rank sums of what it has received, by component."""
+        held = self.table.ranks[self.topology.group_rank].by_name
+        return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The elections with one peer instance, in both directions, and the plans towards its ranks."""
+
+    table_bytes: bytes
+    table: LayoutTable
+    outgoing: Election
+    incoming: Election
+
+    @classmethod
+    def between(cls, local: LocalRank, table_bytes: bytes) -> Agreement:
+        """Raises `LayoutError` where the two layouts cannot be matched."""
+        table = LayoutTable.decode(table_bytes)
+        return cls(table_bytes, table, elect(local.table, table), elect(table, local.table))
+
+    @property
+    def digests(self) -> bytes:
+        """Of the elections from this side and to it, in this order; a peer sees them the other way round."""
+        return self.outgoing.digest + self.incoming.digest
+
+    def check_digests(self, theirs: bytes) -> None:
+        """Raises `LayoutError` where the peer has computed other plans."""
+        if theirs[32:] + theirs[:32] != self.digests:
+            raise LayoutError(f"plans: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.table.sizes.topology.num_ranks
+
+    @property
+    def num_groups(self) -> int:
+        return self.table.sizes.dp
+
+    @cached_property
+    def group_size(self) -> int:
+        return self.table.sizes.topology.group_size
+
+    def plans(
+        self, local: LocalRank, rank: int, placements: Mapping[str, Placement], regions: Sequence[RemoteRegion], *, peer: str
+    ) -> tuple[TransferPlan, TransferPlan]:
+        """The plans from this rank to `rank`, and from `rank` to this one.
+
+        Raises `LayoutError` where its memory contradicts its layouts.
+        """
+        group_rank = rank % self.group_size
+        for layout in self.table.ranks[group_rank].components:
+            if layout.name not in self.outgoing.components or not any(tensor.layers for tensor in layout.tensors):
+                continue
+            if layout.name not in placements:
+                raise LayoutError(f"{peer}, component {layout.name!r}: no memory is given")
+            check_placement(placements[layout.name], layout, regions, whose=peer)
+        ours = (local.topology.group_rank, local.table, local.placements)
+        theirs = (group_rank, self.table, placements)
+        return (
+            make_plan(self.outgoing, source=ours, destination=theirs),
+            make_plan(self.incoming, source=theirs, destination=ours),
+        )
+
+    def sum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, SumPlan]:
+        """What this rank sums of what it writes to `rank`, by component."""
+        ours = (local.topology.group_rank, local.table, local.placements)
+        return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
+
+    def readers(self, local: LocalRank) -> frozenset[int]:
+        """Group ranks of the peer that this rank writes to."""
+        return frozenset(self.outgoing.readers(local.topology.group_rank))
+
+    def expected(
+        self, local: LocalRank, group: int, need: Mapping[str, TokenRange]
+    ) -> dict[int, dict[str, tuple[tuple[int, ...], TokenRange]]]:
+        """What each writer of this rank must account for, by the writer's rank and component."""
+        me = local.topology.group_rank
+        expected: dict[int, dict[str, tuple[tuple[int, ...], TokenRange]]] = {}
+        for writer in self.incoming.writers(me):
+            layers: dict[str, set[int]] = {}
+            for flow in self.incoming.by_pair[writer, me]:
+                layers.setdefault(flow.component, set()).update(flow.layers)
+            held = self.table.ranks[writer].by_name
+            expected[group * self.group_size + writer] = {
+                name: (tuple(sorted(ids)), expected_tokens(held[name].tokens, need[name])) for name, ids in layers.items()
+            }
+        return expected

@@ -1,0 +1,238 @@
+"""Binding of a plan to the rows of one request: addresses enter here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from disagg.core import _native
+from disagg.core.copies import Columns, CopyBatch
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.core.spans import SpanRuns, SpanShape
+from disagg.layout.election import Ints
+from disagg.layout.ownership import Owned, Periodic
+from disagg.layout.placement import Placement
+from disagg.layout.plan import ComponentPlan, RowSpace, edges, first_page, owned_tokens, row_space
+from disagg.layout.tables import ComponentLayout
+
+Stream = _native.Stream
+"""One side's bytes of a request in the order of `bind`, to be gathered from or scattered to."""
+
+
+def bind(
+    plan: ComponentPlan,
+    *,
+    source: Rows,
+    destination: Rows,
+    tokens: tuple[int, int] | None = None,
+    num_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+    out: Columns | None = None,
+    num_threads: int = 1,
+) -> CopyBatch:
+    """The copies of one request: `tokens` `[start, stop)` of the request that both sides own (slots: `None`), in `layers`.
+
+    In order of spans, layers, tokens and dims, neighbours joined. `num_tokens` is the length of the whole request, where
+    `tokens` is only a part of it: shares follow from it. With `out` the batch lies in its memory, and is good until `out`
+    is used again. Every needed position must have a page or slot inside its pool on both sides; raises `LayoutError`
+    naming the first that has none, before anything is posted.
+    """
+    placed = place(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
+    return placed.copies(out=out, num_threads=num_threads)
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
+
+    plan: ComponentPlan
+    numbers: Sequence[int]
+    runs: list[Ints]
+    layers: Ints | None
+
+    @property
+    def spans(self) -> list[_native.Span]:
+        """The span classes, for the compiled core."""
+        return [self.plan.cores[number] for number in self.numbers]
+
+    def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
+        """The same over `span_shapes(plan)`, the first of which is number `first`."""
+        chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
+        found = []
+        for number, runs in zip(self.numbers, self.runs, strict=True):
+            bases = None if chosen is None else np.flatnonzero(np.isin(self.plan.spans[number].layers, chosen))
+            found.append(SpanRuns(first + number, bases, runs))
+        return tuple(found)
+
+    def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
+        """What `bind` gives."""
+        columns = Columns() if out is None else out
+        return CopyBatch.of_columns(*_native.expand(self.spans, self.runs, self.layers, num_threads, columns))
+
+    def num_copies(self) -> int:
+        """How many copies `bind` would give, but for neighbours in different layers or spans, which it joins."""
+        return _native.num_copies(self.spans, self.runs, self.layers)
+
+    def has_copies(self, count: int) -> bool:
+        """Whether `num_copies` is at least `count`; the first runs alone tell that of most requests."""
+        first = _native.num_copies(self.spans, [runs[:count] for runs in self.runs], self.layers)
+        return first >= count or self.num_copies() >= count
+
+    def append_to(self, stream: _native.Stream) -> None:
+        """Add the copies' bytes, in their order, to a stream of either side."""
+        stream.append(self.spans, self.runs, self.layers)
+
+
+def place(
+    plan: ComponentPlan,
+    *,
+    source: Rows,
+    destination: Rows,
+    tokens: tuple[int, int] | None = None,
+    num_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+    spans: Sequence[int] | None = None,
+) -> Placed:
+    """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
+    by_granule: dict[int, Ints] = {}
+    runs: list[Ints] = []
+    numbers = range(len(plan.spans)) if spans is None else spans
+    for number in numbers:
+        granule = plan.spans[number].granule
+        if granule not in by_granule:
+            by_granule[granule] = token_runs(plan, granule, source, destination, tokens, num_tokens)
+        runs.append(by_granule[granule])
+    return Placed(plan, numbers, runs, None if layers is None else np.ascontiguousarray(layers, dtype=np.int64))
+
+
+def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
+    """The span classes of a plan as engines take them that compute addresses themselves."""
+    spaces = plan.source, plan.destination
+    return tuple(
+        SpanShape(
+            source_bases=span.source_bases,
+            destination_bases=span.destination_bases,
+            row_strides=span.row_strides,
+            token_strides=span.token_strides,
+            dims=span.dims,
+            nbytes=span.nbytes,
+            dense=span.dense,
+            num_rows=(plan.source.num_rows, plan.destination.num_rows),
+            positions=tuple(1 if space.tokens is None else space.page_size // span.granule for space in spaces),  # type: ignore[arg-type]
+        )
+        for span in plan.spans
+    )
+
+
+def token_runs(
+    plan: ComponentPlan,
+    granule: int,
+    source: Rows,
+    destination: Rows,
+    tokens: tuple[int, int] | None,
+    num_tokens: int | None,
+) -> Ints:
+    """Runs of positions that lie in one page on each side: rows, offsets and lengths, as `_native.token_runs` has them."""
+    name, ours, theirs = plan.name, plan.source, plan.destination
+    if ours.tokens is None or theirs.tokens is None:
+        slots = _slot(source, ours, name, "source"), _slot(destination, theirs, name, "destination")
+        return np.array([[slots[0], 0, slots[1], 0, 1]], dtype=np.int64)
+    if tokens is None:
+        raise LayoutError(f"component {name!r}: pages hold tokens, so a token range is needed")
+    length = tokens[1] if num_tokens is None else num_tokens
+    _check_range(tokens, name)
+    held = _pages(source, ours, granule, length, name, "source")
+    wanted = _pages(destination, theirs, granule, length, name, "destination")
+    runs, fault = _native.token_runs(tokens[0], tokens[1], granule, held, wanted)
+    if fault is not None:
+        rows, space, side = ((source, ours, "source"), (destination, theirs, "destination"))[fault[0]]
+        raise _no_place(rows, space, fault, name, side)
+    return runs
+
+
+MAX_TOKENS = 2**24
+
+
+def _check_range(tokens: tuple[int, int], name: str) -> None:
+    """That a range of tokens, which may come from a peer, is one, and not too long."""
+    start, stop = tokens
+    if not 0 <= start <= stop <= start + MAX_TOKENS or stop >= 2**62:
+        raise LayoutError(f"component {name!r}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
+
+
+def _slot(rows: Rows, space: RowSpace, name: str, side: str) -> int:
+    if not isinstance(rows, Slot):
+        raise LayoutError(f"component {name!r}, {side}: expected a Slot, found {type(rows).__name__}")
+    if rows.id >= space.num_rows:
+        raise LayoutError(f"component {name!r}, {side}: slot {rows.id} is outside the pool of {space.num_rows}")
+    return rows.id
+
+
+def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str, side: str) -> _native.PageList:
+    """One side's pages as the compiled core takes them."""
+    if not isinstance(rows, Pages):
+        raise LayoutError(f"component {name!r}, {side}: expected Pages, found {type(rows).__name__}")
+    if space.page_size % granule:
+        what = f"component {name!r}, {side}"
+        raise LayoutError(f"{what}: a granule of {granule} tokens does not divide the page of {space.page_size}")
+    cuts, period = space.fixed_edges or edges(owned_tokens(space, num_tokens))
+    first = rows.first_token
+    return _native.PageList(
+        rows.ids,  # type: ignore[arg-type]  # int32, as `Pages` makes them
+        first_page=min(first_page(space, first, num_tokens), 2**62) if first else 0,
+        page_size=space.page_size,
+        num_rows=space.num_rows,
+        edges=cuts,
+        period=period,
+    )
+
+
+def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side: str) -> LayoutError:
+    """What is wrong with the first needed token that has no page inside its pool."""
+    assert isinstance(rows, Pages)
+    _, listed, token, row = fault
+    where = f"component {name!r}, {side}"
+    if listed:
+        return LayoutError(f"{where}: token {token} lies in page {row}, outside the pool of {space.num_rows} pages")
+    return LayoutError(
+        f"{where}: needed token {token} has no page; {len(rows.ids)} pages of {space.page_size} tokens are listed, "
+        f"from token {rows.first_token} on"
+    )
+
+
+def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
+    """The part of `need` that a writer must account for: the hull of the tokens it owns inside it (`None`: a slot)."""
+    start, stop = need
+    if owned is None or isinstance(owned, Periodic):
+        return need
+    parts = [(max(p.start, start), min(p.stop, stop)) for p in owned.within(stop).parts]
+    parts = [part for part in parts if part[0] < part[1]]
+    return (min(p[0] for p in parts), max(p[1] for p in parts)) if parts else (start, start)
+
+
+def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]) -> None:
+    """That `rows` can take every needed token that this rank owns, each in a place of its own.
+
+    Raises `LayoutError` naming the first token without a page inside the pool, or a page that would be written twice.
+    """
+    space, name = row_space(layout, placement), layout.name
+    if space.tokens is None:
+        _slot(rows, space, name, "destination")
+        return
+    for granule in {tensor.token.granule for tensor in layout.tensors if tensor.token}:
+        _check_range(need, name)
+        pages = _pages(rows, space, granule, need[1], name, "destination")
+        runs, fault = _native.token_runs(*need, granule, pages, pages)
+        if fault is not None:
+            raise _no_place(rows, space, fault, name, "destination")
+        starts = runs[:, 0] * space.page_size + runs[:, 1]
+        order = np.argsort(starts, kind="stable")
+        stops = np.maximum.accumulate((starts + runs[:, 4])[order])
+        twice = starts[order[1:]] < stops[:-1]
+        if twice.any():
+            page = int(runs[order[1:][twice][0], 0])
+            raise LayoutError(
+                f"component {name!r}, destination: page {page} is listed twice for needed tokens, so it would be written twice"
+            )

@@ -1,0 +1,266 @@
+"""Sums over state, by which two sides compare what was sent with what has arrived, each by its own layout.
+
+The sum of a component is that of `_native.digest`: every element times a weight for its coordinates. These are its layer, its
+place among the tokens that the *destination* rank holds, and its global position on every inner axis: none of them says
+where an element lies. So writers' sums add up to the destination's, and a byte in the wrong place shows like a wrong byte.
+A sum comes in parts, by layer and by page of the destination, which name what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.core import _native
+from disagg.core.memory import ITEMSIZE
+from disagg.core.rows import Pages, Rows, Slot
+from disagg.layout.binding import token_runs
+from disagg.layout.election import Election
+from disagg.layout.ownership import Interval, Intervals, overlap
+from disagg.layout.placement import Placement, TensorPlacement
+from disagg.layout.plan import ComponentPlan, RowSpace, count_tokens, row_space
+from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
+
+Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+Digest = Callable[..., int]
+"""`_native.digest`, or what does the same for memory elsewhere."""
+SAMPLED = 16
+"""One page in so many is summed for `sample`, and one at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class SumBox:
+    """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)` in order of their names."""
+
+    seed: int
+    layers: Ints
+    bases: Words
+    row_stride: int
+    token_stride: int
+    granule: int
+    axes: tuple[tuple[int, int, int], ...]
+    itemsize: int
+
+
+@dataclass(frozen=True, eq=False)
+class SumPlan:
+    """What one side sums of a component for one destination rank: its own boxes and rows, and the destination's rows.
+
+    `layers` are all that the destination rank takes, whoever writes them, in ascending order.
+    """
+
+    name: str
+    own: RowSpace
+    destination: RowSpace
+    boxes: tuple[SumBox, ...]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PageRange:
+    """Pages `first` to `stop` of a destination rank, in its own numbering, and which of them are summed."""
+
+    first: int
+    stop: int
+    chosen: npt.NDArray[np.bool_]
+
+    @property
+    def numbers(self) -> Ints:
+        """The pages that are summed."""
+        return self.first + np.flatnonzero(self.chosen)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The parts of a sum modulo 2**64: by each of a plan's `layers`, and by each page that is summed. They add up."""
+
+    by_layer: Words
+    by_page: Words
+
+    @classmethod
+    def zero(cls, plan: SumPlan, pages: PageRange) -> Sums:
+        return cls(np.zeros(len(plan.layers), np.uint64), np.zeros(int(pages.chosen.sum()), np.uint64))
+
+
+def writer_plans(
+    election: Election,
+    *,
+    source: tuple[int, LayoutTable, Mapping[str, Placement]],
+    destination: tuple[int, LayoutTable, Mapping[str, Placement]],
+) -> dict[str, SumPlan]:
+    """What a writer sums for one destination rank, by component; sides as for `make_plan`."""
+    boxes: dict[str, list[SumBox]] = {}
+    ours, theirs = source[1].ranks[source[0]].by_name, destination[1].ranks[destination[0]].by_name
+    for flow in election.by_pair.get((source[0], destination[0]), ()):
+        axes = [axis.name for axis in theirs[flow.component].tensor(flow.role).inner_axes]
+        tensor, place = ours[flow.component].tensor(flow.role), source[2][flow.component].tensor(flow.role)
+        box = _box(flow.component, tensor, place, dict(zip(axes, flow.box, strict=True)), flow.layers)
+        boxes.setdefault(flow.component, []).append(box)
+    return {
+        name: SumPlan(
+            name,
+            row_space(ours[name], source[2][name]),
+            row_space(theirs[name], destination[2][name]),
+            tuple(found),
+            _layers(theirs[name]),
+        )
+        for name, found in boxes.items()
+    }
+
+
+def reader_plan(layout: ComponentLayout, placement: Placement) -> SumPlan:
+    """What a destination rank sums of a component: everything that it holds."""
+    boxes = []
+    for tensor in layout.tensors:
+        if not tensor.layers:
+            continue
+        parts = [axis.owned.within(axis.size or 0).parts for axis in tensor.inner_axes]
+        for cell in itertools.product(*parts):
+            named = dict(zip((axis.name for axis in tensor.inner_axes), cell, strict=True))
+            boxes.append(_box(layout.name, tensor, placement.tensor(tensor.role), named, tensor.layers))
+    space = row_space(layout, placement)
+    return SumPlan(layout.name, space, space, tuple(boxes), _layers(layout))
+
+
+def _layers(layout: ComponentLayout) -> tuple[int, ...]:
+    return tuple(sorted({layer for tensor in layout.tensors for layer in tensor.layers}))
+
+
+def _box(
+    component: str, tensor: TensorLayout, place: TensorPlacement, box: Mapping[str, Interval], layers: Sequence[int]
+) -> SumBox:
+    offset, axes = 0, []
+    for name in sorted(box):
+        axis, part = tensor.axis(name), box[name]
+        (piece,) = overlap(axis.owned, Intervals((part,)), size=axis.size or 0)
+        offset += piece.source_offset * place.strides[name]
+        axes.append((part.stop - part.start, place.strides[name], part.start))
+    token = tensor.token
+    by_layer = dict(zip(place.layers, place.bases, strict=True))
+    return SumBox(
+        seed=_hash(component.encode() + b"\0" + tensor.role.encode()),
+        layers=np.array(layers, dtype=np.int64),
+        bases=np.array([by_layer[layer] + offset for layer in layers], dtype=np.uint64),
+        row_stride=place.row_stride,
+        token_stride=place.strides[token.name] if token else 0,
+        granule=token.granule if token else 1,
+        axes=tuple(axes),
+        itemsize=ITEMSIZE[tensor.dtype],
+    )
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def page_range(plan: SumPlan, need: tuple[int, int], *, sample: bytes | None) -> PageRange:
+    """The destination's pages that hold tokens of `need`; with `sample` (which names the attempt) only some are summed.
+
+    State of one row per request counts as one page, and its layers are sampled in place of pages.
+    """
+    if plan.destination.tokens is None:
+        return PageRange(0, 1, np.ones(1, dtype=np.bool_))
+    size = plan.destination.page_size
+    start, stop = (count_tokens(plan.destination, token, need[1]) for token in need)
+    first, stop = start // size, -(-stop // size) if stop > start else start // size
+    return PageRange(first, stop, _choose(plan, stop - first, sample))
+
+
+def _choose(plan: SumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.bool_]:
+    if sample is None or count == 0:
+        return np.ones(count, dtype=np.bool_)
+    seed = _hash(plan.name.encode() + b"\0" + sample)
+    numbers = (np.arange(count, dtype=np.uint64) + np.uint64(seed % 2**32)) * np.uint64(0x9E3779B97F4A7C15)
+    chosen: npt.NDArray[np.bool_] = (numbers >> np.uint64(32)) % np.uint64(SAMPLED) == 0
+    chosen[seed % count] = True
+    return chosen
+
+
+def sum_rows(
+    plan: SumPlan,
+    rows: Rows,
+    *,
+    need: tuple[int, int],
+    tokens: tuple[int, int],
+    layers: Iterable[int] | None,
+    sample: bytes | None,
+    num_threads: int = 1,
+    digest: Digest = _native.digest,
+) -> Sums:
+    """The sums of `rows`: of tokens `[start, stop)` of `need`, in `layers` (all: `None`), for `sample` as in `page_range`.
+
+    Reads memory as `digest` does: this process's. Raises `LayoutError` where a needed token has no page inside the pool.
+    """
+    pages = page_range(plan, need, sample=sample)
+    sums = Sums.zero(plan, pages)
+    summed = _summed_layers(plan, layers, sample)
+    tables: dict[int, Ints] = {}
+    for box in plan.boxes:
+        if box.granule not in tables:
+            tables[box.granule] = _runs(plan, rows, pages, box.granule, need=need, tokens=tokens)
+        kept = np.array([int(layer) in summed for layer in box.layers], dtype=np.bool_)
+        by_layer = np.zeros(int(kept.sum()), dtype=np.uint64)
+        digest(
+            box.layers[kept],
+            box.bases[kept],
+            tables[box.granule],
+            box.axes,
+            row_stride=box.row_stride,
+            token_stride=box.token_stride,
+            itemsize=box.itemsize,
+            seed=box.seed,
+            num_threads=num_threads,
+            by_layer=by_layer,
+            by_row=sums.by_page,
+        )
+        places = np.searchsorted(plan.layers, box.layers[kept])
+        np.add.at(sums.by_layer, places, by_layer)
+    return sums
+
+
+def _summed_layers(plan: SumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
+    wanted = set(plan.layers if layers is None else layers)
+    if plan.destination.tokens is None:
+        wanted &= set(itertools.compress(plan.layers, _choose(plan, len(plan.layers), sample)))
+    return wanted
+
+
+def _runs(plan: SumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]) -> Ints:
+    """Runs of positions for `_native.digest`: where they lie here, the place of their page's sum, their number there."""
+    numbered = RowSpace(plan.destination.page_size, pages.stop + 1, plan.destination.tokens)
+    both = ComponentPlan(plan.name, plan.own, numbered, ())
+    if plan.destination.tokens is None:
+        return token_runs(both, granule, rows, Slot(0), None, None)
+    listed = Pages(np.arange(pages.first, pages.stop, dtype=np.int32), need[0])
+    runs = token_runs(both, granule, rows, listed, tokens, need[1])
+    runs = runs[pages.chosen[runs[:, 2] - pages.first]]
+    runs[:, 3] += runs[:, 2] * (plan.destination.page_size // granule)
+    runs[:, 2] = (np.cumsum(pages.chosen) - 1)[runs[:, 2] - pages.first]
+    return runs
+
+
+def difference(plan: SumPlan, rows: Rows, pages: PageRange, *, expected: Sums, found: Sums) -> str:
+    """Where two sums differ: the component, the first layer and the first page; empty where they agree."""
+    layers = np.flatnonzero(expected.by_layer != found.by_layer)
+    numbers = np.flatnonzero(expected.by_page != found.by_page)
+    if not len(layers) and not len(numbers):
+        return ""
+    where = ", ".join(
+        [f"layer {plan.layers[i]} ({len(layers)} of {len(plan.layers)} layers differ)" for i in layers[:1]]
+        + [_name_row(plan, rows, int(pages.numbers[i]), len(numbers), len(expected.by_page)) for i in numbers[:1]]
+    )
+    return f"component {plan.name!r}, {where}: what arrived is not what was sent"
+
+
+def _name_row(plan: SumPlan, rows: Rows, page: int, differing: int, summed: int) -> str:
+    if isinstance(rows, Slot):
+        return f"slot {rows.id}"
+    size = plan.destination.page_size
+    return f"page {page} of the request, tokens {page * size} to {(page + 1) * size} ({differing} of {summed} pages differ)"

@@ -1,0 +1,1 @@
+"""What this host is: its devices, its processes, and findings about it."""

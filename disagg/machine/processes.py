@@ -1,0 +1,172 @@
+"""Whether a process of this machine has ended, and whether anything that it sent over TCP may still arrive here.
+
+What a killed process had sent waits in socket buffers, its own and the receiver's, and is applied to memory long after the
+process is gone. Its kernel ends each connection behind the last byte, and an engine closes its socket once it has read that
+end. So nothing of a dead process can arrive any more once no socket of this process has a far end without an owner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from disagg.core import _native
+
+_PROC = Path("/proc")
+_STATE, _STARTED = 0, 19
+"""Fields of `/proc/PID/stat` behind the command's name."""
+_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
+"""States of a socket, as `/proc/net/tcp` has them."""
+_NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
+_NOBODY = "0"
+"""The inode of a socket that is in no process: not accepted yet, or closed and not over."""
+
+
+class _Socket(NamedTuple):
+    local: str
+    remote: str
+    state: str
+    inode: str
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process: `host` is equal for processes that see each other by process id, `network` for those with one loopback;
+    `started` is in clock ticks since the machine's start, so that another process with the same id is told apart.
+    """
+
+    host: str
+    network: str
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Of this process."""
+        fields = _stat(_PROC / "self" / "stat")
+        assert fields is not None
+        return cls(host_identity(), _namespace("net"), os.getpid(), int(fields[_STARTED]))
+
+    @property
+    def machine(self) -> str:
+        """Equal for processes of one machine since it was started, whatever they see of each other."""
+        return self.host.partition("/")[0]
+
+    def has_ended(self) -> bool:
+        """Whether every thread of it is proved to have ended; `False` where that cannot be seen from here."""
+        if self.host != host_identity() or not 0 < self.pid < 2**31:
+            return False
+        fields = _stat(_PROC / str(self.pid) / "stat")
+        if fields is None or int(fields[_STARTED]) != self.started:
+            return True
+        threads = list((_PROC / str(self.pid) / "task").glob("*/stat"))
+        return fields[_STATE] in "ZX" and all((stat := _stat(path)) is None or stat[_STATE] in "ZX" for path in threads)
+
+    def is_quiet(self, *, by_accepted: bool = False) -> bool:
+        """Whether it has ended and nothing that it sent over TCP can arrive here any more; `by_accepted`: nothing arrives but
+        by connections that this process has accepted.
+        """
+        return self.has_ended() and self.network == _namespace("net") and not _has_orphans(by_accepted=by_accepted)
+
+
+class ProcessWatch:
+    """Asks again and again whether a process has ended, at the cost of one system call."""
+
+    def __init__(self, process: ProcessIdentity) -> None:
+        """One that has ended already is said to have; one that cannot be seen from here never is."""
+        self._descriptor: int | None = None
+        self._ended = False
+        if process.host != host_identity():
+            return
+        try:
+            self._descriptor = os.pidfd_open(process.pid)
+        except OSError:
+            self._ended = True
+            return
+        self._ended = process.has_ended()  # only now is it sure that the descriptor is of that process
+
+    def has_ended(self) -> bool:
+        """`False` also where that cannot be known, or after `close`."""
+        self._ended = self._ended or (self._descriptor is not None and _native.is_readable(self._descriptor))
+        return self._ended
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    __del__ = close
+
+
+def host_identity() -> str:
+    """Equal for processes that see each other by process id."""
+    return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip() + "/" + _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
+    return str((_PROC / "self" / "ns" / kind).readlink())
+
+
+def _stat(path: Path) -> list[str] | None:
+    """The fields behind the command's name, which may hold anything; `None` where the process is gone."""
+    try:
+        return path.read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _has_orphans(*, by_accepted: bool) -> bool:
+    """Whether a TCP connection of this process (or of those that it has accepted) has, on this machine, a far end that no
+    process owns any more.
+
+    A far end on another machine is none of a process that is proved to have ended on this one.
+    """
+    own = set(_own_sockets())
+    sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
+    owners = {(row.local, row.remote): row.inode for row in sockets}
+    hosts = {row.local.rpartition(":")[0] for row in sockets}
+    ports = {row.local.rpartition(":")[2] for row in sockets if row.state == _LISTEN and row.inode in own}
+    for row in sockets:
+        accepted = row.local.rpartition(":")[2] in ports
+        if accepted and row.inode == _NOBODY and row.state in _NOT_ACCEPTED:
+            return True  # the engine has not looked at it yet
+        if row.inode not in own or row.state == _LISTEN or (by_accepted and not accepted):
+            continue
+        far = owners.get((row.remote, row.local))
+        if far is None and (row.state == _CLOSE_WAIT or row.remote.rpartition(":")[0] in hosts):
+            return True
+        if far == _NOBODY:
+            return True
+    return False
+
+
+def _own_sockets() -> Iterator[str]:
+    """Inodes of this process's sockets."""
+    for entry in (_PROC / "self" / "fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            yield target[8:-1]
+
+
+def _sockets(name: str) -> Iterator[_Socket]:
+    """Every TCP socket of this network namespace."""
+    path = _PROC / "self" / "net" / name
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines()[1:]:
+        fields = line.split()
+        yield _Socket(_plain(fields[1]), _plain(fields[2]), fields[3], fields[9])
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address that is written as an IPv6 one (a socket that takes both), as it is."""
+    host, _, port = address.rpartition(":")
+    mapped = "0000000000000000FFFF0000"
+    return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address

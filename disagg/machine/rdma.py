@@ -1,0 +1,116 @@
+"""RDMA on this machine, as the kernel tells of it: devices, ports, addresses, and how much memory may be pinned.
+
+The doctor shows all of it; a backend that must use RDMA refuses to start with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from disagg.machine.findings import Finding, Level, Machine, ok
+
+VERBS = "libibverbs1 ibverbs-providers rdma-core"
+NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+SMALL_MEMLOCK = 1 << 30
+"""No pool of a server fits into less."""
+
+
+def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) -> str | None:
+    """Why RDMA cannot be used here, in the words of `disagg doctor`; `None` where nothing speaks against it.
+
+    For a backend that was told `require="rdma"`: `devices` are the ones that it may use.
+    """
+    found = [f for f in rdma(machine or Machine(), devices=devices, required=True) if f.level is Level.ERROR]
+    return " ".join(f"{finding}." for finding in found) or None
+
+
+def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False) -> Iterator[Finding]:
+    """Devices, their ports and addresses. What is missing is an error only where RDMA is required; a port that is down is
+    none where another one is up.
+    """
+    missing = Level.ERROR if required else Level.WARNING
+    present = machine.rdma_devices
+    if not present:
+        yield Finding(
+            "rdma",
+            missing,
+            "this machine has no RDMA device (/sys/class/infiniband is empty)"
+            + (f", and {', '.join(devices)} was asked for" if devices else ""),
+            "between hosts bytes can go over TCP only",
+            f"where there is such a NIC: apt install {VERBS} && modprobe mlx5_ib; in a container: --device /dev/infiniband "
+            "--network host",
+        )
+        return
+    wanted = [name.partition(":")[0] for name in devices]
+    for name in devices:
+        if name.partition(":")[0] not in present:
+            yield Finding(
+                "rdma",
+                missing,
+                f"device {name!r} was asked for, and this machine has {', '.join(present)}",
+                "the engine finds no device to use",
+                f"name one that is there, such as --device-nic {present[0]}",
+            )
+    if not [entry for entry in machine.entries("dev/infiniband") if entry.startswith("uverbs")]:
+        yield Finding(
+            "rdma",
+            missing,
+            f"there are RDMA devices ({', '.join(present)}), but no /dev/infiniband/uverbs*",
+            "no process here can use them, as in a container that was not given them",
+            "modprobe ib_uverbs; for a container: --device /dev/infiniband",
+        )
+    if required or machine.memlock is not None:
+        yield memlock(machine, rdma=True)
+    ports = [
+        _port(machine, name, port, missing)
+        for name in present
+        if not devices or name in wanted
+        for port in machine.entries(f"sys/class/infiniband/{name}/ports")
+    ]
+    usable = any(finding.level is Level.OK for finding in ports)
+    for finding in ports:
+        yield msgspec.structs.replace(finding, level=Level.WARNING) if usable and finding.level is Level.ERROR else finding
+
+
+def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
+    """Whether one port is up and has an address."""
+    base, what = f"sys/class/infiniband/{name}/ports/{port}", f"RDMA device {name} port {port}"
+    state = machine.read(f"{base}/state") or "unknown"
+    rate, link = machine.read(f"{base}/rate") or "?", machine.read(f"{base}/link_layer") or "?"
+    if "ACTIVE" not in state:
+        return Finding(
+            "rdma", missing, f"{what} is not up: state {state!r}", "nothing can be sent by it",
+            f"rdma link show {name}/{port}; then bring its network device up: ip link set DEVICE up",
+        )  # fmt: skip
+    gids = {i: machine.read(f"{base}/gids/{i}") or NO_GID for i in machine.entries(f"{base}/gids")}
+    used = {i: gid for i, gid in gids.items() if gid != NO_GID}
+    if not used:
+        return Finding(
+            "rdma", missing, f"{what} has no GID", "peers cannot address it (RoCE takes GIDs from IP addresses)",
+            "ip addr add ADDRESS/PREFIX dev DEVICE",
+        )  # fmt: skip
+    kinds = {i: machine.read(f"{base}/gid_attrs/types/{i}") or "" for i in used}
+    second = [i for i, kind in kinds.items() if "v2" in kind]
+    hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
+    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}")
+
+
+def memlock(machine: Machine, *, rdma: bool) -> Finding:
+    """How much memory may be pinned."""
+    if machine.memlock is None:
+        return ok("memlock", "any amount of memory may be locked")
+    found = f"at most {machine.memlock // 1024} KiB of memory may be locked (ulimit -l)"
+    if not rdma:
+        return ok("memlock", f"{found}; that matters with RDMA only, which is not here")
+    total = machine.memory
+    if total is not None and machine.memlock >= total:
+        return ok("memlock", f"{found}; that is all there is")
+    return Finding(
+        "memlock",
+        Level.ERROR if machine.memlock < SMALL_MEMLOCK else Level.WARNING,
+        found,
+        "registering pools that are larger with an RDMA device fails: they are pinned",
+        "ulimit -l unlimited; for a service: LimitMEMLOCK=infinity; for a container: --ulimit memlock=-1",
+    )

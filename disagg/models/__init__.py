@@ -1,0 +1,1 @@
+"""Models as the state they leave behind."""

@@ -1,0 +1,1 @@
+"""When bytes move: one protocol for every backend, without I/O and without a clock."""

@@ -1,0 +1,172 @@
+"""Peers as values: what is known of each rank of a peer instance, and the effects of the peer table."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from disagg.core.errors import ConfigError
+from disagg.protocol.messages import (
+    Member,
+    Message,
+    RingGrant,
+    Welcome,
+)
+from disagg.protocol.types import NEVER, PeerRank
+
+
+@dataclass(frozen=True)
+class LinkLimits:
+    """Times of the handshake and of liveness; seconds."""
+
+    hello_retry_s: float = 0.2
+    max_hello_retry_s: float = 2.0
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                raise ConfigError(f"link limits {each.name}: expected more than 0, found {getattr(self, each.name)!r}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This rank, as it introduces itself."""
+
+    instance: str
+    rank: int
+    num_ranks: int
+    epoch: int
+    model: str
+    revision: str
+    table: bytes
+    address: str
+    leader: bool
+
+
+class SayHello(NamedTuple):
+    """Effect: send a hello on a dialled connection, of this generation, which is that many connections that this rank dialled
+    later than its first.
+    """
+
+    address: str
+    generation: int = 0
+    dial: int = 0
+
+
+class Say(NamedTuple):
+    """Effect: send a message on a dialled connection."""
+
+    address: str
+    message: Message
+
+
+class Answer(NamedTuple):
+    """Effect: send a message back on a connection that a peer opened."""
+
+    connection: bytes
+    message: Message
+
+
+class Dial(NamedTuple):
+    """Effect: open a connection."""
+
+    address: str
+    public_key: str | None
+
+
+class HangUp(NamedTuple):
+    """Effect: close a dialled connection."""
+
+    address: str
+
+
+class Ready(NamedTuple):
+    """Effect: a rank answered our hello; transfers to it may start."""
+
+    peer: PeerRank
+    epoch: int
+    welcome: Welcome
+
+
+class Lost(NamedTuple):
+    """Effect: a rank is gone at this epoch, and why; `announced` where it said so itself. `renewed`: the same process has begun
+    another generation of its connection, and been granted what goes with that.
+    """
+
+    peer: PeerRank
+    epoch: int
+    cause: str
+    announced: bool = False
+    renewed: bool = False
+
+
+LinkEffect = SayHello | Say | Answer | Dial | HangUp | Ready | Lost
+
+
+class LinkState(enum.Enum):
+    GREETING = "greeting"
+    READY = "ready"
+
+
+@dataclass
+class Link:
+    """The connection that this rank opened to one rank of a peer instance; the leader's rank is known once it answers.
+
+    Whoever gives a connection up begins a new `generation` and says so in its next hello, so that both sides end the old one.
+    """
+
+    instance: str
+    address: str
+    rank: int | None
+    generation: int = 0
+    state: LinkState = LinkState.GREETING
+    epoch: int = 0
+    heard_at: float = 0.0
+    hello_at: float = 0.0
+    hello_retry_s: float = 0.0
+    heartbeat_at: float = NEVER
+    problem: str = "no answer yet"
+    unanswered: int = 0
+    dial: int = 0
+    ring: RingGrant | None = None
+
+    @property
+    def peer(self) -> PeerRank:
+        return PeerRank(self.instance, -1 if self.rank is None else self.rank)
+
+
+@dataclass
+class PeerInstance:
+    """A configured peer."""
+
+    name: str
+    address: str
+    public_key: str | None
+    links: dict[str, Link] = field(default_factory=dict)
+    members: tuple[Member, ...] = ()
+    num_ranks: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank of it has answered."""
+        if self.num_ranks is None:
+            return False
+        answered = {link.rank for link in self.links.values() if link.state is LinkState.READY}
+        return len(answered) == self.num_ranks
+
+    @property
+    def problem(self) -> str:
+        """Why it is not ready."""
+        waiting = [link for link in self.links.values() if link.state is not LinkState.READY]
+        return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"
+
+
+class Accepted(NamedTuple):
+    """Who is at the other end of a connection that a peer opened."""
+
+    peer: PeerRank
+    epoch: int
+    dial: int = 0

@@ -1,0 +1,378 @@
+"""Who is there: configured peer instances, their ranks, handshakes, liveness. No I/O and no clock, like `session`.
+
+Every rank dials every rank of a peer instance on a connection of its own, says `hello`, and is answered `welcome`,
+`busy` or `reject` on the same connection; all other messages to that rank follow on it. What comes in on a connection
+counts only after an accepted hello. The leader of an instance (group rank 0 unless configured) names the others. A rank
+that restarts has another epoch: its old connection generation is dead for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Set
+
+from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.protocol.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Busy,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Member,
+    Reject,
+    Welcome,
+)
+from disagg.protocol.peer_state import (
+    Accepted,
+    Answer,
+    Dial,
+    HangUp,
+    Identity,
+    Link,
+    LinkEffect,
+    LinkLimits,
+    LinkState,
+    Lost,
+    PeerInstance,
+    Ready,
+    Say,
+    SayHello,
+)
+from disagg.protocol.types import NEVER, PeerRank
+
+REDIAL_AFTER = 4
+"""Hellos without any answer, before the connection is opened anew."""
+Admission = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
+"""Judges a configured peer's hello and answers it; raises `DisaggError` to reject it."""
+Examination = Callable[[Welcome], int]
+"""Judges a peer's welcome and gives its number of ranks; raises `DisaggError` to refuse the peer."""
+
+
+class Links:
+    """Every connection of one rank, in both directions."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        leader: str | None,
+        own_key: str | None = None,
+        admit: Admission,
+        examine: Examination,
+        limits: LinkLimits | None = None,
+    ) -> None:
+        self.identity = identity
+        self.effects: deque[LinkEffect] = deque()
+        self.instances: dict[str, PeerInstance] = {}
+        self.members: dict[int, Member] = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
+        self._leader = leader
+        self._own_key = own_key
+        self._admit = admit
+        self._examine = examine
+        self._limits = limits or LinkLimits()
+        self._inbound: dict[bytes, Accepted] = {}
+        self._dials = itertools.count()
+        self._connections: dict[PeerRank, bytes] = {}
+        self._found: dict[PeerRank, Link] = {}
+        if leader is not None:
+            self._siblings = PeerInstance(identity.instance, leader, own_key)
+
+    def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
+        """Know an instance by the address of its leader. Known under another address or key, it is dialled anew. Ranks that
+        restarted, and said hello before this side knew their address, stay let in: else they would have to find that out.
+        """
+        known = self.instances.get(name)
+        if known is not None and (known.address, known.public_key) == (address, public_key):
+            return
+        if known is not None:
+            epochs = {link.epoch for link in known.links.values()} if known.public_key == public_key else None
+            self.remove_peer(name, "its address was changed", epochs=epochs)
+        instance = self.instances[name] = PeerInstance(name, address, public_key)
+        self._open(instance, address, None, now)
+
+    def remove_peer(self, name: str, cause: str, *, epochs: Set[int] | None = None) -> None:
+        """Forget an instance; whatever its ranks were doing ends. Who has said hello is forgotten if it is of `epochs` (`None`:
+        of any).
+        """
+        instance = self.instances.pop(name)
+        for link in list(instance.links.values()):
+            self._drop(link, cause)
+            self.effects.append(HangUp(link.address))
+        for connection, accepted in list(self._inbound.items()):
+            if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
+                self._forget(connection)
+
+    def join(self, now: float) -> None:
+        """Report to the leader of this instance, if that is another rank."""
+        if self._leader is not None:
+            self._open(self._siblings, self._leader, None, now)
+
+    def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
+        """A rank that has answered cannot be used after all; it is greeted again later."""
+        link = self.link(peer)
+        if link is not None:
+            link.state, link.heartbeat_at, link.problem = LinkState.GREETING, NEVER, problem
+            link.hello_at = now + self._limits.max_hello_retry_s
+
+    def link(self, peer: PeerRank) -> Link | None:
+        """The ready connection to a rank."""
+        link = self._to(peer)
+        return link if link is not None and link.state is LinkState.READY else None
+
+    def _to(self, peer: PeerRank) -> Link | None:
+        """The connection to a rank, ready or not."""
+        instance = self.instances.get(peer.instance)
+        if instance is None:
+            return None
+        known = self._found.get(peer)
+        if known is not None and known.rank == peer.rank and instance.links.get(known.address) is known:
+            return known
+        found = next((link for link in instance.links.values() if link.rank == peer.rank), None)
+        if found is not None:
+            self._found[peer] = found
+        return found
+
+    def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
+        """Take a message from a connection that a peer opened. The rank it comes from, where it is for the sessions."""
+        if isinstance(message, Hello):
+            self._on_hello(connection, user, message, now)
+            return None
+        accepted = self._inbound.get(connection)
+        if accepted is None:
+            self.effects.append(Answer(connection, Reject(field="connection", reason="say hello first", hello_first=True)))
+            return None
+        self._heard(accepted, now)
+        if isinstance(message, Goodbye):
+            self._forget(connection)
+            self._on_goodbye(accepted, f"closed: {message.reason}", now)
+            return None
+        return None if isinstance(message, Heartbeat | Welcome | Reject) else accepted.peer
+
+    def _on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
+        peer = PeerRank(hello.instance, hello.rank)
+        try:
+            if hello.version != PROTOCOL_VERSION:
+                raise RemoteProtocolError(f"protocol version: {hello.version} at {peer}, {PROTOCOL_VERSION} at {self._me}")
+            if hello.instance == self.identity.instance:
+                self._on_sibling(connection, user, hello)
+                return
+            instance = self.instances.get(hello.instance)
+            if instance is None:
+                raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self._me}")
+            if instance.public_key is not None and instance.public_key != user:
+                raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._me}")
+            if self._missing:
+                reason = f"{len(self.members)} of {self.identity.num_ranks} ranks of {self.identity.instance!r} have joined"
+                self.effects.append(Answer(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
+                return
+            if self._is_overtaken(connection, peer, hello):
+                return
+            welcome = self._admit(hello, self._named)
+        except DisaggError as error:
+            self._reject(connection, error)
+            return
+        for earlier in {connection, self._connections.get(peer, connection)} & self._inbound.keys():
+            self._forget(earlier)
+        self._inbound[connection], self._connections[peer] = Accepted(peer, hello.epoch, hello.dial), connection
+        self.effects.append(Answer(connection, welcome))
+        link = self._to(peer)
+        if link is None:
+            return
+        restarted = link.state is LinkState.READY and link.epoch != hello.epoch
+        if restarted or hello.generation > link.generation:
+            self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
+            self._greet_soon(link, now)
+            link.generation = hello.generation
+        else:
+            self._heard(self._inbound[connection], now)  # to a leader, peers' signs of life are hellos
+
+    def _is_overtaken(self, connection: bytes, peer: PeerRank, hello: Hello) -> bool:
+        """Whether the peer has said hello on a connection that it dialled later: this one, which it has hung up, came late."""
+        newest = self._connections.get(peer, connection)
+        accepted = self._inbound.get(newest)
+        return newest != connection and accepted is not None and (accepted.epoch == hello.epoch and hello.dial < accepted.dial)
+
+    def _on_sibling(self, connection: bytes, user: str, hello: Hello) -> None:
+        """Another rank of this instance reports to its leader; where there are keys, it has this instance's own."""
+        if self._own_key is not None and user != self._own_key:
+            raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {self._me}")
+        if not self.identity.leader:
+            raise RemoteProtocolError(f"{self._me} is not the leader of {hello.instance!r}")
+        if hello.rank >= self.identity.num_ranks or hello.rank == self.identity.rank or hello.address is None:
+            raise RemoteProtocolError(
+                f"rank {hello.rank} of {self.identity.num_ranks} at {hello.address!r} cannot join {self._me}"
+            )
+        if hello.table != self.identity.table:
+            raise LayoutError(
+                f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {self._me}"
+            )
+        self.members[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
+        welcome = self._admit(hello, self._named)
+        self.effects.append(Answer(connection, welcome))
+
+    def _reject(self, connection: bytes, error: DisaggError) -> None:
+        field_name = "layout" if isinstance(error, LayoutError) else "hello"
+        self.effects.append(Answer(connection, Reject(field=field_name, reason=str(error)[:4096])))
+
+    def on_reply(self, address: str, message: AnyMessage, now: float) -> None:
+        """Take an answer from a connection that this rank opened."""
+        link = self._by_address(address)
+        if link is None:
+            return
+        link.heard_at, link.unanswered = now, 0
+        match message:
+            case Welcome():
+                self._on_welcome(link, message, now)
+            case Reject(hello_first=True):
+                self._drop(link, "the peer has forgotten this connection")
+                self._greet_soon(link, now)
+            case Reject():
+                self._drop(link, f"rejected: {message.reason}")
+                link.problem = message.reason
+            case Busy(request_id=None):
+                link.problem = message.reason
+                link.hello_at = min(link.hello_at, now + max(message.retry_after_s, 0.01))
+
+    def _on_welcome(self, link: Link, welcome: Welcome, now: float) -> None:
+        if welcome.generation != link.generation:
+            return  # to a hello before this generation: what it grants has been granted anew since
+        try:
+            if welcome.instance != link.instance or (link.rank is not None and welcome.rank != link.rank):
+                found = PeerRank(welcome.instance, welcome.rank)
+                raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
+            num_ranks = 1 if link.instance == self.identity.instance else self._examine(welcome)
+        except DisaggError as error:
+            self._drop(link, f"refused: {error}")
+            link.problem = str(error)
+            return
+        if link.state is LinkState.READY and link.epoch != welcome.epoch:
+            self._drop(link, "restarted")
+        elif link.state is LinkState.READY and link.ring not in (None, welcome.ring):
+            self._drop(link, "the peer has begun the connection anew")
+            self._greet_soon(link, now)
+            return
+        first = link.state is not LinkState.READY
+        link.ring = welcome.ring if first else link.ring
+        link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, LinkState.READY, ""
+        link.hello_retry_s, link.heartbeat_at = 0.0, now + self._limits.heartbeat_s
+        if link.instance == self.identity.instance:
+            return
+        instance = self.instances[link.instance]
+        instance.num_ranks = num_ranks
+        if first:
+            self.effects.append(Ready(link.peer, welcome.epoch, welcome))
+        if link.address == instance.address:
+            self._on_members(instance, welcome.members, now)
+
+    def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
+        """Dial the ranks that the leader names, and hang up on those that it no longer does."""
+        named = {member.address for member in members} | {instance.address}
+        for link in [found for found in instance.links.values() if found.address not in named]:
+            self._drop(link, "its leader names another address")
+            self.effects.append(HangUp(link.address))
+            del instance.links[link.address]
+        leader = instance.links[instance.address]
+        for member in members:
+            if member.rank != leader.rank and member.address not in instance.links:
+                self._open(instance, member.address, member.rank, now)
+        instance.members = members
+
+    def tick(self, now: float) -> None:
+        """Greet, send heartbeats, and judge silence. Call it after everything that has arrived was handed in."""
+        for link in list(self._links()):
+            if link.state is LinkState.GREETING and now >= link.hello_at:
+                self._greet(link, now)
+            elif link.state is LinkState.READY and now - link.heard_at >= self._limits.heartbeat_timeout_s:
+                self._drop(link, f"silent for {self._limits.heartbeat_timeout_s} s")
+                self._greet_soon(link, now)
+            elif now >= link.heartbeat_at:
+                link.heartbeat_at = now + self._limits.heartbeat_s
+                self._beat(link)
+
+    def _beat(self, link: Link) -> None:
+        """A sign of life; towards the leader of this instance, or of another, a hello, whose answer shows who is there."""
+        is_leader = link.instance == self.identity.instance or link.address == self.instances[link.instance].address
+        hello = SayHello(link.address, link.generation, link.dial)
+        self.effects.append(hello if is_leader else Say(link.address, Heartbeat(epoch=self.identity.epoch)))
+
+    def next_tick(self) -> float:
+        """When `tick` next has something to do."""
+        return min((self._due(link) for link in self._links()), default=NEVER)
+
+    def _due(self, link: Link) -> float:
+        if link.state is LinkState.GREETING:
+            return link.hello_at
+        return min(link.heartbeat_at, link.heard_at + self._limits.heartbeat_timeout_s)
+
+    def close(self, reason: str) -> None:
+        """Say goodbye to everyone."""
+        for link in self._links():
+            if link.state is LinkState.READY:
+                self.effects.append(Say(link.address, Goodbye(reason=reason)))
+
+    @property
+    def _me(self) -> str:
+        return f"{self.identity.instance}/{self.identity.rank}"
+
+    def _named(self) -> tuple[Member, ...]:
+        """The ranks of this instance, as far as they have joined."""
+        return tuple(self.members[rank] for rank in sorted(self.members))
+
+    @property
+    def _missing(self) -> bool:
+        return self.identity.leader and len(self.members) < self.identity.num_ranks
+
+    def _links(self) -> list[Link]:
+        siblings = list(self._siblings.links.values()) if self._leader is not None else []
+        return [link for instance in self.instances.values() for link in instance.links.values()] + siblings
+
+    def _by_address(self, address: str) -> Link | None:
+        return next((link for link in self._links() if link.address == address), None)
+
+    def _open(self, instance: PeerInstance, address: str, rank: int | None, now: float) -> None:
+        instance.links[address] = Link(instance.name, address, rank, hello_at=now, heard_at=now, dial=next(self._dials))
+        self.effects.append(Dial(address, instance.public_key))
+
+    def _greet(self, link: Link, now: float) -> None:
+        limits = self._limits
+        link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
+        link.hello_at = now + link.hello_retry_s
+        if link.unanswered >= REDIAL_AFTER:
+            # A connection that was refused (its key was not known there yet) does not try again by itself.
+            link.unanswered = 0
+            link.dial = next(self._dials)
+            self.effects.extend((HangUp(link.address), Dial(link.address, self._key_of(link))))
+        link.unanswered += 1
+        self.effects.append(SayHello(link.address, link.generation, link.dial))
+
+    def _key_of(self, link: Link) -> str | None:
+        instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]
+        return instance.public_key
+
+    @staticmethod
+    def _greet_soon(link: Link, now: float) -> None:
+        link.hello_at, link.hello_retry_s = now, 0.0
+
+    def _drop(self, link: Link, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
+        """End this generation of a connection; the next hello begins another."""
+        was_ready, link.state, link.problem = link.state is LinkState.READY, LinkState.GREETING, cause
+        link.heartbeat_at = NEVER
+        link.generation += was_ready
+        if was_ready and link.instance != self.identity.instance:
+            self.effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
+
+    def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
+        link = self.link(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            self._drop(link, cause, announced=True)
+            link.hello_at, link.hello_retry_s = now + self._limits.hello_retry_s, 0.0
+
+    def _heard(self, accepted: Accepted, now: float) -> None:
+        link = self.link(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            link.heard_at = now
+
+    def _forget(self, connection: bytes) -> None:
+        del self._connections[self._inbound.pop(connection).peer]

@@ -1,0 +1,206 @@
+"""One request that this rank receives: its states, their table, and the coverage of each writer."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from disagg.core.errors import DisaggError
+from disagg.core.leases import Lease
+from disagg.core.rows import Rows
+from disagg.protocol.messages import (
+    PartialSums,
+    Reserve,
+    TokenRange,
+    Verify,
+)
+from disagg.protocol.types import (
+    NEVER,
+    PeerRank,
+    RequestKey,
+    State,
+)
+
+
+class ReceiveState(State):
+    """`WAITING`: local kernels still use the rows. `OPEN`: reserved. `VERIFYING`: everything has landed, and is summed.
+    `ABORTING`: failed, writers not all quiet.
+    """
+
+    WAITING = "waiting"
+    OPEN = "open"
+    VERIFYING = "verifying"
+    SUCCEEDED = "succeeded"
+    ABORTING = "aborting"
+    FAILED = "failed"
+
+
+class ReceiveStep(State):
+    READY = "the rows are ready"
+    LANDED = "everything needed has landed, and is to be verified"
+    COVERED = "everything needed is there"
+    FAILURE = "something failed"
+    QUIET = "every writer is quiet"
+
+
+RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
+    (ReceiveState.WAITING, ReceiveStep.READY): ReceiveState.OPEN,
+    (ReceiveState.WAITING, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.OPEN, ReceiveStep.COVERED): ReceiveState.SUCCEEDED,
+    (ReceiveState.OPEN, ReceiveStep.LANDED): ReceiveState.VERIFYING,
+    (ReceiveState.OPEN, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.VERIFYING, ReceiveStep.COVERED): ReceiveState.SUCCEEDED,
+    (ReceiveState.VERIFYING, ReceiveStep.FAILURE): ReceiveState.ABORTING,
+    (ReceiveState.ABORTING, ReceiveStep.QUIET): ReceiveState.FAILED,
+}
+
+
+class Coverage:
+    """Which tokens of which layers one writer has accounted for, of one component."""
+
+    def __init__(self, layers: tuple[int, ...], need: TokenRange) -> None:
+        self.need = need
+        self._layers = layers
+        self._missing: list[TokenRange] = [need] if layers and need[0] < need[1] else []
+        """Of every layer; until layers are accounted for one by one."""
+        self._by_layer: dict[int, list[TokenRange]] | None = None
+
+    def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
+        """Account for `[start, stop)` in `layers`; what is not awaited, or no range, is ignored."""
+        if start >= stop:
+            return
+        if self._by_layer is None:
+            if layers is None or layers == self._layers:
+                _take_away(self._missing, start, stop)
+                return
+            self._by_layer = {layer: self._missing.copy() for layer in self._layers} if self._missing else {}
+        for layer in tuple(self._by_layer) if layers is None else layers:
+            left = self._by_layer.get(layer)
+            if left is not None:
+                _take_away(left, start, stop)
+                if not left:
+                    del self._by_layer[layer]
+
+    @property
+    def complete(self) -> bool:
+        return not (self._missing if self._by_layer is None else self._by_layer)
+
+    @property
+    def missing(self) -> dict[int, list[TokenRange]]:
+        """What has not been accounted for, by layer."""
+        if self._by_layer is not None:
+            return self._by_layer
+        return dict.fromkeys(self._layers, self._missing) if self._missing else {}
+
+    def __str__(self) -> str:
+        missing = self.missing
+        layer, left = next(iter(missing.items()))
+        tokens = ", ".join(f"[{a}, {b})" for a, b in left)
+        return f"tokens {tokens} of layer {layer} ({len(missing)} layers incomplete)"
+
+
+def _take_away(left: list[TokenRange], start: int, stop: int) -> None:
+    """Remove `[start, stop)` from ranges that ascend."""
+    first = bisect_right(left, start, key=itemgetter(1))
+    last = bisect_left(left, stop, key=itemgetter(0))
+    if first < last:
+        ends = (left[first][0], start), (stop, left[last - 1][1])
+        left[first:last] = [part for part in ends if part[0] < part[1]]
+
+
+class WriterState(enum.Enum):
+    """Of one writer, as the receiver sees it."""
+
+    RESERVED = "reserved"
+    COMPLETE = "complete"
+    ABORTING = "aborting"
+    QUIET = "quiet"
+    LOST = "lost"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing of this writer can still land."""
+        return self in (WriterState.COMPLETE, WriterState.QUIET)
+
+
+@dataclass
+class Writer:
+    """One elected writer of a receive. `lost_at` is the epoch that it was lost at, last of all."""
+
+    coverage: dict[str, Coverage]
+    state: WriterState = WriterState.RESERVED
+    payload: bytes = b""
+    unpacked: dict[int, int] = field(default_factory=dict)
+    owed: dict[int, int] | None = None
+    sums: tuple[PartialSums, ...] = ()
+    retry_at: float = NEVER
+    retry_s: float = 0.0
+    reserve: Reserve | None = None
+    lost_at: int | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it was told something that it has not answered."""
+        return self.state in (WriterState.RESERVED, WriterState.ABORTING) and self.reserve is not None
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether its last word has come, and all that it packed has been unpacked."""
+        if not self.owed:
+            return self.owed is not None
+        return all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())
+
+
+Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
+"""By writer rank and component: the layers and the tokens that this writer must account for."""
+
+
+@dataclass
+class ReceiveSession:
+    """One request that this rank receives. `streams` is what its unpacker keeps until it has ended."""
+
+    key: RequestKey
+    peer: str
+    nonce: int
+    source_group: int
+    destination_group: int
+    rows: Mapping[str, Rows]
+    need: Mapping[str, TokenRange]
+    writers: dict[PeerRank, Writer]
+    deadline: float
+    tag: Any
+    verify: Verify = "off"
+    state: ReceiveState = ReceiveState.OPEN
+    error: DisaggError | None = None
+    payload: bytes = b""
+    lease: Lease = field(default_factory=Lease)
+    drain_deadline: float = NEVER
+    local_work: int = 0
+    streams: dict[Hashable, Any] = field(default_factory=dict)
+    armed_at: float = NEVER
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (ReceiveState.SUCCEEDED, ReceiveState.FAILED)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the local kernels have let go of the rows."""
+        return self.state is not ReceiveState.WAITING
+
+    @property
+    def due(self) -> float:
+        """When time alone next changes something."""
+        if self.ended:
+            return NEVER
+        judged = self.drain_deadline if self.state is ReceiveState.ABORTING else self.deadline
+        return min(judged, *(writer.retry_at for writer in self.writers.values() if writer.waiting), NEVER)
+
+
+def late_reason(session: ReceiveSession) -> str:
+    silent = [str(peer) for peer, writer in session.writers.items() if writer.state is WriterState.RESERVED]
+    return f"request {session.key}: the deadline passed while waiting for {', '.join(silent) or 'local kernels'}"

@@ -1,0 +1,344 @@
+"""The receiving side: reserves rows at the elected writers, accounts for what lands, and pronounces the outcome."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.core.rows import Rows
+from disagg.protocol.messages import (
+    Abort,
+    Busy,
+    Complete,
+    Drained,
+    Outcome,
+    Reserve,
+    TokenRange,
+    Verify,
+    pack_rows,
+)
+from disagg.protocol.receive_session import (
+    RECEIVE_TABLE,
+    Coverage,
+    Expected,
+    ReceiveSession,
+    ReceiveState,
+    ReceiveStep,
+    Writer,
+    WriterState,
+    late_reason,
+)
+from disagg.protocol.timers import Timers, Tombstone, Tombstones, back_off
+from disagg.protocol.types import (
+    NEVER,
+    Effect,
+    Event,
+    Limits,
+    PeerRank,
+    RequestKey,
+    SendMessage,
+    StartVerify,
+    brief,
+    ids,
+    key_of,
+)
+
+
+class Receives:
+    """Every request that this rank receives."""
+
+    def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+        self._group = group
+        self._limits = limits
+        self._effects = effects
+        self._timers = timers
+        self.sessions: dict[tuple[str, RequestKey], ReceiveSession] = {}
+        self._ended = Tombstones(limits.max_tombstones)
+
+    def open(
+        self,
+        key: RequestKey,
+        *,
+        peer: str,
+        nonce: int,
+        source_group: int,
+        rows: Mapping[str, Rows],
+        need: Mapping[str, TokenRange],
+        expected: Expected,
+        now: float,
+        deadline: float,
+        ready: bool = True,
+        verify: Verify = "off",
+        tag: Any = None,
+    ) -> ReceiveSession:
+        """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
+
+        With `verify` it succeeds only after `verified`.
+
+        Raises `LocalProtocolError` where this attempt was opened before.
+        """
+        if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
+            raise LocalProtocolError(
+                f"request {key}: this attempt was already received from {peer!r}; use a new attempt number"
+            )
+        writers = {
+            PeerRank(peer, rank): Writer({name: Coverage(*awaited) for name, awaited in parts.items()})
+            for rank, parts in sorted(expected.items())
+        }
+        session = ReceiveSession(
+            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, ReceiveState.WAITING
+        )
+        self.sessions[peer, key] = session
+        self._timers.arm(session)
+        if ready:
+            self.ready(session, now)
+        return session
+
+    def ready(self, session: ReceiveSession, now: float) -> None:
+        """The rows may be written: reserve them."""
+        if not self._step(session, ReceiveStep.READY):
+            return
+        for writer, at in session.writers.items():
+            self._reserve(session, writer, at, now)
+        self._judge(session)
+
+    def _reserve(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        if writer.reserve is None:
+            writer.reserve = Reserve(
+                request_id=session.key.request_id,
+                attempt=session.key.attempt,
+                nonce=session.nonce,
+                source_group=session.source_group,
+                destination_group=session.destination_group,
+                rows={name: pack_rows(session.rows[name]) for name in writer.coverage if name in session.rows},
+                need={name: session.need[name] for name in writer.coverage},
+                verify=session.verify,
+            )
+        self._schedule(session, writer, now)
+        self._effects.append(SendMessage(peer, writer.reserve))
+
+    def abort(self, session: ReceiveSession, error: DisaggError, now: float) -> None:
+        """End the request with `error`; once ended, nothing changes."""
+        if not self._step(session, ReceiveStep.FAILURE):
+            return
+        session.error = error
+        session.drain_deadline = now + self._limits.drain_timeout_s
+        self._timers.arm(session)
+        for peer, writer in session.writers.items():
+            if writer.reserve is None:
+                writer.state = WriterState.QUIET
+                self._effects.append(SendMessage(peer, self._abort_of(session)))
+            elif writer.state is WriterState.RESERVED:
+                writer.state = WriterState.ABORTING
+                self._say_abort(session, peer, writer, now)
+        self._report(session, ok=False)
+        self._settle(session)
+
+    def _say_abort(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        self._schedule(session, writer, now)
+        self._effects.append(SendMessage(peer, self._abort_of(session)))
+
+    def _abort_of(self, session: ReceiveSession) -> Abort:
+        return Abort(**ids(session.key), nonce=session.nonce, reason=brief(session.error))
+
+    def _judge(self, session: ReceiveSession) -> None:
+        """Success, once every writer is complete; or, where that is wanted, the rows are verified first."""
+        for writer in session.writers.values():
+            if writer.state is not WriterState.COMPLETE:
+                return
+        if session.verify == "off":
+            self._succeed(session)
+        else:
+            self._step(session, ReceiveStep.LANDED)
+            session.local_work += 1
+            sums = {peer: writer.sums for peer, writer in session.writers.items()}
+            start = StartVerify(session.key, session.peer, session.verify, session.rows, session.need, sums)
+            self._effects.append(start)
+
+    def verified(self, peer: str, key: RequestKey, now: float, *, error: DisaggError | None) -> None:
+        """The rows of a request hold what was sent; or not, and where."""
+        session = self.sessions[peer, key]
+        session.local_work -= 1
+        if error is not None:
+            self.abort(session, error, now)
+        elif session.state is ReceiveState.VERIFYING:
+            self._succeed(session)
+        self._settle(session)
+
+    def _succeed(self, session: ReceiveSession) -> None:
+        self._step(session, ReceiveStep.COVERED)
+        for writer in session.writers.values():
+            session.payload = session.payload or writer.payload
+        self._end(session, ok=True)
+        self._report(session, ok=True)
+
+    def _settle(self, session: ReceiveSession) -> None:
+        """The end of a failed request, once every writer is quiet and nothing here uses its rows."""
+        quiet = not session.local_work and all(writer.state.quiet for writer in session.writers.values())
+        if quiet and self._step(session, ReceiveStep.QUIET):
+            self._end(session, ok=False)
+
+    def _end(self, session: ReceiveSession, *, ok: bool) -> None:
+        outcome = Outcome(**ids(session.key), nonce=session.nonce, ok=ok, reason=brief(session.error))
+        self._ended.put(session.peer, session.key, Tombstone(session.nonce, outcome))
+        del self.sessions[session.peer, session.key]
+        self._timers.disarm(session)
+        session.lease.release()
+        session.streams.clear()  # a server may keep the request's handle
+        for peer, writer in session.writers.items():
+            if writer.reserve is not None:
+                self._effects.append(SendMessage(peer, outcome))
+
+    def on_complete(self, peer: PeerRank, message: Complete, now: float) -> None:
+        session = self._receive_of(peer, message)
+        writer = session.writers.get(peer) if session else None
+        if session is None or writer is None:
+            self._answer_ended(peer, message)
+            return
+        if not message.final:
+            return
+        for written in message.written:
+            coverage = writer.coverage.get(written.component)
+            if coverage is not None:
+                coverage.add(written.layers, written.start, written.stop)
+        if session.state is ReceiveState.ABORTING:
+            writer.state = WriterState.QUIET
+            self._settle(session)
+            return
+        writer.payload, writer.owed, writer.sums = message.payload, dict(message.packed), message.sums
+        self._conclude(session, peer, writer, now)
+
+    def _conclude(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+        """A writer is complete once its last word has come and everything is unpacked."""
+        if session.state is not ReceiveState.OPEN or not writer.has_everything:
+            return
+        writer.state = WriterState.COMPLETE
+        for name, coverage in writer.coverage.items():
+            if not coverage.complete:
+                what = f"{peer} finished without component {name!r}: {coverage}"
+                self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
+                return
+        self._judge(session)
+
+    def begin_unpack(self, peer: PeerRank, message: Complete) -> ReceiveSession | None:
+        """The session whose rows a filled slot is to be unpacked into, if it still waits for that; its rows are then kept
+        until `end_unpack`.
+        """
+        session = self._receive_of(peer, message)
+        if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
+            return None
+        session.local_work += 1
+        return session
+
+    def end_unpack(
+        self, session: ReceiveSession, peer: PeerRank, *, chunk: int, nbytes: int, now: float, error: str = ""
+    ) -> None:
+        """A slot has been unpacked into the rows of `session`; or could not be, and why."""
+        session.local_work -= 1
+        writer = session.writers[peer]
+        writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
+        if error:
+            self.abort(session, RequestAborted(error, cause=Cause.TRANSFER), now)
+        self._conclude(session, peer, writer, now)
+        self._settle(session)
+
+    def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
+        session = self._receive_of(peer, message)
+        if session is None or peer not in session.writers:
+            self._answer_ended(peer, message)
+            return
+        self.abort(session, RequestAborted(f"{peer}: {message.reason}", cause=Cause.PEER), now)
+
+    def on_drained(self, peer: PeerRank, message: Drained, now: float) -> None:
+        session = self._receive_of(peer, message)
+        if session is None or peer not in session.writers:
+            self._answer_ended(peer, message)
+            return
+        session.writers[peer].state = WriterState.QUIET
+        reason = message.reason or "the writer ended the attempt"
+        self.abort(session, RequestAborted(f"{peer}: {reason}", cause=Cause.PEER), now)
+        self._settle(session)
+
+    def on_busy(self, peer: PeerRank, message: Busy, now: float) -> None:
+        key = RequestKey(message.request_id or b"", message.attempt)
+        session = self.sessions.get((peer.instance, key))
+        if session is None or session.nonce != message.nonce:
+            return
+        writer = session.writers.get(peer)
+        if writer is not None and writer.state is WriterState.RESERVED:
+            writer.retry_at = now + min(max(message.retry_after_s, 0.001), self._limits.max_retry_s)
+            self._timers.arm(session)
+
+    def _receive_of(self, peer: PeerRank, message: Complete | Abort | Drained) -> ReceiveSession | None:
+        session = self.sessions.get((peer.instance, key_of(message)))
+        return session if session is not None and session.nonce == message.nonce else None
+
+    def _answer_ended(self, peer: PeerRank, message: Complete | Abort | Drained) -> None:
+        """Say again how an attempt ended, to a writer that did not hear it."""
+        tombstone = self._ended.get(peer.instance, key_of(message))
+        if tombstone is not None and tombstone.outcome is not None and tombstone.nonce == message.nonce:
+            self._effects.append(SendMessage(peer, tombstone.outcome))
+        elif not isinstance(message, Abort):
+            reason = "the receiver does not know this attempt"
+            self._effects.append(
+                SendMessage(peer, Outcome(**ids(key_of(message)), nonce=message.nonce, ok=False, reason=reason))
+            )
+
+    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
+        """Its requests end; rows that it may still write stay with their leases until `peer_quiet`."""
+        for session in [found for found in self.sessions.values() if peer in found.writers]:
+            writer = session.writers[peer]
+            if writer.state.quiet:
+                continue
+            if writer.reserve is not None:
+                writer.state, writer.lost_at = WriterState.LOST, epoch
+                session.lease.quarantine(f"{peer} is gone and may still write: {cause}")
+            self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
+
+    def peer_back(self, peer: PeerRank, now: float) -> None:
+        """The same process of a lost peer is reached again: ask it to prove what it has stopped."""
+        for session in self.sessions.values():
+            writer = session.writers.get(peer)
+            if writer is not None and writer.state is WriterState.LOST:
+                writer.state = WriterState.ABORTING
+                self._say_abort(session, peer, writer, now)
+
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """It is proved that nothing of the peer that was lost at that epoch can land any more."""
+        for session in list(self.sessions.values()):
+            writer = session.writers.get(peer)
+            if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
+                writer.state = WriterState.QUIET
+                self._settle(session)
+
+    def tick(self, session: ReceiveSession, now: float) -> None:
+        """Judge the deadlines of one session, and say again what was not answered."""
+        if now >= session.deadline:
+            self.abort(session, RequestTimeout(late_reason(session)), now)
+        if now >= session.drain_deadline:
+            session.drain_deadline = NEVER
+            silent = [str(peer) for peer, writer in session.writers.items() if not writer.state.quiet]
+            session.lease.quarantine(f"no proof that {', '.join(silent)} stopped writing")
+        for peer, writer in session.writers.items():
+            if not writer.waiting or now < writer.retry_at:
+                continue
+            if writer.state is WriterState.RESERVED:
+                self._reserve(session, peer, writer, now)
+            else:
+                self._say_abort(session, peer, writer, now)
+
+    def _report(self, session: ReceiveSession, *, ok: bool) -> None:
+        event = Event(session.key, session.peer, "receive", ok, session.payload, session.error, session.lease, session.tag)
+        self._effects.append(event)
+
+    def _schedule(self, session: ReceiveSession, writer: Writer, now: float) -> None:
+        back_off(writer, self._limits, now)
+        self._timers.arm(session)
+
+    def _step(self, session: ReceiveSession, step: ReceiveStep) -> bool:
+        state = RECEIVE_TABLE.get((session.state, step))
+        if state is not None:
+            session.state = state
+        return state is not None

@@ -1,0 +1,118 @@
+"""Timers of sessions, retries with back-off, and the bounded memory of ended attempts."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Protocol
+
+import msgspec
+
+from disagg.protocol.messages import Outcome
+from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey
+
+MIN_STALE = 64
+"""Timers of ended sessions that may lie around before they are swept."""
+
+
+class Tombstone(msgspec.Struct, frozen=True):
+    """What is left of an ended attempt: enough to answer whoever asks again."""
+
+    nonce: int | None
+    outcome: Outcome | None = None
+    reason: str = ""
+
+
+class Tombstones:
+    """The newest `limit` tombstones of each peer instance."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_instance: dict[str, OrderedDict[Hashable, Tombstone]] = {}
+
+    def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
+        """Remember how an attempt of an instance, or of one of its ranks, has ended."""
+        found = self._by_instance.setdefault(_instance(peer), OrderedDict())
+        found[peer, key] = tombstone
+        found.move_to_end((peer, key))
+        while len(found) > self._limit:
+            found.popitem(last=False)
+
+    def get(self, peer: str | PeerRank, key: RequestKey) -> Tombstone | None:
+        found = self._by_instance.get(_instance(peer))
+        return found.get((peer, key)) if found is not None else None
+
+    def __len__(self) -> int:
+        return sum(len(found) for found in self._by_instance.values())
+
+
+def _instance(peer: str | PeerRank) -> str:
+    return peer.instance if isinstance(peer, PeerRank) else peer
+
+
+class Timed(Protocol):
+    """A session that time alone may change."""
+
+    armed_at: float
+
+    @property
+    def due(self) -> float: ...
+
+
+class Timers:
+    """Sessions by the time they are next due; each is looked at once, however often its times change."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._count = itertools.count()
+        self._stale = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def arm(self, session: Timed) -> None:
+        """Look at the session when it is next due."""
+        due = session.due
+        if due < session.armed_at:
+            self._stale += session.armed_at < NEVER
+            session.armed_at = due
+            heapq.heappush(self._heap, (due, next(self._count), session))
+
+    def disarm(self, session: Timed) -> None:
+        """Forget a session that has ended: its deadline may be far away, and nothing should wait for that in memory."""
+        if session.armed_at < NEVER:
+            session.armed_at = NEVER
+            self._stale += 1
+        if self._stale > len(self._heap) // 2 + MIN_STALE:
+            self._heap = [entry for entry in self._heap if entry[0] == entry[2].armed_at]
+            heapq.heapify(self._heap)
+            self._stale = 0
+
+    def pop(self, now: float) -> Timed | None:
+        """A session that is due, to be armed again; `None` when there is no more."""
+        while self._heap and self._heap[0][0] <= now:
+            due, _, session = heapq.heappop(self._heap)
+            if due == session.armed_at:  # otherwise it has been armed for an earlier time since
+                session.armed_at = NEVER
+                return session
+            self._stale -= 1
+        return None
+
+    @property
+    def next(self) -> float:
+        return self._heap[0][0] if self._heap else NEVER
+
+
+class Waiting(Protocol):
+    """A party whose answer is awaited."""
+
+    retry_at: float
+    retry_s: float
+
+
+def back_off(waiting: Waiting, limits: Limits, now: float) -> None:
+    """The next retry: twice as far away each time."""
+    waiting.retry_s = min(waiting.retry_s * 2 or limits.retry_s, limits.max_retry_s)
+    waiting.retry_at = now + waiting.retry_s

@@ -1,0 +1,156 @@
+"""What both sides of a request share: names of things, effects, time, and memory of what has ended."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import msgspec
+
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.leases import Lease
+from disagg.core.rows import Rows, Slot
+from disagg.protocol.messages import Busy, PartialSums, RequestMessage, Reserve, TokenRange, Verify, Written
+
+NEVER = float("inf")
+
+
+class PeerRank(NamedTuple):
+    """One rank of another instance."""
+
+    instance: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
+
+class RequestKey(NamedTuple):
+    """One attempt of one request."""
+
+    request_id: bytes
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id.hex()}#{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and times of the protocol; seconds. Counts and bytes are for each peer instance: none takes another's share."""
+
+    max_parked_reserves: int = 16384
+    max_parked_nbytes: int = 256 << 20
+    max_tombstones: int = 65536
+    max_quarantined: int = 1024
+    retry_s: float = 0.5
+    max_retry_s: float = 5.0
+    busy_retry_s: float = 0.05
+    parked_reserve_s: float = 600.0
+    drain_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_s") and not getattr(self, field.name) > 0:
+                raise ConfigError(f"limits {field.name}: expected more than 0, found {getattr(self, field.name)!r}")
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all).
+
+    `ready` is passed through to whoever starts transfers: the rows may be read once it has passed.
+    """
+
+    number: int
+    rows: Mapping[str, Rows]
+    tokens: TokenRange | None
+    layers: tuple[int, ...] | None
+    ready: Any = None
+
+    def written(self, component: str, need: TokenRange) -> Written | None:
+        """What this chunk contributes to `need` of a component; `None` where it holds nothing of it."""
+        rows = self.rows.get(component)
+        if rows is None:
+            return None
+        if isinstance(rows, Slot):
+            start, stop = need
+        else:
+            start, stop = self.tokens or (rows.first_token, need[1])
+        start, stop = max(start, need[0]), min(stop, need[1])
+        return Written(self.number, component, self.layers, start, stop) if start < stop else None
+
+
+class State(enum.Enum):
+    """What a table of states is looked up by: members are equal only to themselves, and their hash is that of an object, as
+    `enum` would have it computed in Python.
+    """
+
+    __hash__ = object.__hash__
+
+
+class Ticket(NamedTuple):
+    """Names one transfer of the protocol: a chunk of a request, to one destination rank."""
+
+    peer: PeerRank
+    key: RequestKey
+    chunk: int
+
+
+class SendMessage(msgspec.Struct, frozen=True):
+    """Effect: send `message` to `peer`."""
+
+    peer: PeerRank
+    message: RequestMessage | Busy
+
+
+class StartTransfer(msgspec.Struct, frozen=True):
+    """Effect: copy `written` of a chunk's rows into the destination's rows, then call `settled(ticket, ...)`."""
+
+    ticket: Ticket
+    chunk: Chunk
+    reserve: Reserve
+    written: tuple[Written, ...]
+
+
+class Event(msgspec.Struct, frozen=True, weakref=True):
+    """Effect, and what the server sees: a request of this rank has ended."""
+
+    key: RequestKey
+    peer: str
+    direction: str
+    ok: bool
+    payload: bytes
+    error: DisaggError | None
+    lease: Lease
+    tag: Any
+
+
+class StartVerify(msgspec.Struct, frozen=True):
+    """Effect: compare the sums of what a request's rows hold with `sums` of its writers, then call `verified`."""
+
+    key: RequestKey
+    peer: str
+    verify: Verify
+    rows: Mapping[str, Rows]
+    need: Mapping[str, TokenRange]
+    sums: Mapping[PeerRank, tuple[PartialSums, ...]]
+
+
+Effect = SendMessage | StartTransfer | StartVerify | Event
+
+
+def key_of(message: RequestMessage) -> RequestKey:
+    """The attempt that a message is about."""
+    return RequestKey(message.request_id, message.attempt)
+
+
+def ids(key: RequestKey) -> dict[str, Any]:
+    """The fields that name an attempt in a message."""
+    return {"request_id": key.request_id, "attempt": key.attempt}
+
+
+def brief(error: DisaggError | str | None) -> str:
+    """An error as the reason of a message: not longer than the wire allows, and UTF-8 whatever an engine said."""
+    return str(error or "")[:4096].encode(errors="replace").decode()

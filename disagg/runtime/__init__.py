@@ -1,0 +1,1 @@
+"""Joins layout, protocol and transfer: the threads of one manager."""

@@ -1,0 +1,206 @@
+"""What became of each request, as one line of a log and one count of the metrics, and what a manager holds right now."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from disagg.core.errors import Cause
+from disagg.core.leases import Lease, LeaseState
+from disagg.core.memory import ITEMSIZE
+from disagg.core.rows import Rows, Slot
+from disagg.layout.tables import Axis, ComponentLayout
+from disagg.protocol.messages import TokenRange
+from disagg.protocol.receive_session import ReceiveSession, WriterState
+from disagg.protocol.send_session import SendSession, SendState
+from disagg.runtime.metrics import Ended, Metrics
+from disagg.transfer.jobs import Settled
+
+logger = logging.getLogger("disagg.requests")
+"""One line per request: INFO where it went well, WARNING where it failed."""
+
+
+@dataclass
+class Work:
+    """What one request's transfers have come to, on this rank."""
+
+    nbytes: int = 0
+    pieces: int = 0
+    bind_s: float = 0.0
+    pack_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    unpack_s: float = 0.0
+
+    def add(self, settled: Settled) -> None:
+        """Add a transfer that has settled."""
+        self.nbytes += 0 if settled.error else settled.nbytes
+        self.pieces += settled.pieces
+        self.bind_s += settled.bind_s
+        self.pack_s += settled.pack_s
+        self.post_s += settled.post_s
+        self.wire_s += settled.wire_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """One request that has ended on this rank. As text: `name=value` pairs, which `logging` also gets as `record.request`.
+
+    `nbytes`: this rank's share, written to its receivers or received from its writers; 0 where it failed before. Times are
+    in seconds: `total_s` from the call to the end, the others summed over this rank's own transfers of it.
+    """
+
+    rank: str
+    request_id: str
+    attempt: int
+    direction: str
+    peer: str
+    outcome: str
+    cause: str
+    nbytes: int
+    pieces: int
+    total_s: float
+    bind_s: float
+    pack_s: float
+    post_s: float
+    wire_s: float
+    unpack_s: float
+    lease: str
+    error: str
+
+    def __str__(self) -> str:
+        return " ".join([f"{name}={_plain(value)}" for name, value in vars(self).items()])
+
+
+_QUOTED = re.compile(r'[\s"=\\]')
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6f}"
+    text = str(value)
+    return text if text and text.isprintable() and not _QUOTED.search(text) else json.dumps(text)
+
+
+def account(record: RequestRecord, metrics: Metrics | None) -> None:
+    """Count a request that has ended, and write its line."""
+    level = logging.WARNING if record.cause else logging.INFO
+    if logger.isEnabledFor(level):
+        logger.log(level, "%s", record, extra={"request": dict(vars(record))})
+    if metrics is not None:
+        metrics.count(
+            Ended(
+                direction=record.direction,
+                peer=record.peer,
+                cause=record.cause,
+                nbytes=record.nbytes,
+                seconds=record.total_s,
+            )
+        )
+
+
+def wanted(metrics: Metrics | None, cause: Cause | None) -> bool:
+    """Whether anyone would see the record of a request."""
+    return metrics is not None or logger.isEnabledFor(logging.INFO if cause is None else logging.WARNING)
+
+
+class HeldSize:
+    """How many bytes of a request lie in the memory of a rank that owns `layout`."""
+
+    def __init__(self, layout: ComponentLayout) -> None:
+        self._constant = 0
+        self._by_token: list[tuple[Axis, int]] = []
+        for tensor in layout.tensors:
+            nbytes = ITEMSIZE[tensor.dtype] * len(tensor.layers)
+            for axis in tensor.inner_axes:
+                assert axis.size is not None
+                nbytes *= axis.owned.within(axis.size).count_below(axis.size)
+            if tensor.token is None:
+                self._constant += nbytes
+                continue
+            same = next((i for i, (axis, _) in enumerate(self._by_token) if axis == tensor.token), None)
+            if same is None:
+                self._by_token.append((tensor.token, nbytes))
+            else:
+                self._by_token[same] = tensor.token, self._by_token[same][1] + nbytes
+
+    def nbytes(self, need: TokenRange) -> int:
+        """Of its tokens `[start, stop)`; of its slot, where it has one."""
+        start, stop = need
+        total = self._constant
+        for axis, nbytes in self._by_token:
+            owned = axis.owned.within(max(stop, 1))
+            total += nbytes * -(-(owned.count_below(stop) - owned.count_below(start)) // axis.granule)
+        return total
+
+
+class Quarantine(enum.Enum):
+    """Why rows are quarantined, as a word that can be counted; the lease's reason says it in full."""
+
+    PEER_LOST = "peer_lost"
+    """A peer is gone that may still write to them, or to which a transfer may still read them."""
+    UNSETTLED = "unsettled"
+    """The engine cannot tell whether a transfer is over."""
+    SILENT = "silent"
+    """A peer that is there has not said that it stopped."""
+    ENDED = "ended"
+    """The manager was closed, or a thread of it died."""
+
+
+Session = ReceiveSession | SendSession
+
+
+def quarantine_of(session: Session, *, ended: bool) -> Quarantine:
+    """Why the rows of a session are quarantined; `ended`: its manager is."""
+    if ended:
+        return Quarantine.ENDED
+    if isinstance(session, ReceiveSession):
+        lost = any(writer.state is WriterState.LOST for writer in tuple(session.writers.values()))
+        return Quarantine.PEER_LOST if lost else Quarantine.SILENT
+    destinations = tuple(session.destinations.values())
+    if any(d.state is SendState.LOST and not d.quiet for d in destinations):
+        return Quarantine.PEER_LOST
+    return Quarantine.UNSETTLED
+
+
+def quarantined(sessions: Mapping[Lease, Session], *, ended: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Rows, and requests, that are quarantined, by reason; every reason is there."""
+    rows, requests = ({reason.value: 0 for reason in Quarantine} for _ in range(2))
+    for lease, session in tuple(sessions.items()):
+        if lease.state is LeaseState.QUARANTINED:
+            reason = quarantine_of(session, ended=ended).value
+            rows[reason] += num_rows(session)
+            requests[reason] += 1
+    return rows, requests
+
+
+def num_rows(session: Session) -> int:
+    """Distinct rows of all components that a session holds."""
+    given = [session.rows] if isinstance(session, ReceiveSession) else [chunk.rows for chunk in tuple(session.chunks)]
+    return len({(name, row) for rows in given for name, listed in rows.items() for row in _ids(listed)})
+
+
+def _ids(rows: Rows) -> Iterable[int]:
+    return (rows.id,) if isinstance(rows, Slot) else rows.ids.tolist()
+
+
+def states(receives: Iterable[ReceiveSession], sends: Iterable[SendSession]) -> dict[tuple[str, str], int]:
+    """Requests by direction and state. A send is as far as the least advanced of its destinations."""
+    counts = Counter(("receive", session.state.value) for session in receives)
+    counts.update(("send", _send_state(session).value) for session in sends)
+    return counts
+
+
+_ORDER = {state: number for number, state in enumerate(SendState)}
+
+
+def _send_state(session: SendSession) -> SendState:
+    found = tuple(destination.state for destination in tuple(session.destinations.values()))
+    if len(found) < len(session.expected) and session.error is None:
+        return SendState.AWAITED
+    return min(found, key=_ORDER.__getitem__, default=SendState.CLOSED)

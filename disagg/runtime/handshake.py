@@ -1,0 +1,231 @@
+"""What a rank says of itself to peers, how it judges what they say, and what it knows of each once they agree."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from disagg.backends.abilities import Gathering
+from disagg.backends.base import Backend, RemotePeer
+from disagg.backends.endpoint import decode_endpoint
+from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
+from disagg.layout.checksums import SumPlan
+from disagg.layout.plan import TransferPlan
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
+from disagg.protocol.peer_state import Identity
+from disagg.protocol.types import PeerRank
+from disagg.runtime.breakeven import BreakEven, Threshold
+from disagg.runtime.streams import PreparedPlan, StreamOf, prepare, stream_maker
+from disagg.transfer.pool_memory import PoolMemory
+from disagg.transfer.staging import RemoteRing, Ring
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemoteRank:
+    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, what is
+    summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, how streams of
+    the plans are packed and unpacked, which pieces are, and from which length on the engine collects them itself.
+    """
+
+    epoch: int
+    engine: RemotePeer
+    plan: TransferPlan
+    incoming: TransferPlan
+    ring: RemoteRing | None
+    sum_plans: Callable[[], dict[str, SumPlan]]
+    prepared: PreparedPlan | None
+    pack: StreamOf
+    unpack: StreamOf
+    threshold: Threshold
+    gathers_from: int | None
+
+
+Grant = Callable[[PeerRank, int, int], RingGrant | None]
+"""The ring of a peer rank, at an epoch and a generation of its connection."""
+
+
+@dataclass
+class _Instance:
+    agreement: Agreement
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
+
+
+class Handshake:
+    """Judges hellos and welcomes, compares plans, connects the engine. One thread changes it; any may look."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        local: LocalRank,
+        backend: Backend,
+        *,
+        grant: Grant,
+        memory: PoolMemory,
+        packs: bool,
+        break_even: BreakEven,
+    ) -> None:
+        self._identity = identity
+        self._local = local
+        self._backend = backend
+        self._grant = grant
+        self._memory = memory
+        self._packs = packs
+        self._break_even = break_even
+        self._placements = encode_placements(local.components)
+        self._instances: dict[str, _Instance] = {}
+
+    @property
+    def me(self) -> PeerRank:
+        return PeerRank(self._identity.instance, self._identity.rank)
+
+    def agreement(self, instance: str) -> Agreement | None:
+        """What was agreed with a peer instance."""
+        found = self._instances.get(instance)
+        return found.agreement if found is not None else None
+
+    def rank(self, peer: PeerRank) -> RemoteRank | None:
+        """A connected rank of a peer instance."""
+        found = self._instances.get(peer.instance)
+        return found.ranks.get(peer.rank) if found is not None else None
+
+    def num_connected(self, instance: str) -> int:
+        """How many ranks of a peer instance are connected."""
+        found = self._instances.get(instance)
+        return len(found.ranks) if found is not None else 0
+
+    def thresholds(self, instance: str) -> dict[int, Threshold]:
+        """Below which size pieces travel packed, to each connected rank of a peer instance."""
+        found = self._instances.get(instance)
+        return {number: rank.threshold for number, rank in sorted(found.ranks.copy().items())} if found is not None else {}
+
+    def hello(self, generation: int, dial: int) -> Hello:
+        """This rank's introduction on the connection of that number, of that generation."""
+        me = self._identity
+        return Hello(
+            version=PROTOCOL_VERSION,
+            instance=me.instance,
+            rank=me.rank,
+            epoch=me.epoch,
+            model=me.model,
+            revision=me.revision,
+            table=me.table,
+            address=me.address,
+            generation=generation,
+            dial=dial,
+        )
+
+    def admit(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
+        """Answer a hello; raises `DisaggError` with both values where something that must match does not."""
+        me = self._identity
+        self._check_model(hello)
+        siblings = hello.instance == me.instance
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            instance=me.instance,
+            rank=me.rank,
+            epoch=me.epoch,
+            model=me.model,
+            revision=me.revision,
+            table=me.table,
+            plans=b"" if siblings else self._agree(hello).digests,
+            members=members() if me.leader else (),
+            placements=b"" if siblings else self._placements,
+            backend=self._backend.name,
+            endpoint=b"" if siblings else self._backend.endpoint(),
+            generation=hello.generation,
+            ring=None if siblings else self._grant(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation),
+        )
+
+    def examine(self, welcome: Welcome) -> int:
+        """Judge a peer's welcome, and give its number of ranks; raises `DisaggError` as `admit` does."""
+        who = PeerRank(welcome.instance, welcome.rank)
+        self._check_model(welcome)
+        if welcome.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"protocol version: {welcome.version} at {who}, {PROTOCOL_VERSION} at {self.me}")
+        if welcome.backend != self._backend.name:
+            names = welcome.backend, self._backend.name
+            several = "; 'auto' is several engines for memory of GPUs: name one, on both sides" if "auto" in names else ""
+            raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}{several}")
+        agreement = self._agree(welcome)
+        agreement.check_digests(welcome.plans)
+        return agreement.num_ranks
+
+    def _check_model(self, theirs: Hello | Welcome) -> None:
+        who = PeerRank(theirs.instance, theirs.rank)
+        for what, found, expected in (
+            ("model", theirs.model, self._identity.model),
+            ("model revision", theirs.revision, self._identity.revision),
+        ):
+            if found != expected:
+                raise RemoteProtocolError(f"{what}: {found!r} at {who}, {expected!r} at {self.me}")
+
+    def _agree(self, theirs: Hello | Welcome) -> Agreement:
+        """The agreement with an instance; computed once per table."""
+        known = self._instances.get(theirs.instance)
+        if known is None or known.agreement.table_bytes != theirs.table:
+            try:
+                known = _Instance(Agreement.between(self._local, theirs.table))
+            except LayoutError as error:
+                raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
+            self._instances[theirs.instance] = known
+        if theirs.rank >= known.agreement.num_ranks:
+            raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
+        return known.agreement
+
+    def reaching(self, peer: PeerRank, welcome: Welcome, *, host: str) -> Callable[[], RemoteRank]:
+        """What connects the engine to a rank that has answered from `host`, and plans towards it. It may take as long as the
+        engine waits for a peer, so it is for another thread; raises `DisaggError` where it cannot be.
+        """
+        return functools.partial(self._reach, self._instances[peer.instance].agreement, peer, welcome, host)
+
+    def _reach(self, agreement: Agreement, peer: PeerRank, welcome: Welcome, host: str) -> RemoteRank:
+        placements = decode_placements(welcome.placements)
+        _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
+        plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
+        granted = welcome.ring
+        ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
+        remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
+        engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
+        sums = functools.cache(lambda: agreement.sum_plans(self._local, peer.rank, placements))
+        try:
+            prepared = prepare(self._backend, engine, plan)
+            pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)
+            unpack = stream_maker(self._memory if self._packs else None, incoming, source=False)
+        except DisaggError:
+            self._backend.disconnect(engine)
+            raise
+        threshold = self._break_even.unmeasured
+        if prepared is None:
+            link = self._backend.transport, host, frozenset(region.device for region in regions)
+            threshold = self._break_even.towards(engine, remote_ring, who=f"{self.me} to {peer}", link=link)
+        gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
+        return RemoteRank(
+            welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, threshold, gathers_from
+        )
+
+    def add(self, peer: PeerRank, rank: RemoteRank) -> None:
+        """Transfers may go to a rank, and come from it."""
+        self._instances[peer.instance].ranks[peer.rank] = rank
+        logger.info("%s: %s is ready", self.me, peer)
+
+    def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
+        """Let go of the engine's connection to a rank."""
+        try:
+            self._backend.disconnect(rank.engine)
+        except DisaggError as error:
+            logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
+
+    def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:
+        """Forget a rank at an epoch; its engine, to be fenced, or `None` where it was not connected."""
+        instance = self._instances.get(peer.instance)
+        rank = instance.ranks.get(peer.rank) if instance is not None else None
+        if instance is None or rank is None or rank.epoch != epoch:
+            return None
+        del instance.ranks[peer.rank]
+        self.discard(peer, rank)
+        return rank.engine

@@ -1,0 +1,44 @@
+"""CURVE key pairs of control channels."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import zmq
+import zmq.auth.thread
+import zmq.utils.monitor
+import zmq.utils.z85
+
+from disagg.core.errors import ConfigError
+
+
+def check_key(key: str, *, what: str) -> None:
+    """That `key` is one: 32 bytes as 40 characters of Z85. Raises `ConfigError` that does not show it."""
+    try:
+        valid = len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
+    except (ValueError, KeyError, struct.error):
+        valid = False
+    if not valid:
+        raise ConfigError(f"{what}: expected 40 characters of Z85, found {len(key)} that are none")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair, as Z85 text of 40 characters each. The secret is not printed."""
+
+    public: str
+    secret: str
+
+    def __post_init__(self) -> None:
+        check_key(self.public, what="public key")
+        check_key(self.secret, what="secret key")
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r}, secret=<hidden>)"
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """A new pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())

@@ -1,0 +1,166 @@
+"""Prometheus metrics of one manager: a registry of its own, and an HTTP server for it.
+
+What has happened to requests is counted as it happens; everything else is read from the manager when someone scrapes, so
+that it costs nothing between scrapes. Every label is a configured peer's name or a word of an enumeration: nothing that a
+peer or a request says becomes a label.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from disagg.core.errors import ConfigError
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A manager at one moment. Mappings are by label: a peer's name, or a word of the enumeration that the field names."""
+
+    healthy: bool
+    peers_ready: Mapping[str, bool]
+    peer_ranks: Mapping[str, int]
+    pack_below: Mapping[str, int]
+    peer_losses: Mapping[str, int]
+    requests: Mapping[tuple[str, str], int]
+    quarantined_rows: Mapping[str, int]
+    quarantined_requests: Mapping[str, int]
+    queue_depths: Mapping[str, int]
+    refusals: Mapping[str, int]
+    transfer_nbytes: Mapping[str, int]
+    phase_seconds: Mapping[str, float]
+    transfers: int
+    transfer_failures: int
+    pieces: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """One request that has ended: `cause` is empty where it went well."""
+
+    direction: str
+    peer: str
+    cause: str
+    nbytes: int
+    seconds: float
+
+
+Row = tuple[str, str, str | None, Mapping[str, float]]
+"""A family of metrics: its name, what it is, its one label if it has one, and its values by that."""
+
+
+class _Reader(Collector):
+    """Reads a snapshot at every scrape."""
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is read when it is registered."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._read()
+        gauges: tuple[Row, ...] = (
+            ("healthy", "1 while the manager works; 0 for good once a thread of it has died.", None, {"": now.healthy}),
+            ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", now.peers_ready),
+            ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", now.peer_ranks),
+            ("pack_below_bytes", "Below which size pieces travel packed; the largest of a peer's.", "peer", now.pack_below),
+            ("quarantined_rows", "Rows that nothing has proved quiet.", "reason", now.quarantined_rows),
+            ("quarantined_requests", "Requests with such rows.", "reason", now.quarantined_requests),
+            ("queue_depth", "What waits inside the manager, in items.", "queue", now.queue_depths),
+        )
+        counters: tuple[Row, ...] = (
+            ("peer_losses", "How often a rank of a configured peer was lost.", "peer", now.peer_losses),
+            ("refusals", "Connections, hellos and messages that were refused.", "what", now.refusals),
+            ("transfer_bytes", "Bytes that were written to peers.", "way", now.transfer_nbytes),
+            ("phase_seconds", "Time in each phase of this side's transfers.", "phase", now.phase_seconds),
+            ("transfers", "Transfers that have settled.", None, {"": now.transfers}),
+            ("transfer_failures", "Transfers that have failed.", None, {"": now.transfer_failures}),
+            ("pieces", "Pieces that the engine was given.", None, {"": now.pieces}),
+        )
+        yield from (_family(GaugeMetricFamily, row) for row in gauges)
+        yield from (_family(CounterMetricFamily, row) for row in counters)
+        states = GaugeMetricFamily("disagg_requests", "Requests under way.", labels=("direction", "state"))
+        for (direction, state), count in now.requests.items():
+            states.add_metric((direction, state), count)
+        yield states
+
+
+def _family(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: Row) -> Metric:
+    name, text, label, values = row
+    family = kind(f"disagg_{name}", text, labels=() if label is None else (label,))
+    for word, value in values.items():
+        family.add_metric(() if label is None else (word,), value)
+    return family
+
+
+@dataclass
+class Metrics:
+    """The registry of one manager. `read` is called at every scrape, in the scraper's thread."""
+
+    read: Callable[[], Snapshot]
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        ended, failed = ("direction", "peer", "outcome"), ("direction", "peer", "cause")
+        share = "Bytes of this rank's share of requests that went well."
+        own = self.registry
+        self._ended = Counter("disagg_requests_ended", "Requests that have ended.", ended, registry=own)
+        self._failures = Counter("disagg_request_failures", "Failed requests, by first cause.", failed, registry=own)
+        self._nbytes = Counter("disagg_request_bytes", share, ("direction", "peer"), registry=own)
+        self._seconds = Histogram(
+            "disagg_request_seconds", "From the call to the end.", ("direction", "outcome"), buckets=SECONDS, registry=own
+        )
+        self._children: dict[tuple[str, str, str], tuple[Counter, Histogram, Counter]] = {}
+        self.registry.register(_Reader(self.read))
+
+    def count(self, ended: Ended) -> None:
+        """Count a request that has ended."""
+        key = ended.direction, ended.peer, ended.cause
+        found = self._children.get(key)
+        if found is None:
+            direction, peer, cause = key
+            outcome = "failed" if cause else "ok"
+            found = self._children[key] = (
+                self._ended.labels(direction, peer, outcome),
+                self._seconds.labels(direction, outcome),
+                self._failures.labels(direction, peer, cause) if cause else self._nbytes.labels(direction, peer),
+            )
+        number, seconds, rest = found
+        number.inc()
+        seconds.observe(ended.seconds)
+        rest.inc(1 if ended.cause else ended.nbytes)
+
+
+class MetricsServer:
+    """Serves a registry at `http://host:port/metrics`; port 0 is any. Whoever reaches it may read: there is no authentication.
+
+    Raises `ConfigError` where the address cannot be bound.
+    """
+
+    def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"metrics: cannot listen at {host!r}, port {port}: {error}") from error
+        bound = f"[{host}]" if ":" in host else host
+        self.url = f"http://{bound}:{self._server.server_port}/metrics"
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._thread
+
+    def close(self) -> None:
+        """Stop serving; a second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

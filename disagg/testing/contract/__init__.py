@@ -1,0 +1,1 @@
+"""The contract test class that every backend must pass."""

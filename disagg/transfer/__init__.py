@@ -1,0 +1,1 @@
+"""Jobs of copies, carried out over one backend."""

@@ -1,0 +1,189 @@
+"""Memory between pages: slots that a sender packs pieces into, and rings of slots that a receiver unpacks from.
+
+Engines pay for each piece, so small pieces travel packed. A receiver keeps one ring per peer rank; the writer fills free
+slots with large writes and says what is in them; the receiver scatters them into pages and gives the slots back. A late
+write of a peer that was given up lands in its retired ring, never in pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends.abilities import Prepared
+from disagg.backends.base import StagingShape
+from disagg.core.errors import RemoteProtocolError
+from disagg.core.memory import MemoryRegion, RemoteRegion
+
+Bytes = npt.NDArray[np.uint8]
+
+
+HUGE_PAGE_NBYTES = 2 << 20
+
+
+def _arena(nbytes: int) -> Bytes:
+    """Memory of its own, in huge pages where the system has them: an engine that copies through the kernel looks up every
+    page, which for small ones costs more than the copy itself.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # A child would otherwise make the system copy what an engine has pinned.
+    memory.madvise(mmap.MADV_DONTFORK)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
+    return whole[start : start + nbytes]
+
+
+def _region(arena: Bytes | None) -> MemoryRegion:
+    assert arena is not None
+    return MemoryRegion(int(arena.__array_interface__["data"][0]), arena.nbytes)
+
+
+Beside = Callable[[int], MemoryRegion | None]
+"""Gives memory of so many bytes on the device that the pools are on; `None` for host memory."""
+
+
+def on_host(_nbytes: int) -> None:
+    """Slots and rings are in host memory."""
+
+
+def _touch(arena: Bytes) -> None:
+    """Have the system give memory for every page now, and not at the first transfer."""
+    arena[:: mmap.PAGESIZE] = 0
+
+
+class SlotPool:
+    """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
+
+    On the host memory is only taken for spares that are used.
+    """
+
+    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
+        self.slot_nbytes = shape.slot_nbytes
+        self.at_once = shape.at_once
+        active = shape.slot_nbytes * shape.num_slots
+        nbytes = active + shape.slot_nbytes * shape.spares
+        region = beside(nbytes)
+        self._arena = _arena(nbytes) if region is None else None
+        self.region = _region(self._arena) if region is None else region
+        if self._arena is not None:
+            _touch(self._arena[:active])
+        base = self.region.address
+        slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots + shape.spares)]
+        self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
+
+    def take(self) -> int | None:
+        """The address of a free slot: the one given back last, which is the likeliest to be in a cache."""
+        return self._free.pop() if self._free else None
+
+    def replace(self) -> bool:
+        """Put a spare in the place of a slot that is held for long; whether there was one."""
+        if not self._spares:
+            return False
+        self._free.append(self._spares.pop())
+        return True
+
+    def give_back(self, address: int, *, replaced: bool = False) -> None:
+        """The engine has let go of the slot; where it was replaced, it is a spare from now on."""
+        (self._spares if replaced else self._free).append(address)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`num_slots` slots of `slot_nbytes` from `address`, in the memory of the side that unpacks them."""
+
+    address: int
+    slot_nbytes: int
+    num_slots: int
+
+    def slot(self, number: int) -> int:
+        """The address of a slot."""
+        return self.address + number * self.slot_nbytes
+
+
+class RingPool:
+    """The rings of a receiver: one for each peer rank that asks, as long as there are any. Used by one thread."""
+
+    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
+        slots = shape.ring_slots()
+        nbytes = shape.slot_nbytes * sum(slots)
+        region = beside(nbytes)
+        self._arena = _arena(nbytes) if region is None else None
+        self.region = _region(self._arena) if region is None else region
+        starts = (self.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
+        self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
+
+    def take(self) -> Ring | None:
+        """The largest ring that nobody has; `None` where all are taken: that peer's pieces then travel one by one."""
+        if not self._free:
+            return None
+        ring = max(self._free, key=lambda free: free.num_slots)
+        self._free.remove(ring)
+        start = ring.address - self.region.address
+        if self._arena is not None:
+            _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])
+        return ring
+
+    def give_back(self, ring: Ring) -> None:
+        """It is proved that nobody writes into the ring any more."""
+        self._free.append(ring)
+
+
+class RemoteRing:
+    """A peer's ring, as its writer sees it: which slots are free. Thread-safe."""
+
+    def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...], *, first: int = 0) -> None:
+        stop = ring.address + ring.slot_nbytes * ring.num_slots
+        if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
+            raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
+        self.ring = ring
+        self.prepared: dict[tuple[int, int], Prepared] = {}
+        """Whole slots, by local address and slot number, that have been posted before; the worker's."""
+        self._lock = threading.Lock()
+        self._free = deque(range(ring.num_slots))
+        self._outstanding: dict[int, int] = {}
+        self._sequence = first
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody waits for."""
+        return len(self._free)
+
+    def lend(self) -> int | None:
+        """A slot to be written to without anybody being told, before the ring is used; never the only one."""
+        with self._lock:
+            return self._free.pop() if len(self._free) > 1 else None
+
+    def restore(self, slot: int) -> None:
+        """A slot that was lent, and to which nothing is written any more."""
+        with self._lock:
+            self._free.append(slot)
+
+    def take(self) -> tuple[int, int] | None:
+        """A free slot and the sequence number of this use of it."""
+        with self._lock:
+            if not self._free:
+                return None
+            slot = self._free.popleft()
+            self._sequence += 1
+            self._outstanding[slot] = self._sequence
+            return slot, self._sequence
+
+    def credit(self, slot: int, sequence: int) -> bool:
+        """The peer has unpacked that use of a slot; whether it was outstanding."""
+        with self._lock:
+            if self._outstanding.get(slot) != sequence:
+                return False
+            del self._outstanding[slot]
+            self._free.append(slot)
+            return True

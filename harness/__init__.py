@@ -1,0 +1,1 @@
+"""Test harnesses that are not shipped: simulator, chaos, fuzz, soak, reference kernels."""

@@ -1,0 +1,246 @@
+"""Whole cases over backend `local`: every rank in a thread of this process, by the code that real processes run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.commands.bench.driver import run
+from disagg.commands.bench.processes import RankThread
+from disagg.commands.bench.report import Row
+from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, items_of, rows_needed
+from disagg.commands.rank.rank import RankConfig, ResidentRank
+from disagg.commands.rank.serve import Commands, serve
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.models.families import PRESETS, load_model
+from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS
+from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
+
+TOKENS = 75
+
+
+def ignore(_: str) -> None:
+    """Progress that nobody watches."""
+
+
+def case(model: str, prefill: str, decode: str, **settings: object) -> Case:
+    given = {"tokens": TOKENS, "repeat": 1, "ceiling": False, "warm_up": 0, "timeout_s": 30.0, **settings}
+    return Case(backend="local", model=model, prefill=Side.parse(prefill), decode=Side.parse(decode), **given)  # type: ignore[arg-type]
+
+
+def moved(model: str, prefill: str, decode: str, **settings: object) -> Row:
+    return run(case(model, prefill, decode, **settings), ignore)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), LOCAL_SIDES)
+def test_every_byte_arrives(model: str, prefill: str, decode: str) -> None:
+    row = moved(model, prefill, decode, requests=4, concurrency=2)
+    assert row.verified, row.problem
+    assert row.bytes == 4 * TOKENS * BYTES_PER_TOKEN
+    assert 0 < row.latency_ms["p50"] <= row.latency_ms["p99"]
+
+
+def test_replicas_are_delivered_each() -> None:
+    row = moved("tiny", "tp=2", "tp=8", num_layers=1)  # four KV heads: eight ranks hold each twice
+    assert row.verified, row.problem
+    assert row.bytes == 2 * TOKENS * 4 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 1000])
+def test_chunks_and_prefix_hits(model: str, chunk_tokens: int) -> None:
+    row = moved(model, "tp=2,page=16", "tp=3,page=8", chunk_tokens=chunk_tokens, prefix_hit=37, requests=2)
+    assert row.verified, row.problem
+    assert row.bytes == 2 * (TOKENS - 37) * BYTES_PER_TOKEN
+
+
+def test_the_ceiling_moves_the_same_bytes(model: str) -> None:
+    row = moved(model, "tp=2", "tp=3,page=8", ceiling=True, repeat=2, warm_up=1)
+    assert row.verified, row.problem
+    assert (row.repeat, row.warm_up) == (2, 1)
+    assert row.memcpy_gbps is not None
+    assert row.memcpy_gbps > 0
+    assert row.raw is None
+    assert row.ceiling_gbps is not None
+    assert row.ratio == row.gbps / row.ceiling_gbps
+
+
+@pytest.mark.parametrize("fault", [Fault.BYTE, Fault.PAGES])
+def test_a_mistake_is_found(model: str, fault: Fault) -> None:
+    row = moved(model, "tp=2", "tp=1,page=64", fault=fault)
+    assert not row.verified
+    assert "expected 0x" in row.problem
+
+
+def test_every_preset_is_there() -> None:
+    assert {name for name, *_ in LOCAL_PRESETS} == PRESETS.keys() - {"tiny"}
+    for name, layers, *_ in LOCAL_PRESETS:
+        assert [s.name for s in load_model(name, num_layers=layers).states] == [s.name for s in PRESETS[name].states]
+
+
+@pytest.mark.parametrize(("preset", "layers", "prefill", "decode"), LOCAL_PRESETS)
+def test_every_kind_of_state_of_every_preset(preset: str, layers: int, prefill: str, decode: str) -> None:
+    row = moved(preset, prefill, decode, num_layers=layers, tokens=150, requests=2, concurrency=2)
+    assert row.verified, row.problem
+    model = load_model(preset, num_layers=layers)
+    assert row.components == tuple(sorted(state.name for state in model.states))
+    assert row.bytes >= 2 * model.nbytes(150)  # more where ranks hold replicas
+    assert row.piece_bytes_mean == row.bytes / row.pieces
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "tp=1,page=256"), ("pp=2,page=128", "tp=2,page=8")])
+@pytest.mark.parametrize(("tokens", "chunk_tokens", "prefix_hit"), [(5, 0, 0), (300, 0, 0), (300, 77, 0), (300, 64, 290)])
+def test_windows_groups_and_rings(
+    grouped: str, prefill: str, decode: str, tokens: int, chunk_tokens: int, prefix_hit: int
+) -> None:
+    row = moved(grouped, prefill, decode, tokens=tokens, chunk_tokens=chunk_tokens, prefix_hit=prefix_hit, requests=2)
+    assert row.verified, row.problem
+    kinds = {"window", "c4", "c4_open", "index", "index_open", "c128", "c128_open"}
+    assert set(row.components) == kinds
+
+
+def test_only_windows_and_slots_move_after_a_long_prefix_hit() -> None:
+    whole, hit = (moved("gpt-oss-120b", "tp=2", "tp=1", num_layers=2, tokens=400, prefix_hit=n) for n in (0, 399))
+    assert whole.verified, whole.problem
+    assert hit.verified, hit.problem
+    assert whole.bytes == (400 + 127) * 2 * 8 * 64 * 2  # two layers: all tokens of one, the window of the other
+    assert hit.bytes == 2 * 2 * 8 * 64 * 2
+
+
+def test_small_pieces_are_packed_only_below_the_threshold(model: str) -> None:
+    packed, direct = (moved(model, "tp=2", "tp=1", pack_below=below) for below in (1 << 20, 0))
+    assert packed.verified, packed.problem
+    assert direct.verified, direct.problem
+    assert (packed.way, packed.ways) == ("packed", {"packed": packed.bytes})
+    assert (direct.way, direct.ways) == ("direct", {"direct": direct.bytes})
+    assert packed.pieces == direct.pieces == direct.posts == TOKENS * NUM_LAYERS * 2 * 2  # a run per token, tensor, writer
+    assert packed.posts < direct.posts
+    assert packed.seconds["pack"] > 0 < packed.seconds["unpack"]
+
+
+@pytest.mark.parametrize(("preset", "layers"), [(name, layers) for name, layers, *_ in LOCAL_PRESETS] + [("grouped", 4)])
+def test_any_wrong_byte_of_any_tensor_is_found(preset: str, layers: int, grouped: str) -> None:
+    model, side = grouped if preset == "grouped" else preset, Side(tp=2)
+    wanted = case(model, "tp=2", "tp=1", num_layers=layers, tokens=40)
+    spec = load_model(model, num_layers=layers)
+    rows = {state.name: rows_needed(state, side, wanted, prefix=0) for state in spec.states}
+    config = RankConfig(role="prefill", name="prefill", model=model, num_layers=layers, side=side, backend="local", rows=rows)
+    (item,) = items_of(spec, side, Side(), wanted, name="prefill", pools=rows, prefix=0)[0]
+    rng = np.random.default_rng(7)
+    with ResidentRank(config) as resident:
+        arena, content = resident.pools.arena, resident.content
+        content.fill([item])
+        assert content.difference([item]) is None
+        assert content.difference([]) is not None
+        for state in spec.states:
+            for tensor in resident.pools.tensors[state.name][state.layers[-1]].values():
+                at = tuple(int(rng.integers(size)) for size in tensor.shape)
+                tensor[at] ^= 1
+                found = content.difference([item])
+                assert found is not None
+                assert f"component {state.name!r}: layer {state.layers[-1]}" in found
+                assert ("request 0" in found) == (at[0] in item.rows[state.name])
+                assert ("belongs to no request" in found) == (at[0] not in item.rows[state.name])
+                tensor[at] ^= 1
+        assert content.difference([item]) is None
+        content.clear()
+        assert content.difference([]) is None
+        assert (arena == 0xA5).all()
+
+
+def test_a_case_that_cannot_be_is_refused_before_anything_starts(model: str) -> None:
+    for settings, named in (
+        ({"tokens": 0}, "tokens"),
+        ({"prefix_hit": TOKENS}, "prefix-hit"),
+        ({"chunk_tokens": -1}, "chunk-tokens"),
+        ({"pack_below": -1}, "pack-below"),
+        ({"fault": Fault.KILL}, "no process"),
+        ({"device": "tpu"}, "device"),
+        ({"num_layers": 99}, "layers"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            moved(model, "tp=1", "tp=1", **settings)
+
+
+def test_a_rank_that_cannot_start_is_reported(model: str) -> None:
+    with pytest.raises(DisaggError, match="layer counts"):
+        moved(model, "tp=1", "pp=2,layers=1+1")
+
+
+# -- a rank alone ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commands(model: str) -> Iterator[Commands]:
+    config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
+    with ResidentRank(config) as resident:
+        yield Commands(resident)
+
+
+def ask(commands: Commands, data: bytes) -> AnyReply:
+    reply: AnyReply = msgspec.msgpack.decode(commands.answer(data), type=AnyReply)
+    return reply
+
+
+def test_what_is_no_command_is_answered_with_an_error(commands: Commands) -> None:
+    for data in (b"", b"\xc1", b"rubbish", msgspec.msgpack.encode({"type": "Nothing"}), msgspec.msgpack.encode([1])):
+        assert isinstance(ask(commands, data), Failed)
+    assert isinstance(ask(commands, msgspec.msgpack.encode(Describe())), Description)
+
+
+def test_a_command_that_fails_leaves_the_rank_as_it_was(commands: Commands) -> None:
+    assert isinstance(ask(commands, msgspec.msgpack.encode(Collect())), Failed)
+    reply = ask(commands, msgspec.msgpack.encode(Peer("decode", "tcp://127.0.0.1:1")))
+    assert isinstance(reply, Failed)
+    assert "own name" in reply.error
+    assert ask(commands, msgspec.msgpack.encode(Clear())) == Done()
+
+
+def test_a_rank_ends_when_it_is_told_to(model: str) -> None:
+    config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
+    stop, said = threading.Event(), list[str]()
+    stop.set()
+    serve(config, stop=stop, say=said.append)
+    assert len(said) == 1
+    assert "address=tcp://127.0.0.1:" in said[0]
+
+
+def test_a_driver_uses_ranks_that_run_already(model: str) -> None:
+    wanted = case(model, "tp=2", "tp=1,page=8")
+    ranks: list[RankThread] = []
+    addresses = []
+    try:
+        for role, side in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+            leader = None
+            for number in range(side.num_ranks):
+                config = RankConfig(
+                    role=role,
+                    name=role,
+                    model=model,
+                    side=side,
+                    rank=number,
+                    leader=leader,
+                    backend="local",
+                    rows={state.name: rows_needed(state, side, wanted, prefix=0) for state in load_model(model).states},
+                    driver="tcp://127.0.0.1:0",
+                )
+                ranks.append(RankThread(config))
+                control, driver = ranks[-1].addresses()
+                leader = leader or control
+                addresses.append(driver)
+        for turn in range(2):  # the ranks stay up
+            assert run(wanted, ignore, connect=addresses[::-1]).verified, turn
+        with pytest.raises(ConfigError, match="expected 0 to 1 of 'prefill'"):
+            run(wanted, ignore, connect=addresses[1:])
+        with pytest.raises(ConfigError, match="pools of"):
+            run(case(model, "tp=2", "tp=1,page=8", requests=9), ignore, connect=addresses)
+        with pytest.raises(ConfigError, match="side: expected"):
+            run(case(model, "tp=2", "tp=1,page=16"), ignore, connect=addresses)
+    finally:
+        for rank in ranks:
+            rank.kill()

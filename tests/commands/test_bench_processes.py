@@ -1,0 +1,212 @@
+"""`disagg-bench` over real engines, every rank a process on loopback; and how it ends when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from disagg.models.families import load_model
+from tests.backends.conftest import require_engine
+from tests.commands.conftest import BYTES_PER_TOKEN, ENGINES, Bench
+from tests.support.grid import CONTEXT_SIDES, ENGINE_PRESETS, ENGINE_SIDES
+
+TOKENS = 70
+QUICK = ("--tokens", str(TOKENS), "--repeat", "1", "--no-ceiling", "--warm-up", "0", "--timeout", "30")
+SHORT = ("--backend", "mooncake", *QUICK, "--prefill", "tp=2", "--decode", "tp=1,page=64")
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize(("prefill", "decode"), ENGINE_SIDES)
+def test_every_byte_arrives(bench: Bench, engine: str, model: str, prefill: str, decode: str) -> None:
+    sides = ("--prefill", prefill, "--decode", decode, "--requests", "2", "--concurrency", "2")
+    ended = bench("--backend", engine, "--model", model, *QUICK, *sides)
+    assert ended.status == 0, ended.err
+    (row,) = ended.rows
+    assert row["verified"] is True
+    assert row["backend"] == engine
+    assert row["bytes"] == 2 * TOKENS * BYTES_PER_TOKEN
+    assert ended.out.splitlines()[1].endswith("yes")
+    assert "WARNING" not in ended.out
+
+
+@pytest.mark.parametrize(("name", "preset", "layers", "prefill", "decode"), ENGINE_PRESETS)
+def test_every_kind_of_state_arrives(bench: Bench, name: str, preset: str, layers: int, prefill: str, decode: str) -> None:
+    require_engine(*ENGINES[name])
+    how = ("--layers", str(layers), "--requests", "2", "--concurrency", "2", "--prefill", prefill, "--decode", decode)
+    ended = bench("--backend", name, "--model", preset, *QUICK, "--tokens", "150", *how)
+    assert ended.status == 0, ended.err
+    (row,) = ended.rows
+    model = load_model(preset, num_layers=layers)
+    assert row["verified"] is True
+    assert row["components"] == sorted(state.name for state in model.states)
+    assert row["bytes"] >= 2 * model.nbytes(150)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), CONTEXT_SIDES)
+def test_context_parallel_sides_exchange_a_hybrids_state(bench: Bench, engine: str, prefill: str, decode: str) -> None:
+    sides = ("--layers", "4", "--prefill", prefill, "--decode", decode)
+    ended = bench("--backend", engine, "--model", "qwen3-next-80b", *QUICK, "--tokens", "150", *sides)
+    assert ended.status == 0, ended.err
+    assert [row["verified"] for row in ended.rows] == [True]
+
+
+def test_packed_or_not(bench: Bench, mooncake: str, model: str, tmp_path: Path) -> None:
+    sides = ("--prefill", "tp=2", "--decode", "tp=1", "--plot", str(tmp_path / "rows.svg"))
+    ways = []
+    for below in ("0", "1000000"):
+        ended = bench("--backend", mooncake, "--model", model, *QUICK, *sides, "--pack-below", below)
+        assert ended.status == 0, ended.err
+        ways.append((ended.rows[0]["way"], ended.rows[0]["pack_below"]))
+    assert ways == [("direct", 0), ("packed", 1000000)]
+    assert (tmp_path / "rows.svg").read_text().count("GB/s")
+
+
+def test_two_cases_and_the_ceiling(bench: Bench, mooncake: str, model: str) -> None:
+    sides = ("--prefill", "tp=2", "--decode", "tp=1", "--prefill", "tp=1,page=8", "--decode", "tp=1")
+    ended = bench("--backend", mooncake, "--model", model, "--tokens", "40", "--repeat", "2", *sides)
+    assert ended.status == 0, ended.err
+    assert [row["verified"] for row in ended.rows] == [True, True]
+    assert all(row["ceiling_gbps"] > 0 and row["ratio"] > 0 for row in ended.rows)
+    assert all(row["raw"] == "socket" and row["raw_gbps"] > 0 and row["core_s_per_gb"] > 0 for row in ended.rows)
+
+
+@pytest.mark.parametrize("fault", ["byte", "pages"])
+def test_a_mistake_is_found(bench: Bench, mooncake: str, model: str, fault: str) -> None:
+    ended = bench("--model", model, *SHORT, "--fault", fault)
+    assert ended.status == 1
+    assert [row["verified"] for row in ended.rows] == [False]
+    assert "not verified: rank decode/0: request 0, component 'kv'" in ended.err
+
+
+def test_a_rank_that_is_killed_is_reported(bench: Bench, mooncake: str, model: str) -> None:
+    ended = bench("--model", model, *SHORT, "--fault", "kill")
+    assert ended.status == 1
+    assert "rank prefill/1 ended with signal SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_ranks_do_not_outlive_their_driver(mooncake: str, model: str) -> None:
+    command = [sys.executable, "-m", "disagg.commands.bench", "--model", model, *SHORT, "--repeat", "1000000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stderr is not None
+        while "run 3 of" not in driver.stderr.readline():
+            assert driver.poll() is None
+        children = _children(driver.pid)
+        assert len(children) == 3
+        driver.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + WAIT_S
+    while any(map(_runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_runs, children))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--model", "no-such-model"), "no-such-model"),
+        (("--backend", "no-such-engine"), "local, mooncake, nixl"),
+        (("--decode", "tpp=1", "--prefill", "tp=1"), "'tpp=1'"),
+        (("--decode", "tp=1"), "as many --decode as --prefill"),
+        (("--verify", "some"), "verify"),
+        (("--plot", "rows.nothing"), "'rows.nothing'"),
+        (("--connect", "127.0.0.1"), "tcp://host:port"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(bench: Bench, arguments: tuple[str, ...], named: str) -> None:
+    ended = bench("--model", "tiny", *SHORT, *arguments)
+    assert ended.status == 2
+    assert ended.out == ""
+    (sentence,) = ended.err.splitlines()
+    assert sentence.startswith("disagg-bench: ")
+    assert named in sentence
+
+
+def test_a_transport_that_is_not_there_ends_every_rank(bench: Bench, mooncake: str) -> None:
+    if Path("/sys/class/infiniband").is_dir():
+        pytest.skip("this machine has RDMA devices")
+    ended = bench("--model", "tiny", *SHORT, "--transport", "rdma")
+    assert ended.status == 1
+    assert "exit status 1" in ended.err
+    assert "'rdma'" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def _without(folder: Path, *modules: str) -> dict[str, str]:
+    """An environment in which these modules cannot be imported."""
+    for module in modules:
+        (folder / module).mkdir()
+        (folder / module / "__init__.py").write_text(f"raise ModuleNotFoundError('not installed', name={module!r})\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@pytest.mark.parametrize(
+    ("backend", "modules", "package"),
+    [
+        ("mooncake", ("mooncake",), "mooncake-transfer-engine-non-cuda"),
+        ("nixl", ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "pip install nixl"),
+    ],
+)
+def test_a_missing_engine_names_its_package(tmp_path: Path, backend: str, modules: tuple[str, ...], package: str) -> None:
+    command = [sys.executable, "-m", "disagg.commands", "prefill", "--model", "tiny", "--backend", backend]
+    environment = _without(tmp_path, *modules)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert package in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("disagg.commands", "click"), ("disagg.commands.bench", "rich"), ("disagg.commands.bench.demo", "click")],
+)
+def test_missing_packages_of_the_commands_are_named(tmp_path: Path, command: str, module: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", command], capture_output=True, text=True, env=_without(tmp_path, module), timeout=30, check=False
+    )
+    assert ended.returncode == 1
+    assert "pip install 'disagg[cli]'" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        for option in ("--listen", "--driver"):
+            command = [
+                sys.executable,
+                "-m",
+                "disagg.commands",
+                "prefill",
+                "--model",
+                "tiny",
+                "--backend",
+                "local",
+                option,
+                address,
+            ]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            assert ended.returncode == 2
+            assert f"cannot bind '{address}'" in ended.stderr
+            assert len(ended.stderr.splitlines()) == 1

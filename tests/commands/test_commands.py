@@ -1,0 +1,75 @@
+"""Every command: help with examples, and wrong options and settings said in one sentence, with a traceback only on demand."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import click
+import pytest
+
+from disagg.commands.bench.command import bench
+from disagg.commands.shell import errors
+from disagg.commands.shell.group import COMMANDS, disagg
+from disagg.core.errors import DisaggError
+
+ALL: dict[str, click.Command] = {"disagg": disagg, "disagg-bench": bench}
+ALL |= {f"disagg {name}": command for name in COMMANDS if (command := disagg.get_command(click.Context(disagg), name))}
+
+
+def ended(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> tuple[object, str, str]:
+    """Status, output and errors of a command, run here as its program runs it."""
+    program, *words = name.split()
+    before, sys.argv = sys.argv, [program, *words, *arguments]
+    try:
+        with pytest.raises(SystemExit) as caught:
+            errors.main(ALL[program], program)
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_help_has_examples_of_the_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, out, err = ended(capsys, name, "--help")
+    assert (status, err) == (0, "")
+    examples = out[re.search(r"Examples?[,:]", out).start() :]  # type: ignore[union-attr]
+    assert len(re.findall(rf"^ *{name} +", examples, re.MULTILINE)) >= 1, examples
+    assert name == "disagg" or "--debug" in out
+    for option in (o for p in ALL[name].params for o in p.opts if not getattr(p, "hidden", False)):
+        assert option in out
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_wrong_option_is_one_sentence(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, out, err = ended(capsys, name, "--no-such-option")
+    assert (status, out) == (2, "")
+    (sentence,) = err.splitlines()
+    assert sentence.startswith(f"{name}: ")
+    assert "no-such-option" in sentence
+    assert sentence.endswith(f"{name} --help shows what there is")
+
+
+FAILING = {
+    "disagg prefill": ("--model", "tiny", "--side", "tp=x"),
+    "disagg decode": ("--config", "/nowhere/rank.toml"),
+    "disagg explain": ("--model", "/nowhere.json", "--tokens", "8", "--prefill", "tp=1", "--decode", "tp=1"),
+    "disagg doctor": ("--no-engines", "--peer", "nowhere"),
+    "disagg keygen": ("--out", "/dev/null/keys"),
+    "disagg-bench": ("--compare", "/nowhere.json", "/nowhere.json"),
+}
+
+
+def test_every_command_is_made_to_fail() -> None:
+    assert FAILING.keys() == ALL.keys() - {"disagg"}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failure_is_one_sentence_and_an_exception_on_demand(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, _, err = ended(capsys, name, *FAILING[name])
+    assert status in (1, 2)
+    (sentence,) = err.splitlines()
+    assert sentence.startswith(f"{name}: ")
+    with pytest.raises((DisaggError, OSError)):  # nothing catches it: Python prints its traceback
+        ended(capsys, name, *FAILING[name], "--debug")

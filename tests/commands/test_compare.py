@@ -1,0 +1,75 @@
+"""`disagg-bench --compare`: what became worse is named, and ends the command with 1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.commands.bench.compare import compare
+from disagg.commands.bench.report import Row, to_json
+
+ROW = Row(
+    backend="nixl", transport="shm", device="cpu", model="tiny", tokens=64, prefill="tp=2", decode="tp=1", components=("kv",),
+    bytes=4096, pieces=8, piece_bytes_mean=512, way="packed", ways={"packed": 4096}, seconds={"total": 0.1},
+    latency_ms={"p50": 2.0, "p99": 4.0}, gbps=2.0, ceiling_gbps=4.0, ratio=0.5, verified=True, versions={}, posts=8,
+)  # fmt: skip
+
+
+def changed(**fields: Any) -> Row:
+    return msgspec.structs.replace(ROW, **fields)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (changed(gbps=1.0, ratio=0.49), []),  # a slower machine, not slower code
+        (changed(ratio=0.44), ["44% of the ceiling instead of 50%"]),
+        (changed(ratio=0.46), []),
+        (changed(ratio=None, ceiling_gbps=None, gbps=1.7), ["1.70 GB/s instead of 2.00"]),
+        (changed(posts=9), ["9 posts instead of 8"]),
+        (changed(bytes=4095), ["4095 bytes delivered instead of 4096"]),
+        (changed(verified=False, problem="a byte"), ["no longer verified: a byte"]),
+        (changed(transport="tcp"), []),
+        (changed(tokens=65), ["the case is missing"]),
+        (changed(run_pages=2), ["the case is missing"]),
+        (changed(core_s_per_gb=2.0), []),
+    ],
+)
+def test_what_became_worse_is_said(after: Row, said: list[str]) -> None:
+    found = compare([ROW], [after], tolerance=0.1)
+    assert list(found[0].regressions) == said
+    assert not any(each.regressions for each in found[1:])  # a new case is no regression
+
+
+def test_a_case_that_was_run_twice_is_compared_one_by_one() -> None:
+    found = compare([ROW, changed(ratio=0.9)], [ROW, ROW], tolerance=0.1)
+    assert [bool(each.regressions) for each in found] == [False, True]
+
+
+def test_the_command_marks_regressions_and_ends_with_one(tmp_path: Path) -> None:
+    before, after, wrong = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    before.write_bytes(to_json([ROW, changed(tokens=128)]))
+    after.write_bytes(to_json([changed(ratio=0.3), changed(tokens=128)]))
+    wrong.write_text('[{"backend": 3}]')
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "disagg.commands.bench", "--compare", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    worse = run(str(before), str(after))
+    assert worse.returncode == 1
+    (line,) = [line for line in worse.stdout.splitlines() if line.lstrip().startswith("WORSE")]
+    assert "50% -> 30% (-40%)" in line
+    assert "regression: nixl, tp=2 -> tp=1, 64 tokens: 30% of the ceiling instead of 50%" in worse.stdout
+    assert "2 cases, 1 worse by more than 10%" in worse.stdout
+    assert run(str(before), str(after), "--tolerance", "0.5").returncode == 0
+    unread = run(str(before), str(wrong))
+    assert unread.returncode == 2
+    (sentence,) = unread.stderr.splitlines()
+    assert "c.json" in sentence
+    assert "$[0].backend" in sentence

@@ -1,0 +1,297 @@
+"""`disagg explain`: its figures against plans bound on real memory, and against what real runs report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disagg.backends.base import BackendOptions, Transport
+from disagg.backends.registry import load
+from disagg.commands.bench.command import run_cases
+from disagg.commands.cases.places import rows_of
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.commands.explain.counting import placed
+from disagg.commands.explain.plot import page_of
+from disagg.commands.explain.study import Costs, Half, Question, engine_of, study
+from disagg.layout.binding import bind
+from disagg.layout.election import elect
+from disagg.layout.placement import Placement
+from disagg.layout.plan import make_plan
+from disagg.layout.tables import layout_table
+from disagg.models.families import load_model
+from disagg.models.pools import PoolShape, allocate
+from tests.backends.conftest import require_engine
+
+SIDES = (
+    "tp=1", "tp=4", "tp=2,page=64", "tp=2,page=64,layout=hnd", "tp=3,page=4", "tp=1,pp=3", "tp=2,pp=2", "cp=2,page=8",
+    "cp=3,page=8,context=pages", "cp=2,page=4,context=blocks", "tp=8,layout=hnd", "tp=1,page=128",
+)  # fmt: skip
+MODELS = ("llama-3-8b", "gpt-oss-120b", "deepseek-v3.2", "qwen3-next-80b", "kimi-linear-48b", "falcon-h1-7b")
+COMMAND = [sys.executable, "-m", "disagg.commands", "explain"]
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("explain.md", "concepts.md")]
+
+
+def case(prefill: str, decode: str, **settings: object) -> Case:
+    given = {"backend": "local", "model": "tiny", "tokens": 75, **settings}
+    return Case(prefill=Side.parse(prefill), decode=Side.parse(decode), **given)  # type: ignore[arg-type]
+
+
+def on_real_memory(half: Half) -> tuple[list[dict[str, Placement]], object]:
+    """The same pools, allocated."""
+    rows = {component.component: component.num_rows for p in half.placements for component in p.values()}
+    shape = half.side.pool_shape(256, rows=rows)
+    group = [allocate(half.spec, rank, shape).components for rank in half.side.topology().group()]
+    table = layout_table(half.side.topology(), [component.layouts for component in group[0]])
+    return [{c.name: c.placement for c in components if c.placement} for components in group], table
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> None:
+    for number, (prefill, decode) in enumerate(itertools.product(SIDES, SIDES)):
+        if number % 3:
+            continue
+        asked = case(
+            prefill, decode, model=model, tokens=(75, 128, 200)[number % 9 // 3], num_layers=4 + number % 5, seed=number,
+            prefix_hit=(0, 33, 0, 64)[number % 4],
+        )  # fmt: skip
+        found = study(Question(case=asked))
+        (ours, source), (theirs, destination) = (on_real_memory(half) for half in (found.source, found.destination))
+        election = elect(source, destination)  # type: ignore[arg-type]
+        bound: dict[tuple[int, int, str], tuple[int, int]] = {}
+        for pair in election.by_pair:
+            plan = make_plan(
+                election,
+                source=(pair[0], source, ours[pair[0]]),  # type: ignore[arg-type]
+                destination=(pair[1], destination, theirs[pair[1]]),  # type: ignore[arg-type]
+            )
+            for name, component in plan.components.items():
+                state, item = found.source.spec.state(name), found.destination.items[pair[1]]
+                need = item.needs[name]
+                rows = rows_of(state, found.source.items[pair[0]]), rows_of(state, item)
+                copies = bind(component, source=rows[0], destination=rows[1], tokens=need, num_tokens=need[1])
+                if len(copies):
+                    bound[(*pair, name)] = copies.total_nbytes, len(copies)
+        explained = {
+            (pair.source, pair.destination, part.name): (part.bytes, part.runs)
+            for pair in found.explanation.pairs
+            for part in pair.components
+        }
+        assert explained == bound, (prefill, decode, asked)
+        assert found.explanation.covered
+        assert found.explanation.total_bytes == sum(nbytes for nbytes, _ in bound.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "prefill", "decode", "settings"),
+    [
+        ("local", "tiny", "tp=4", "tp=2", {}),
+        ("local", "tiny", "tp=2,page=64", "tp=4,page=4,layout=hnd", {"prefix_hit": 40}),
+        ("local", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 8, "tokens": 300}),
+        ("local", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "pack_below": 10000, "prefix_hit": 40}),
+        ("local", "qwen3-next-80b", "tp=2", "tp=4,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 20000}),
+        ("nixl", "tiny", "tp=4", "tp=2", {"pack_below": 65536}),
+        ("nixl", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "tokens": 300, "pack_below": 8192}),
+        ("nixl", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 65536}),
+        ("mooncake", "tiny", "tp=1,page=64", "tp=2,page=4,layout=hnd", {"prefix_hit": 40, "pack_below": 65536}),
+        ("mooncake", "tiny", "tp=1", "tp=2", {"pack_below": 0}),
+    ],
+)
+def test_bytes_runs_and_descriptors_are_those_that_a_run_reports(
+    backend: str, model: str, prefill: str, decode: str, settings: dict[str, object]
+) -> None:
+    if backend != "local":
+        require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[backend], backend)
+    asked = case(prefill, decode, model=model, **{"tokens": 700, "repeat": 1, "ceiling": False, **settings})
+    asked = Case(**{**{f: getattr(asked, f) for f in asked.__dataclass_fields__}, "backend": backend})
+    (row,) = run_cases([asked])
+    found = study(Question(case=asked)).explanation
+    assert row.verified, row.problem
+    assert (found.total_bytes, found.runs, found.descriptors) == (row.bytes, row.pieces, row.posts)
+    by_way: dict[str, int] = {}
+    for part in (part for pair in found.pairs for part in pair.components):
+        for way, share in part.ways.items():
+            by_way[way] = by_way.get(way, 0) + share.bytes
+    assert by_way == row.ways
+
+
+def test_the_json_of_both_commands_agrees(tmp_path: Path) -> None:
+    same = ["--model", "tiny", "--tokens", "100", "--prefill", "tp=4", "--decode", "tp=2,page=64", "--backend", "local"]
+    rows, explained = tmp_path / "rows.json", tmp_path / "explained.json"
+    bench = [sys.executable, "-m", "disagg.commands.bench", *same, "--repeat", "1", "--no-ceiling", "--json", str(rows)]
+    subprocess.run(bench, check=True, capture_output=True, timeout=60)
+    subprocess.run([*COMMAND, *same, "--json", str(explained)], check=True, capture_output=True, timeout=60)
+    (row,), found = json.loads(rows.read_text()), json.loads(explained.read_text())
+    parts = [part for pair in found["pairs"] for part in pair["components"]]
+    assert found["covered"] is True
+    assert found["total_bytes"] == row["bytes"] == sum(part["bytes"] for part in parts)
+    assert sum(part["descriptors"] for part in parts) == row["posts"]
+    assert {"name", "bytes", "runs", "descriptors", "way", "reason"} <= parts[0].keys()
+    assert {pair["source"] for pair in found["pairs"]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+@pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
+def test_thresholds_are_the_engines_own(engine: str, transport: str) -> None:
+    if (engine, transport) == ("mooncake", "shm"):
+        pytest.skip("mooncake has no shared memory")
+    require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[engine], engine)
+    backend = load(engine, BackendOptions(transport=Transport(transport)))
+    try:
+        assert engine_of(engine, transport).staging == backend.staging
+    finally:
+        backend.close()
+
+
+def test_an_engine_with_a_transport_of_its_own_is_explained_without_it() -> None:
+    engine = engine_of("nvlink", "auto")
+    assert (engine.transport, engine.staging.pack_below) == ("peer memory", 0)
+
+
+def test_pools_that_are_not_there_lie_as_real_ones_do() -> None:
+    spec, side = load_model("qwen3-next-80b", num_layers=8), Side.parse("tp=2,layout=hnd")
+    shape = PoolShape(num_pages=5, order="hnd")
+    real = allocate(spec, side.topology(1), shape)
+    base = real.arena.__array_interface__["data"][0]
+    for ours, theirs in zip(placed(spec, side.topology(1), shape), real.components, strict=True):
+        assert ours.layouts == theirs.layouts
+        assert ours.placement is not None
+        assert theirs.placement is not None
+        for tensor, other in zip(ours.placement.tensors, theirs.placement.tensors, strict=True):
+            assert (tensor.strides, tensor.row_stride) == (other.strides, other.row_stride)
+            assert [b - (1 << 40) for b in tensor.bases] == [b - base for b in other.bases]
+
+
+@pytest.mark.parametrize(("page", "way"), [(16, "direct"), (8, "packed")])
+def test_pieces_are_collected_where_half_the_threshold_lies_together_at_the_destination(page: int, way: str) -> None:
+    """Heads of 256 bytes, one in each decode rank: 4 KiB and 2 KiB together in its pages, and 8 KiB are the threshold."""
+    spread = case(f"tp=4,page={page}", f"tp=8,page={page}", model="llama-3-8b", backend="nixl", transport="shm", tokens=256)
+    parts = [pair.components[0] for pair in study(Question(case=spread)).explanation.pairs]
+    assert {part.way for part in parts} == {way}
+    assert all(("collects them" in part.reason) is (way == "direct") for part in parts)
+
+
+def test_consecutive_pages_are_longer_runs() -> None:
+    same = case("tp=1", "tp=1", tokens=256)
+    one_page, whole = (study(Question(case=same, consecutive=flag)).explanation for flag in (False, True))
+    assert one_page.total_bytes == whole.total_bytes
+    assert whole.runs == 2 * 4  # K and V of every layer
+    assert one_page.runs > whole.runs
+
+
+def test_replicas_write_and_hot_spots_are_named() -> None:
+    found = study(Question(case=case("tp=8", "tp=2", model="deepseek-v3.2", num_layers=4, tokens=64))).explanation
+    assert sorted(found.fan_out) == list(range(8))  # every replica takes its part
+    idle = study(Question(case=case("tp=8", "tp=1", model="deepseek-v3.2", num_layers=1, tokens=64))).explanation
+    assert any("write nothing" in line for line in idle.hot_spots)
+    assert any("times the mean" in line for line in idle.hot_spots)
+
+
+def test_given_costs_make_the_prediction() -> None:
+    costs = Costs(piece_s=1e-6, gbps=1.0, packed_gbps=1.0)
+    found = study(Question(case=case("tp=1", "tp=1", tokens=160), costs=costs)).explanation
+    assert found.seconds == pytest.approx(found.total_bytes / 1e9 + found.runs * 1e-6)
+    unknown = study(Question(case=case("tp=1", "tp=1", backend="nixl", transport="rdma"))).explanation
+    assert unknown.seconds is None
+
+
+def explained(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "tp=2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((*TINY, "--prefill", "tp=x"), ("'tp=x'",)),
+        ((*TINY, "--prefill", "pp=3,layers=1+1+1"), ("add up to 4", "[1, 1, 1]")),
+        ((*TINY, "--decode-model", "llama-3-8b"), ("'kv'", "'dim'", "64", "128")),
+        ((*TINY, "--decode-model", "deepseek-v3.2"), ("required", "does not have it")),
+        ((*TINY, "--backend", "pigeon"), ("'pigeon'", "nixl")),
+        ((*TINY, "--backend", "mooncake", "--transport", "shm"), ("'shm'", "tcp, rdma")),
+        ((*TINY, "--transport", "rdma", "--gbps", "40"), ("--piece-us", "--gbps")),
+        ((*TINY, "--prefix-hit", "64"), ("0 to 63", "64")),
+        ((*TINY, "--plot", "/tmp/x.gif"), ("pdf, png, svg", "x.gif")),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
+    ended = explained(*arguments)
+    assert ended.returncode == 2
+    (sentence,) = ended.stderr.splitlines()
+    assert sentence.startswith("disagg explain: ")
+    assert all(part in sentence for part in named), sentence
+
+
+def test_layouts_that_do_not_match_name_the_field_and_both_values(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "head_dim": 64, "torch_dtype": "float16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ended = explained(*TINY, "--decode-model", str(tmp_path / "config.json"))
+    assert ended.returncode == 2
+    assert "tensor 'k': dtype: bfloat16 here, float16 at the peer" in ended.stderr
+    assert "Traceback" in explained(*TINY, "--decode-model", str(tmp_path / "config.json"), "--debug").stderr
+
+
+def test_the_table_says_who_what_and_why() -> None:
+    ended = explained(*TINY)
+    assert ended.returncode == 0, ended.stderr
+    for part in (
+        "prefill tp=4,page=16 -> decode tp=2,page=16",
+        "every token ends a run: the next begins 128 B further on at the source and 256 B at the destination",
+        "prefill ranks 0-3 write to 1 decode rank each",
+        "decode ranks 0-1 are written by 2 prefill ranks each",
+        "every needed byte is written exactly once",
+        "predicted: ",
+    ):
+        assert part in ended.stdout
+    assert "disagg explain --model llama-3-70b" in explained("--help").stdout
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_it_is_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    file = tmp_path / f"plot.{suffix}"
+    ended = explained("--model", "qwen3-next-80b", "--layers", "4", *TINY[2:], "--plot", str(file))
+    assert ended.returncode == 0, ended.stderr
+    assert file.stat().st_size > 1000
+
+
+def test_the_page_shows_pieces_of_512_bytes() -> None:
+    for layout, expected in (("nhd", 512), ("hnd", 8192)):
+        sides = [f"tp={tp},layout={layout}" for tp in (4, 2)]
+        found = study(Question(case=case(*sides, model="llama-3-70b", num_layers=1, tokens=64)))
+        page = page_of(found, "kv", "k", 0, side=1)
+        assert page is not None
+        assert {piece.nbytes for piece in page.pieces} == {expected}
+        assert sum(piece.nbytes for piece in page.pieces) == 16 * 4 * 128 * 2
+        assert {piece.other for piece in page.pieces} == {0, 1}
+
+
+EXAMPLES = [
+    example
+    for page in DOCUMENTS
+    for example in re.findall(r"```console\n\$ disagg (explain .*?)\n(.*?)```", page.read_text(), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_the_documented_output_is_what_the_command_says(command: str, shown: str) -> None:
+    ended = explained(*command.split()[1:])
+    said = [line.rstrip() for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+    expected = shown.splitlines()
+    at = 0
+    for number, part in enumerate(" \n".join(expected).split("...")):
+        lines = [line.rstrip() for line in part.splitlines() if line.strip()]
+        found = [i for i in range(at, len(said) - len(lines) + 1) if said[i : i + len(lines)] == lines]
+        assert found, "\n".join(said)
+        assert number or found[0] == 0, "what comes first was left out without dots"
+        at = found[0] + len(lines)
+    assert expected[-1] == "..." or at == len(said), "what comes last was left out without dots"

@@ -1,0 +1,162 @@
+"""Rows, their JSON and their table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, size, summarise, table, to_json
+from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, Planned
+
+KEYS = {
+    "backend", "transport", "device", "model", "tokens", "prefill", "decode", "components", "bytes", "pieces",
+    "piece_bytes_mean", "way", "ways", "seconds", "latency_ms", "gbps", "ceiling_gbps", "ratio", "verified", "versions",
+}  # fmt: skip
+
+
+def description(name: str) -> Description:
+    return Description(
+        name=name,
+        role=name,
+        rank=0,
+        side="tp=1,page=16",
+        model="tiny",
+        num_layers=4,
+        rows={"kv": 8},
+        device="cpu",
+        address="tcp://127.0.0.1:1",
+        backend="nixl",
+        transport="tcp",
+        arena=(4096, 4096),
+        table=b"",
+        placements=b"",
+        pid=1,
+        boot_id="",
+        now=0.0,
+        versions={"nixl": "1"},
+    )
+
+
+def report(*results: tuple[int, float, float], nbytes: int = 0, posts: int = 0, **seconds: float) -> RunReport:
+    ways = {"direct": nbytes} if nbytes else {}
+    return RunReport(tuple(Result(n, True, "", start, end) for n, start, end in results), nbytes, posts, seconds, ways)
+
+
+def sample(scale: float = 1.0, *, problem: str = "") -> Sample:
+    sent = [
+        report((0, 10.0, 99.0), (1, 11.0, 99.0), nbytes=600, posts=3, bind=0.5, wire=1.0),
+        report((0, 10.5, 99.0), (1, 10.75, 99.0), nbytes=400, posts=2, bind=0.25, wire=2.0),
+    ]
+    received = [report((0, 1.0, 10 + 2 * scale), (1, 1.0, 10 + 4 * scale)), report((0, 1.0, 10 + 3 * scale), (1, 1.0, 11.5))]
+    return Sample.of(sent=sent, received=received, problem=problem, cpu_s=scale * 4e-6)
+
+
+ALONE = Alone(0.5e-6, 1e-6, 9.0, 2e-6)
+
+
+def row(*samples: Sample, alone: Alone | None = ALONE) -> dict[str, Any]:
+    case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side(), requests=2)
+    found = summarise(
+        case,
+        sources=[description("prefill")],
+        destinations=[description("decode")],
+        planned=Planned({(0, 0): 600, (1, 0): 400}, 8, 0.125),
+        samples=samples,
+        alone=alone,
+    )
+    (written,) = json.loads(to_json([found]))
+    assert isinstance(written, dict)
+    return written
+
+
+def test_a_run_lasts_from_the_first_send_to_the_last_success() -> None:
+    found = sample()
+    assert found.total_s == 4.0  # 10.0 to 14.0: what senders and early receivers see does not count
+    assert sorted(found.latencies_s) == [3.0, 3.25]  # request 0: 10.0 to 13.0; request 1: 10.75 to 14.0
+    assert found.seconds == {"bind": 0.5, "wire": 2.0}  # the busiest rank's
+    assert (found.posts, found.ways) == (5, {"direct": 1000})
+
+
+def test_a_row_has_every_key_of_the_contract() -> None:
+    found = row(sample())
+    assert set(found) >= KEYS
+    assert set(found["seconds"]) == {"plan", "bind", "pack", "post", "wire", "unpack", "total"}
+    assert set(found["latency_ms"]) == {"p50", "p99"}
+    assert found["components"] == ["kv"]
+    assert found["prefill"] == "tp=2,page=16"
+    assert (found["bytes"], found["pieces"], found["piece_bytes_mean"], found["posts"]) == (1000, 8, 125.0, 5)
+    assert (found["way"], found["ways"]) == ("direct", {"direct": 1000})
+    assert found["gbps"] == 1000 / 4.0 / 1e9
+    assert found["ratio"] == found["gbps"] / found["ceiling_gbps"] == 0.5
+    assert found["seconds"]["plan"] == 0.125
+    assert found["verified"] is True
+
+
+def test_the_row_is_that_of_the_median_run() -> None:
+    assert row(sample(1), sample(5), sample(2))["seconds"]["total"] == sample(2).total_s
+
+
+def test_what_cores_and_the_system_alone_did_stands_beside() -> None:
+    found = row(sample(1), sample(5), sample(2))
+    assert found["core_s_per_gb"] == pytest.approx(2 * 4e-6 / 1000 * 1e9)
+    assert found["ceiling_core_s_per_gb"] == pytest.approx(1e-6 / 1000 * 1e9)
+    assert (found["raw"], found["raw_gbps"], found["memcpy_gbps"]) == ("socket", 2e-6, 9.0)
+    medians = Alone.median([Alone(g, g, g, None if g == 3 else g) for g in (1.0, 3.0, 2.0, 9.0)])
+    assert medians == Alone(2.5, 2.5, 2.5, 2.0)
+    bare = row(sample(), alone=None)
+    assert [bare[name] for name in ("raw", "raw_gbps", "memcpy_gbps", "ceiling_core_s_per_gb")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "raw"),
+    [
+        ("nixl", "shm (cma, inferred)", Raw.WRITEV),
+        ("nixl", "tcp (inferred)", Raw.SOCKET),
+        ("mooncake", "tcp", Raw.SOCKET),
+        ("nixl", "rdma", None),
+        ("local", "tcp", None),
+    ],
+)
+def test_what_a_transport_rests_on(backend: str, transport: str, raw: Raw | None) -> None:
+    assert mechanism_of(msgspec.structs.replace(description("prefill"), backend=backend, transport=transport)) is raw
+
+
+def test_one_wrong_run_makes_the_row_wrong() -> None:
+    found = row(sample(), sample(problem="rank decode/0: layer 3"), sample())
+    assert found["verified"] is False
+    assert found["problem"] == "rank decode/0: layer 3"
+
+
+def test_a_run_without_any_success_has_no_rate() -> None:
+    found = row(Sample.of(sent=[report()], received=[report()], problem="nothing arrived"), alone=None)
+    assert (found["gbps"], found["ceiling_gbps"], found["ratio"], found["verified"]) == (0.0, None, None, False)
+    assert found["way"] == "none"
+
+
+def test_several_ways_are_mixed() -> None:
+    mixed = Sample(1.0, (1.0,), {}, 2, {"direct": 10, "packed": 20}, "")
+    assert row(mixed)["way"] == "mixed"
+
+
+def test_the_table_has_a_line_per_row() -> None:
+    case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side())
+    about = [description("prefill")]
+    rows = [
+        summarise(case, sources=about, destinations=about, planned=Planned({(0, 0): 10}, 1, 0.0), samples=[each], alone=None)
+        for each in (sample(), sample(problem="wrong"))
+    ]
+    head, good, bad = table(rows).splitlines()
+    assert head.split()[0] == COLUMNS[0]
+    assert good.endswith("yes")
+    assert bad.endswith("NO")
+    assert good.index("tp=2") == bad.index("tp=2") == head.index("prefill")
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (512, "512 B"), (16384, "16 KiB"), (33554432, "33.6 MB")])
+def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text

@@ -1,0 +1,80 @@
+"""A lease is released once, by proof, and says why it is not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from disagg.core.leases import Lease, LeaseState
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_new_lease_is_held_without_a_reason() -> None:
+    lease = Lease()
+    assert (lease.state, lease.released, lease.reason) == (LeaseState.HELD, False, "")
+
+
+def test_callbacks_run_once_in_order_at_release_and_at_once_after_it() -> None:
+    lease, called = Lease(), list[int]()
+    for number in range(3):
+        lease.on_release(lambda number=number: called.append(number))  # type: ignore[misc]
+    assert called == []
+    lease.release()
+    lease.release()
+    assert called == [0, 1, 2]
+    assert lease.released
+    lease.on_release(lambda: called.append(3))
+    assert called == [0, 1, 2, 3]
+
+
+def test_quarantine_keeps_its_first_reason_until_release() -> None:
+    lease = Lease()
+    lease.quarantine("first")
+    lease.quarantine("second")
+    assert (lease.state, lease.reason) == (LeaseState.QUARANTINED, "first")
+    lease.release()
+    assert (lease.state, lease.reason) == (LeaseState.RELEASED, "")
+
+
+def test_a_released_lease_cannot_be_quarantined() -> None:
+    lease = Lease()
+    lease.release()
+    lease.quarantine("late")
+    assert (lease.state, lease.reason) == (LeaseState.RELEASED, "")
+
+
+def test_a_callback_may_use_the_lease() -> None:
+    lease, called = Lease(), list[LeaseState]()
+    lease.on_release(lambda: lease.on_release(lambda: called.append(lease.state)))
+    lease.release()
+    assert called == [LeaseState.RELEASED]
+
+
+def test_a_callback_that_raises_stops_neither_the_others_nor_the_one_who_releases(caplog: pytest.LogCaptureFixture) -> None:
+    lease, called = Lease(), list[str]()
+    lease.on_release(fail)
+    lease.on_release(lambda: called.append("second"))
+    lease.release()
+    assert called == ["second"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_threads_that_release_at_the_same_time_call_back_once() -> None:
+    for _ in range(50):
+        lease, called, gate = Lease(), list[int](), threading.Barrier(4)
+        lease.on_release(lambda called=called: called.append(1))  # type: ignore[misc]
+
+        def release(lease: Lease = lease, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            lease.release()
+
+        threads = [threading.Thread(target=release) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert called == [1]

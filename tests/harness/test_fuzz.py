@@ -1,0 +1,165 @@
+"""Everything that reads what a peer has sent, fed damaged inputs; and a live control port that strangers and peers abuse."""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.backends.endpoint import decode_endpoint
+from disagg.core.errors import RemoteProtocolError
+from disagg.layout.agreement import decode_placements
+from disagg.protocol.messages import decode, encode
+from disagg.runtime.keys import KeyPair
+from harness import fuzz
+from harness.fuzz import SHARES, Finding, Target, targets
+from tests.manager.test_keys import introduce as introduce_with_keys
+from tests.manager.test_keys import start
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S
+
+TARGETS = targets()
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_damaged_inputs_are_refused_as_documented(name: str) -> None:
+    """The short form of `python -m harness.fuzz`, which takes a million."""
+    result = fuzz.fuzz(name, range(1000), seed=20)
+    assert result.inputs == 1000
+    assert 0 < result.accepted < 1000
+
+
+@pytest.mark.parametrize("name", SHARES)
+@given(data=st.data())
+def test_any_bytes_are_refused_as_documented(name: str, data: st.DataObject) -> None:
+    target = TARGETS[name]
+    valid = data.draw(st.sampled_from(list(target.valid)))
+    cut = data.draw(st.integers(0, len(valid)))
+    given_bytes = valid[:cut] + data.draw(st.binary(max_size=40)) + valid[cut + data.draw(st.integers(0, 8)) :]
+    fuzz._reads(target, given_bytes)
+
+
+def test_a_finding_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(data: bytes) -> None:
+        if len(data) != len(b"valid"):
+            raise KeyError("unexpected")
+
+    monkeypatch.setattr(fuzz, "targets", lambda: {"x": Target([b"valid"], read, (RemoteProtocolError,))})
+    with pytest.raises(Finding, match=r"x:\d+ of seed 3, \d+ bytes: KeyError"):
+        fuzz.fuzz("x", range(100), seed=3)
+    monkeypatch.setattr(fuzz, "targets", lambda: {"x": Target([b""], read, (RemoteProtocolError,))})
+    with pytest.raises(KeyError):
+        fuzz.fuzz("x", range(100), seed=3)
+
+
+def test_text_that_is_no_utf_8_is_refused_like_anything_else() -> None:
+    """Msgspec says so with an error of Python's own; from a welcome it once ended the control thread."""
+    for reader in (lambda data: decode_endpoint("local", data), decode_placements):
+        with pytest.raises(RemoteProtocolError):
+            reader(b"\x93\xa2\xff\xff\xc4\x00\x90")
+
+
+# ------------------------------------------------------------------------------------------------------- the live port
+
+
+def test_a_peer_that_was_let_in_and_then_sends_rubbish_changes_nothing() -> None:
+    """Case 39: damaged messages of every kind, over a connection whose hello was accepted and over one without."""
+    result = fuzz.bombard(4000, seed=5)
+    assert (result.inputs, result.accepted) == (4000, 4)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_raw_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Garbage before, within and after ZMTP's greeting, with and without keys."""
+    caplog.set_level(logging.WARNING)
+    rng = random.Random(6)
+    prefill = start("prefill-0", KeyPair.generate() if keys else None)
+    try:
+        manager = prefill[0].manager
+        port = int(manager.address.rpartition(":")[2])
+        lines = [b"GET / HTTP/1.1\r\n\r\n" + bytes(60), rng.randbytes(500), GREETING[:20] + rng.randbytes(80)]
+        lines += [GREETING + rng.randbytes(100) for _ in range(10)]
+        lines += [GREETING + b"\x04\xff\xff\xff\xff\xff\xff\xff\xff" + rng.randbytes(50), GREETING + b"\x06" + bytes(8)]
+        for line in lines:
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(line)
+        until(lambda: manager._channel.refused >= 5)
+        assert manager.health().ok
+        until(lambda: any("refused a connection to tcp://127.0.0.1" in record.getMessage() for record in caplog.records))
+    finally:
+        prefill[0].manager.close()
+
+
+def ask(address: str, data: bytes, **keys: Any) -> bytes | None:
+    """What the port answers, if it answers at all."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            for name, value in keys.items():
+                setattr(dealer, name, value)
+            dealer.connect(address)
+            dealer.send(data)
+            return dealer.recv() if dealer.poll(3000 if keys else 300) else None
+    finally:
+        context.term()
+
+
+def test_whoever_is_not_let_in_learns_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a key, with an unknown one, with another's name, and with a message of someone else's said again.
+
+    Engine descriptors leave only with a welcome, and nobody here gets one.
+    """
+    caplog.set_level(logging.WARNING)
+    mine, theirs, third, unknown = (KeyPair.generate() for _ in range(4))
+    prefill, decode_ = start("prefill-0", mine), start("decode-0", theirs)
+    try:
+        introduce_with_keys(prefill, decode_, decode_key=theirs.public, prefill_key=mine.public)
+        manager = prefill[0].manager
+        manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
+        manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
+        captured = encode(decode_[0].manager._handshake.hello(0, 0))
+
+        def curve(pair: KeyPair) -> dict[str, bytes]:
+            return {
+                "curve_serverkey": mine.public.encode(),
+                "curve_publickey": pair.public.encode(),
+                "curve_secretkey": pair.secret.encode(),
+            }
+
+        assert ask(manager.address, captured) is None, "no key: no answer"
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            for name, value in curve(unknown).items():
+                setattr(dealer, name, value)
+            dealer.connect(manager.address)
+            dealer.send(captured)
+            assert not dealer.poll(300), "an unknown key: no answer"
+        context.term()
+        answer = ask(manager.address, captured, **curve(third))
+        assert answer is not None
+        refusal = decode(answer)
+        assert "peer 'decode-0' is configured with another public key" in getattr(refusal, "reason", "")
+        reserve = ask(manager.address, TARGETS["live"].valid[4], **curve(third))
+        assert reserve is not None
+        assert "say hello first" in getattr(decode(reserve), "reason", "")
+        assert manager.health().peers["decode-0"].ready
+        said = "\n".join(record.getMessage() for record in caplog.records)
+        assert f"its public key {unknown.public} is none that is known" in said
+        assert "rejected a hello: peer 'decode-0' is configured with another public key" in said
+        assert "refused a connection to" in said
+        assert manager._channel.refused >= 2
+        assert manager._hub.rejected_hellos == 1
+    finally:
+        for rank in (*prefill, *decode_):
+            rank.manager.close()

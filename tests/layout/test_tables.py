@@ -1,0 +1,466 @@
+"""The layout algebra, against its definition position by position; and layout tables, against hostile bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.core.errors import LayoutError
+from disagg.core.topology import Topology
+from disagg.layout.ownership import (
+    EVERYTHING,
+    MAX_AXIS_SIZE,
+    Interval,
+    Intervals,
+    Owned,
+    Periodic,
+    Piece,
+    Share,
+    interval,
+    overlap,
+    positions_to_intervals,
+    split,
+)
+from disagg.layout.tables import (
+    MAX_LAYERS,
+    Axis,
+    ComponentLayout,
+    LayoutTable,
+    RankLayout,
+    TensorLayout,
+    TopologySizes,
+    agreed_components,
+    layout_table,
+)
+from disagg.testing.reference import heads_of
+from disagg.testing.scene import owned_positions
+from disagg.testing.strategies import ownerships
+
+SIZE = 24
+
+
+# ----------------------------------------------------------------------------------------------------------- ownership
+
+
+@given(ownerships(size=SIZE), st.integers(0, SIZE))
+def test_within_is_the_same_positions_in_the_same_order(owned: Owned, size: int) -> None:
+    parts = owned.within(size)
+    assert isinstance(parts, Intervals)
+    assert owned_positions(parts, size=size) == owned_positions(owned, size=size)
+    assert all(part.stop <= size for part in parts.parts)
+
+
+@given(ownerships(size=SIZE), st.integers(1, SIZE))
+def test_local_indices_and_counts_are_places_in_memory_order(owned: Owned, size: int) -> None:
+    finite = owned.within(size) if isinstance(owned, Share) else owned
+    listed = owned_positions(finite, size=SIZE)
+    positions = np.arange(SIZE)
+    before = positions.copy()
+    assert finite.locate(positions).tolist() == [listed.index(p) if p in listed else -1 for p in range(SIZE)]
+    assert (positions == before).all()
+    for position in range(SIZE + 1):
+        assert finite.count_below(position) == sum(p < position for p in listed)
+
+
+@given(ownerships(size=SIZE), ownerships(size=SIZE), st.integers(1, SIZE))
+def test_overlap_is_every_common_position_once_at_both_local_indices(ours: Owned, theirs: Owned, size: int) -> None:
+    left, right = owned_positions(ours, size=size), owned_positions(theirs, size=size)
+    pieces = overlap(ours, theirs, size=size)
+    pairs = [(p.source_offset + i, p.destination_offset + i) for p in pieces for i in range(p.length)]
+    common = sorted(set(left) & set(right))
+    assert [(left[a], right[b]) for a, b in pairs] == [(p, p) for p in common]
+    for one, other in itertools.pairwise(pieces):
+        joined = (one.source_offset + one.length, one.destination_offset + one.length)
+        assert joined != (other.source_offset, other.destination_offset)
+
+
+def test_the_whole_axis_is_one_interval_however_long_it_is() -> None:
+    assert EVERYTHING.within(7168) == Intervals((Interval(0, 7168),))
+    assert EVERYTHING.within(MAX_AXIS_SIZE) == Intervals((Interval(0, MAX_AXIS_SIZE),))
+    assert Periodic(3, 4, 4).within(20) == Intervals((Interval(3, 20),))
+    assert EVERYTHING.within(0) == Intervals(())
+
+
+def test_every_split_of_every_small_axis_is_the_closed_formula() -> None:
+    for size, parts in itertools.product(range(1, 33), range(1, 33)):
+        shares = [split(size, parts, index) for index in range(parts)]
+        for index, share in enumerate(shares):
+            assert range(*share) == heads_of(size, tp=parts, tp_rank=index)
+        owners = [sum(position in range(*share) for share in shares) for position in range(size)]
+        if parts <= size:
+            assert owners == [1] * size
+            assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+        else:
+            assert all(share.stop - share.start == 1 for share in shares)
+            assert max(owners) - min(owners) <= 1
+
+
+def test_shares_follow_the_formula_of_context_parallel_prefill() -> None:
+    for parts, granule, size in itertools.product(range(1, 6), (1, 2, 4), range(40)):
+        pages = -(-size // granule)
+        base, rest = divmod(pages, parts)
+        for index in range(parts):
+            start = index * base + min(index, rest)
+            stop = start + base + (index < rest)
+            assert Share(index, parts, granule).within(size) == interval(min(start * granule, size), min(stop * granule, size))
+
+
+@given(st.lists(st.integers(0, 30), unique=True))
+def test_positions_become_intervals_in_their_order(positions: list[int]) -> None:
+    found = positions_to_intervals(positions)
+    assert owned_positions(found, size=31) == positions
+    assert all(a.stop != b.start for a, b in itertools.pairwise(found.parts))
+
+
+def test_ownerships_print_as_what_they_are() -> None:
+    assert str(Intervals((Interval(4, 6), Interval(0, 2)))) == "[4, 6) ‖ [0, 2)"
+    assert str(interval(3, 3)) == "nothing"
+    assert str(Periodic(1, 2, 4)) == "2 of every 4 from 1"
+    assert str(Share(1, 4, 16)) == "share 1 of 4 by 16"
+
+
+@pytest.mark.parametrize("parts", [((3, 3),), ((5, 2),), ((-1, 4),), ((0, 2**62),), ((0, 4), (3, 5)), ((4, 8), (0, 5))])
+def test_intervals_that_are_none_or_overlap_are_refused(parts: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(LayoutError, match="interval"):
+        Intervals(tuple(Interval(*part) for part in parts))
+
+
+@pytest.mark.parametrize("values", [(-1, 1, 1), (0, 0, 1), (0, 2, 1), (0, 1, 2**62), (2**62, 1, 1), (0, -1, 2)])
+def test_impossible_periods_are_refused(values: tuple[int, int, int]) -> None:
+    with pytest.raises(LayoutError, match="periodic"):
+        Periodic(*values)
+
+
+@pytest.mark.parametrize("values", [(-1, 2, 1), (2, 2, 1), (0, 0, 1), (0, 1, 0)])
+def test_impossible_shares_are_refused(values: tuple[int, int, int]) -> None:
+    with pytest.raises(LayoutError, match="share"):
+        Share(*values)
+
+
+# --------------------------------------------------------------------------------------------- axes, tensors, components
+
+LAYERS = Axis("layer", None, interval(0, 2))
+TOKENS = Axis("token", None, EVERYTHING)
+HEADS = Axis("kv_head", 4, interval(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("kv_head", None, EVERYTHING), "only 'layer' and 'token'"),
+        (("kv_head", 0, EVERYTHING), "expected a size of 1 to"),
+        (("kv_head", MAX_AXIS_SIZE + 1, EVERYTHING), "expected a size of 1 to"),
+        (("kv_head", 4, interval(2, 5)), r"\[2, 5\) reaches beyond its size 4"),
+        (("token", None, EVERYTHING, 0), "granule of at least 1, found 0"),
+    ],
+)
+def test_impossible_axes_are_refused_by_name(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(LayoutError, match=f"{arguments[0]}.*{message}"):
+        Axis(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ((TOKENS, HEADS), "one 'layer'"),
+        ((LAYERS, HEADS, HEADS), "distinct axes"),
+        ((Axis("layer", None, EVERYTHING), HEADS), "as intervals of ids"),
+        ((Axis("layer", None, interval(0, MAX_LAYERS + 1)),), f"below {MAX_LAYERS}"),
+        ((LAYERS, Axis("kv_head", 4, interval(0, 2), 2)), "'kv_head': only a token axis may have a granule"),
+    ],
+)
+def test_impossible_tensors_are_refused_by_role(axes: tuple[Axis, ...], message: str) -> None:
+    with pytest.raises(LayoutError, match=f"tensor 'k'.*{message}"):
+        TensorLayout("k", "float16", axes)
+
+
+def test_a_tensor_knows_its_axes_and_layers() -> None:
+    tensor = TensorLayout("k", "float16", (HEADS, Axis("layer", None, positions_to_intervals([5, 6, 2])), TOKENS))
+    assert tensor.layers == (5, 6, 2)
+    assert tensor.layer_set == {2, 5, 6}
+    assert tensor.token is tensor.axis("token") is TOKENS
+    assert tensor.inner_axes == (HEADS,)
+    assert TensorLayout("k", "float16", (LAYERS,)).token is None
+    with pytest.raises(LayoutError, match="no axis 'dim' among 'kv_head layer token'"):
+        tensor.axis("dim")
+
+
+def test_components_hold_distinct_roles_of_one_kind_of_rows() -> None:
+    paged, state = TensorLayout("k", "float16", (LAYERS, TOKENS)), TensorLayout("s", "float16", (LAYERS, HEADS))
+    assert ComponentLayout("kv", "pages", (paged,)).tensor("k") is paged
+    with pytest.raises(LayoutError, match="no tensor 'v'"):
+        ComponentLayout("kv", "pages", (paged,)).tensor("v")
+    with pytest.raises(LayoutError, match="roles must be distinct"):
+        ComponentLayout("kv", "pages", (paged, paged))
+    with pytest.raises(LayoutError, match="tensor 's': pages have a 'token' axis"):
+        ComponentLayout("kv", "pages", (paged, state))
+    with pytest.raises(LayoutError, match="tensor 'k': pages have"):
+        ComponentLayout("ssm", "slot", (paged,))
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def component(name: str = "kv", *, optional: bool = False, dtype: str = "float16", **axes: Any) -> ComponentLayout:
+    """Two tensors; `axes` replace those of the first."""
+    first = {"layer": LAYERS, "token": TOKENS, "kv_head": HEADS} | axes
+    return ComponentLayout(
+        name,
+        "pages",
+        (
+            TensorLayout("k", dtype, tuple(axis for axis in first.values() if axis)),
+            TensorLayout(
+                "v",
+                dtype,
+                (
+                    LAYERS,
+                    Axis("token", None, first["token"].owned),
+                    Axis("kv_head", 4, Periodic(1, 1, 2)),
+                    Axis("dim", 8, Share(0, 1)),
+                ),
+            ),
+        ),
+        optional,
+    )
+
+
+def table(*components: ComponentLayout | None) -> LayoutTable:
+    return layout_table(Topology(), [[each] for each in components])
+
+
+def test_tensors_that_share_pages_own_the_same_tokens() -> None:
+    halves = [TensorLayout(role, "float16", (LAYERS, Axis("token", None, Periodic(i, 1, 2)))) for i, role in enumerate("kv")]
+    with pytest.raises(LayoutError, match="own different tokens"):
+        ComponentLayout("kv", "pages", tuple(halves))
+
+
+def test_a_table_lists_components_by_group_rank() -> None:
+    kv, ssm = component(), component("ssm")
+    found = layout_table(Topology(tp=2, dp=3), [[kv, kv], [None, ssm]])
+    assert found.sizes == TopologySizes(dp=3, tp=2)
+    assert found.sizes.topology == Topology(dp=3, tp=2)
+    assert found.ranks == (RankLayout((kv,)), RankLayout((kv, ssm)))
+    assert found.components == {"kv": (kv, kv), "ssm": (None, ssm)}
+
+
+def test_a_table_has_as_many_ranks_as_its_topology() -> None:
+    with pytest.raises(LayoutError, match="expected 2 ranks"):
+        LayoutTable(TopologySizes(tp=2), (RankLayout(()),))
+
+
+def test_a_rank_names_each_component_once() -> None:
+    with pytest.raises(LayoutError, match="kv"):
+        RankLayout((component(), component()))
+
+
+@given(st.data())
+def test_tables_survive_encoding(data: st.DataObject) -> None:
+    axis = Axis("kv_head", SIZE, data.draw(ownerships(size=SIZE)))
+    granule = data.draw(st.integers(1, 9))
+    aligned: tuple[Owned, ...] = (EVERYTHING, Share(1, 3, 2 * granule))
+    tokens = Axis("token", None, data.draw(st.sampled_from(aligned)), granule)
+    given_table = table(component(kv_head=axis, token=tokens), None, component("draft", optional=True))
+    encoded = given_table.encode()
+    assert LayoutTable.decode(encoded) == given_table
+    assert LayoutTable.decode(encoded).encode() == encoded
+
+
+@pytest.mark.parametrize(
+    "owned",
+    [Periodic(0, 1, 2), Periodic(2, 4, 8), Periodic(0, 4, 6), Share(0, 2, 6), Intervals((Interval(0, 5),)), Periodic(2, 1, 1)],
+)
+def test_an_ownership_that_cuts_through_granules_is_refused(owned: Owned) -> None:
+    with pytest.raises(LayoutError, match="cuts through granules of 4"):
+        Axis("token", None, owned, 4)
+
+
+def test_both_sides_agree_on_the_components_of_both() -> None:
+    shared, draft = component(), component("draft", optional=True)
+    assert agreed_components(table(shared, draft), table(shared)) == ("kv",)
+    assert agreed_components(table(shared), table(shared, draft)) == ("kv",)
+    assert agreed_components(table(draft, shared), table(shared, draft)) == ("draft", "kv")
+    assert agreed_components(table(component("draft"), shared), table(shared, draft)) == ("draft", "kv")
+
+
+def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match="'ssm': required, but the peer does not have it"):
+        agreed_components(table(component(), component("ssm")), table(component()))
+    with pytest.raises(LayoutError, match="'ssm': required, but this side does not have it"):
+        agreed_components(table(component()), table(component(), component("ssm")))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (component(dtype="bfloat16"), "tensor 'k': dtype: float16 here, bfloat16 at the peer"),
+        (component(kv_head=Axis("kv_head", 8, interval(0, 2))), "axis 'kv_head': global size: 4 here, 8 at the peer"),
+        (component(token=Axis("token", None, EVERYTHING, 4)), "axis 'token': granule: 1 here, 4 at the peer"),
+        (component(dim=Axis("dim", 8, EVERYTHING)), "axis 'dim': global size: None here, 8 at the peer"),
+        (component(kv_head=None), "axis 'kv_head': global size: 4 here, None at the peer"),
+        (component(layer=Axis("layer", None, interval(0, 3))), r"tensor 'k': layers: \[0, 2\) here, \[0, 3\) at the peer"),
+        (
+            ComponentLayout("kv", "slot", (TensorLayout("k", "float16", (LAYERS, HEADS)),)),
+            "rows: pages here, slot at the peer|axis 'token'",
+        ),
+    ],
+)
+def test_what_must_match_is_refused_with_both_values(other: ComponentLayout, message: str) -> None:
+    with pytest.raises(LayoutError, match=f"component 'kv'.*({message})"):
+        agreed_components(table(component()), table(other))
+
+
+def test_same_geometry_of_another_model_is_refused_where_the_table_can_tell() -> None:
+    """Case 41, the part of it that a layout table can see: equal bytes per page, other dtype or other global sizes."""
+    ours = component(dim=Axis("dim", 128, EVERYTHING))
+    for theirs in (
+        component(dtype="bfloat16", dim=Axis("dim", 128, EVERYTHING)),
+        component(dim=Axis("dim", 64, EVERYTHING), kv_head=Axis("kv_head", 8, interval(0, 4))),
+    ):
+        with pytest.raises(LayoutError, match=r"here, .* at the peer"):
+            agreed_components(table(ours), table(theirs))
+    assert table(ours).encode() == table(component(dim=Axis("dim", 128, EVERYTHING))).encode(), "a revision is not in a table"
+
+
+def test_ranks_of_one_instance_must_agree_among_themselves() -> None:
+    odd = layout_table(Topology(tp=2), [[component(), component(dtype="bfloat16")]])
+    with pytest.raises(LayoutError, match=r"'kv'.*dtype: ranks of one instance differ, float16 and bfloat16"):
+        agreed_components(odd, odd)
+
+
+# ------------------------------------------------------------------------------------------------------- hostile tables
+
+
+def hostile(**changes: Any) -> bytes:
+    """A table as plain maps with `path__to__key=value` changed, encoded."""
+    plain: Any = msgspec.to_builtins(table(component()))
+    for path, value in changes.items():
+        *steps, last = (int(step) if step.isdecimal() else step for step in path.split("__"))
+        at = plain
+        for step in steps:
+            at = at[step]
+        at[last] = value
+    return msgspec.msgpack.encode(plain)
+
+
+FIRST = "ranks__0__components__0__tensors__0"
+HUGE = [2**24 + 1, 2**31, 2**53, 2**62, 2**63, 2**64 - 1]
+
+
+@contextlib.contextmanager
+def bounded_memory(nbytes: int) -> Any:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def refused(data: bytes) -> None:
+    with bounded_memory(4 << 20), pytest.raises(LayoutError, match=r"cannot be read"):
+        LayoutTable.decode(data)
+
+
+def test_a_table_cut_at_any_byte_is_refused() -> None:
+    data = table(component(), component("draft", optional=True)).encode()
+    for stop in range(len(data)):
+        refused(data[:stop])
+    refused(data + b"\x00")
+
+
+@pytest.mark.parametrize("size", HUGE)
+@pytest.mark.parametrize("field", ["dp", "tp", "pp", "ep"])
+def test_a_table_of_a_giant_topology_is_refused(field: str, size: int) -> None:
+    data = hostile(**{f"sizes__{field}": size})
+    if field == "dp" and size < 2**64:
+        LayoutTable.decode(data)  # groups are alike: one is listed, however many there are
+    else:
+        refused(data)
+
+
+@pytest.mark.parametrize("size", HUGE)
+def test_a_table_with_giant_axes_is_refused(size: int) -> None:
+    refused(hostile(**{f"{FIRST}__axes__2__size": size}))
+    refused(hostile(**{f"{FIRST}__axes__0__owned__parts": [[0, size]]}))
+    refused(hostile(**{f"{FIRST}__axes__2__owned__parts": [[0, size]]}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("sizes__tp", 0),
+        ("sizes__tp", -1),
+        ("sizes__tp", "1"),
+        ("sizes__surplus", 1),
+        ("ranks", []),
+        ("ranks", None),
+        ("ranks__0__components__0__name", b"kv"),
+        ("ranks__0__components__0__rows", "rings"),
+        (f"{FIRST}__dtype", "float7"),
+        (f"{FIRST}__dtype", ""),
+        (f"{FIRST}__axes", []),
+        (f"{FIRST}__axes__1__granule", 0),
+        (f"{FIRST}__axes__1__granule", -(2**63)),
+        (f"{FIRST}__axes__1__owned", {"form": "periodic", "offset": 0, "run": 1, "period": 2**62}),
+        (f"{FIRST}__axes__1__owned", {"form": "periodic", "offset": 2**64 - 1, "run": 1, "period": 1}),
+        (f"{FIRST}__axes__1__owned", {"form": "share", "index": 3, "parts": 3}),
+        (f"{FIRST}__axes__1__owned", {"form": "anything"}),
+        (f"{FIRST}__axes__1__owned", {"parts": []}),
+        (f"{FIRST}__axes__2__owned__parts", [[0, 1], [0, 1]]),
+        (f"{FIRST}__axes__2__owned__parts", [[0, 1, 2]]),
+        (f"{FIRST}__axes__2__owned__parts", [[0.5, 1]]),
+    ],
+)
+def test_a_table_with_a_wrong_value_is_refused(path: str, value: Any) -> None:
+    refused(hostile(**{path: value}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x93",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x82\xa5sizes\x80\xa5ranks\xdd\xff\xff\xff\xff",
+        b"\x82\xa5sizes\x80\xa5ranks\x91\x81\xaacomponents\x91\x84\xa4name\xa1\xff",
+        b"{}",
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_bytes_that_are_no_table_are_refused(data: bytes) -> None:
+    refused(data)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_does_worse_than_a_layout_error(data: bytes) -> None:
+    with contextlib.suppress(LayoutError):
+        LayoutTable.decode(data)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 255))
+def test_a_table_with_one_byte_changed_never_does_worse_than_a_layout_error(place: int, byte: int) -> None:
+    data = bytearray(table(component(), component("ssm")).encode())
+    data[place % len(data)] = byte
+    try:
+        found = LayoutTable.decode(bytes(data))
+    except LayoutError:
+        return
+    assert LayoutTable.decode(found.encode()) == found
+
+
+def test_pieces_are_plain_values() -> None:
+    assert overlap(interval(2, 6), Intervals((Interval(4, 8), Interval(0, 4))), size=8) == (Piece(0, 6, 2), Piece(2, 0, 2))
+    touching = Intervals((Interval(0, 2), Interval(2, 4)))
+    assert overlap(touching, interval(0, 4), size=4) == (Piece(0, 0, 4),)

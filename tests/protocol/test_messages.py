@@ -1,0 +1,364 @@
+"""The bytes of every message, and what comes of bytes that are none."""
+
+from __future__ import annotations
+
+import pathlib
+import tracemalloc
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.core.errors import RemoteProtocolError
+from disagg.core.rows import Pages, Slot
+from disagg.protocol.messages import (
+    MAX_MESSAGE_NBYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    AnyMessage,
+    Busy,
+    Complete,
+    Credit,
+    Drained,
+    Filled,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Member,
+    Message,
+    Outcome,
+    PagesRow,
+    Part,
+    Reject,
+    Reserve,
+    RingGrant,
+    SlotRow,
+    Welcome,
+    Written,
+    decode,
+    encode,
+    pack_rows,
+    unpack_rows,
+)
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+IDS: dict[str, Any] = {"request_id": bytes(range(16)), "attempt": 3}
+SAMPLES: dict[str, Message] = {
+    "hello": Hello(
+        version=1, instance="decode-0", rank=1, epoch=2**62, model="m", revision="r", table=b"\x00\xff", address="tcp://h:1"
+    ),
+    "welcome": Welcome(
+        version=1,
+        instance="prefill-0",
+        rank=0,
+        epoch=5,
+        model="m",
+        revision="r",
+        table=b"t",
+        plans=b"p",
+        members=(Member(0, "tcp://a:1", 5), Member(1, "tcp://b:2", 6)),
+        placements=b"l",
+        backend="local",
+        endpoint=b"e",
+        ring=RingGrant(4096, 512, 8),
+    ),
+    "reject": Reject(field="revision", reason="expected 'r', found 's'", hello_first=True),
+    "reserve": Reserve(
+        **IDS,
+        nonce=7,
+        source_group=1,
+        destination_group=2,
+        rows={"kv": PagesRow(b"\x01\x00\x00\x00\xff\xff\xff\xff", 16), "ssm": SlotRow(9)},
+        need={"kv": (16, 40), "ssm": (0, 40)},
+    ),
+    "busy": Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
+    "busy_hello": Busy(reason="starting", retry_after_s=1.0),
+    "complete": Complete(
+        **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), payload=b"first"
+    ),
+    "complete_filled": Complete(
+        **IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
+    ),
+    "complete_foretold": Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 0, 8),), word=(5, 517)),
+    "complete_packed": Complete(**IDS, nonce=7, written=(Written(0, "kv", (1,), 0, 8),), packed=((0, 65536),)),
+    "abort": Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
+    "drained": Drained(**IDS, nonce=7, reason="broken wire"),
+    "outcome": Outcome(**IDS, nonce=7, ok=False, reason="timed out"),
+    "credit": Credit(ring=65536, slots=((0, 9), (5, 10))),
+    "heartbeat": Heartbeat(epoch=2**63 - 1),
+    "goodbye": Goodbye(reason="closing"),
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "reserve": {
+        "type": "reserve",
+        **IDS,
+        "nonce": 7,
+        "source_group": 1,
+        "destination_group": 2,
+        "rows": {
+            "kv": {"kind": "pages", "ids": b"\x01\x00\x00\x00\xff\xff\xff\xff", "first_token": 16},
+            "ssm": {"kind": "slot", "id": 9},
+        },
+        "need": {"kv": [16, 40], "ssm": [0, 40]},
+    },
+    "complete": {
+        "type": "complete",
+        **IDS,
+        "nonce": 7,
+        "written": [[0, "kv", None, 16, 40], [1, "ssm", [3, 4], 0, 40]],
+        "payload": b"first",
+    },
+    "heartbeat": {"type": "heartbeat", "epoch": 2**63 - 1},
+}
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """The message's map, read by a reader that knows nothing of messages."""
+    found: dict[str, Any] = msgpack.unpackb(encode(message))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- the bytes
+
+
+def test_there_is_a_sample_and_a_golden_file_of_every_message() -> None:
+    assert {type(sample) for sample in SAMPLES.values()} == set(get_args(AnyMessage))
+    assert {path.stem for path in GOLDEN.glob("*.hex")} == set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_bytes_of_a_message_are_what_they_have_always_been(name: str) -> None:
+    golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
+    assert PROTOCOL_VERSION == 1
+    assert encode(SAMPLES[name]) == golden
+    assert decode(golden) == SAMPLES[name]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_message_is_a_plain_map_with_a_type(name: str) -> None:
+    assert plain(SAMPLES[name]) == PLAIN[name]
+    assert decode(msgpack.packb(PLAIN[name])) == SAMPLES[name]
+
+
+SMALL, NONCE, TOKEN = st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**40)
+NAME, REASON, BLOB = st.text("abz-ü/", min_size=1, max_size=8), st.text(max_size=12), st.binary(max_size=12)
+BASE = {"request_id": st.binary(min_size=16, max_size=16), "attempt": SMALL}
+RANGE = st.tuples(TOKEN, TOKEN)
+COMMON = {"version": st.integers(0, 9), "instance": NAME, "rank": SMALL, "epoch": NONCE, "model": REASON, "revision": REASON}
+MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Hello, **COMMON, table=BLOB, address=st.none() | NAME),
+    st.builds(
+        Welcome,
+        **COMMON,
+        table=BLOB,
+        plans=BLOB,
+        members=st.lists(st.builds(Member, SMALL, NAME, NONCE), max_size=3).map(tuple),
+        placements=BLOB,
+        backend=NAME,
+        endpoint=BLOB,
+    ),
+    st.builds(Reject, field=NAME, reason=REASON, hello_first=st.booleans()),
+    st.builds(
+        Reserve,
+        **BASE,
+        nonce=NONCE,
+        source_group=SMALL,
+        destination_group=SMALL,
+        rows=st.dictionaries(NAME, st.builds(PagesRow, BLOB, TOKEN) | st.builds(SlotRow, SMALL), max_size=3),
+        need=st.dictionaries(NAME, RANGE, max_size=3),
+    ),
+    st.builds(Busy, reason=REASON, retry_after_s=st.floats(0, 3600), request_id=st.none() | BASE["request_id"], nonce=NONCE),
+    st.builds(
+        Complete,
+        **BASE,
+        nonce=NONCE,
+        payload=BLOB,
+        written=st.lists(
+            st.builds(Written, SMALL, NAME, st.none() | st.lists(SMALL, max_size=3).map(tuple), TOKEN, TOKEN), max_size=3
+        ).map(tuple),
+    ),
+    st.builds(Abort, **BASE, nonce=NONCE, reason=REASON, from_writer=st.booleans()),
+    st.builds(Drained, **BASE, nonce=NONCE, reason=REASON),
+    st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
+    st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
+    st.builds(Heartbeat, epoch=NONCE),
+    st.builds(Goodbye, reason=REASON),
+)
+
+
+@given(MESSAGES)
+def test_every_message_comes_back_as_it_was(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+# -------------------------------------------------------------------------------------------------------------- evolution
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_fields_that_are_not_known_yet_are_ignored(name: str) -> None:
+    later = {**plain(SAMPLES[name]), "zz_new": {"deep": [1, [2, {"x": None}]]}}
+    assert decode(msgpack.packb(later)) == SAMPLES[name]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_fields_of_later_versions_have_defaults(name: str) -> None:
+    sample = SAMPLES[name]
+    for field in msgspec.structs.fields(sample):
+        earlier = {key: value for key, value in plain(sample).items() if key != field.encode_name}
+        if field.required:
+            with pytest.raises(RemoteProtocolError, match=f"missing required field `{field.encode_name}`"):
+                decode(msgpack.packb(earlier))
+        else:
+            assert decode(msgpack.packb(earlier)) == msgspec.structs.replace(sample, **{field.name: field.default})
+
+
+# -------------------------------------------------------------------------------------------------------- decode is total
+
+
+def refused(data: bytes) -> str:
+    """That `data` is refused, and why."""
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(data)
+    return str(caught.value)
+
+
+def harmless(data: bytes) -> None:
+    """A message, or a refusal; and a message can be said again."""
+    try:
+        message = decode(data)
+    except RemoteProtocolError:
+        return
+    decode(encode(message))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_that_was_cut_off_or_continues_is_refused(name: str) -> None:
+    data = encode(SAMPLES[name])
+    for length in range(len(data)):
+        refused(data[:length])
+    refused(data + b"\xc0")
+    refused(data + data)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_with_any_one_byte_changed_is_read_or_refused(name: str) -> None:
+    data = encode(SAMPLES[name])
+    for position in range(len(data)):
+        for value in bytes.fromhex("00 7f 80 90 a0 c0 c1 c4 c7 cb cf d9 dd df ff") + bytes([data[position] ^ 1]):
+            harmless(data[:position] + bytes([value]) + data[position + 1 :])
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_refused(data: bytes) -> None:
+    refused(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(sorted(SAMPLES)), st.data())
+def test_a_message_with_any_field_replaced_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    found = plain(SAMPLES[name])
+    found[data.draw(st.sampled_from(sorted(found)))] = data.draw(JSON)
+    harmless(msgpack.packb(found))
+
+
+@given(st.sampled_from(sorted(SAMPLES)), st.data())
+def test_a_message_with_parts_cut_out_and_doubled_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    found = encode(SAMPLES[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, len(found)), st.integers(0, len(found)))))
+        found = found[:start] + data.draw(st.sampled_from([b"", found[start:stop] * 2, b"\x00" * 3])) + found[stop:]
+    harmless(found)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "truncated"),
+        (b"\x91" * 100_000, "got `array`"),
+        (b"\x81\xa1x" * 100_000, "RecursionError"),
+        (b"\x91" * 500 + b"\x90", "expected"),
+        (b"\xdd\xff\xff\xff\xff", "got `array`"),
+        (b"\xdf\xff\xff\xff\xff", "truncated"),
+        (b"\xc6\xff\xff\xff\xff", "truncated"),
+        (b"\xdb\xff\xff\xff\xff", "truncated"),
+        (b"\xc9\xff\xff\xff\xff\x01", "truncated"),
+        (b"\xd6\xff\x00\x00\x00\x00", "expected"),
+        (b"\xc7\x00\x05", "expected"),
+        (b"\xc1", "malformed"),
+        (b"\x81\x01\x02", "got `int`"),
+        (b"\xa2\xff\xfe", "expected"),
+        (msgpack.packb({"type": "nonsense"}), "nonsense"),
+        (msgpack.packb({"epoch": 1}), "missing required field `type`"),
+        (msgpack.packb([1, 2]), "array"),
+        (msgpack.packb({"type": "heartbeat", "epoch": -1}), r"$.epoch"),
+        (msgpack.packb({"type": "heartbeat", "epoch": 2**64 - 1}), r"$.epoch"),
+        (msgpack.packb({"type": "heartbeat", "epoch": True}), r"$.epoch"),
+        (msgpack.packb({**PLAIN["reserve"], "request_id": b"short"}), r"$.request_id"),
+        (msgpack.packb({**PLAIN["reserve"], "rows": {"kv": {"kind": "tree"}}}), r"$.rows"),
+        (msgpack.packb({**PLAIN["reserve"], "need": {"kv": [1, 2, 3]}}), r"$.need"),
+        (msgpack.packb({**PLAIN["complete"], "written": [[0, "kv", None, 1]]}), r"$.written[0]"),
+    ],
+    ids=range(24),
+)
+def test_what_is_wrong_is_named(data: bytes, why: str) -> None:
+    assert why.lower() in refused(data).lower()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf"), -1.0])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    assert "$.retry_after_s" in refused(encode(Busy(reason="full", retry_after_s=seconds)))
+
+
+def test_a_message_that_is_too_long_is_refused_unread() -> None:
+    assert "expected 67108864 at most" in refused(bytes(MAX_MESSAGE_NBYTES + 1))
+
+
+def test_an_attack_costs_little_memory() -> None:
+    attacks = [
+        b"\xdd\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
+        b"\xdf\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
+        b"\xdc\xff\xff" * 1000 + b"\x90" * 70_000,
+        msgpack.packb({"type": "goodbye", "reason": "x" * 1_000_000}),
+        msgpack.packb({"type": "goodbye", "reason": "", "x": [[[]] * 60_000] * 5}),
+    ]
+    for attack in attacks:
+        tracemalloc.start()
+        harmless(attack)
+        assert tracemalloc.get_traced_memory()[1] < 700 << 20
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------------ rows
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), TOKEN)
+def test_pages_come_back_as_they_were_and_read_only(ids: list[int], first_token: int) -> None:
+    pages = Pages(np.array(ids, dtype=np.int32), first_token)
+    row = pack_rows(pages)
+    assert isinstance(row, PagesRow)
+    assert row.ids == b"".join(page.to_bytes(4, "little", signed=True) for page in ids)
+    back = unpack_rows(row)
+    assert back == pages
+    assert isinstance(back, Pages)
+    assert not back.ids.flags.writeable
+
+
+def test_a_slot_comes_back_as_it_was() -> None:
+    assert pack_rows(Slot(5)) == SlotRow(5)
+    assert unpack_rows(SlotRow(5)) == Slot(5)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_ids_that_are_no_whole_number_of_pages_are_refused(length: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"{length} bytes of page ids"):
+        unpack_rows(PagesRow(bytes(length), 0))

@@ -1,0 +1,217 @@
+"""The two tables, by brute force: what is not in them changes nothing; what is, happens by some call or message."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.core.errors import ConfigError, RequestAborted
+from disagg.core.rows import Pages
+from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reserve, Written, pack_rows
+from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState, ReceiveStep
+from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer, Ticket
+
+P, D = PeerRank("P", 0), PeerRank("D", 0)
+KEY = RequestKey(b"request-of-table", 0)
+IDS: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt, "nonce": 7}
+ROWS = {"kv": Pages(np.array([1, 2]))}
+RESERVE = Reserve(**IDS, source_group=0, destination_group=0, rows={"kv": pack_rows(ROWS["kv"])}, need={"kv": (0, 8)})
+RECEIVE_PAIRS = list(itertools.product(ReceiveState, ReceiveStep))
+SEND_PAIRS = list(itertools.product(SendState, SendStep))
+FAILED = RequestAborted("no more")
+
+
+# ------------------------------------------------------------------------------------------------------------ receiving
+
+
+def receive_in(state: ReceiveState) -> tuple[Sessions, ReceiveSession]:
+    """A receive that got into `state` by calls and messages."""
+    sessions = Sessions()
+    session = sessions.receives.open(
+        KEY,
+        peer="P",
+        nonce=7,
+        source_group=0,
+        rows=ROWS,
+        need={"kv": (0, 8)},
+        expected={0: {"kv": ((0,), (0, 8))}},
+        now=0.0,
+        deadline=10.0,
+        ready=state is not ReceiveState.WAITING,
+    )
+    if state is ReceiveState.SUCCEEDED:
+        receive_step(sessions, session, ReceiveStep.COVERED)
+    elif state is ReceiveState.VERIFYING:
+        receive_step(sessions, session, ReceiveStep.LANDED)
+    elif state is not ReceiveState.WAITING and state is not ReceiveState.OPEN:
+        sessions.receives.abort(session, FAILED, 1.0)
+        if state is ReceiveState.FAILED:
+            receive_step(sessions, session, ReceiveStep.QUIET)
+    assert session.state is state
+    sessions.effects.clear()
+    return sessions, session
+
+
+def receive_step(sessions: Sessions, session: ReceiveSession, step: ReceiveStep) -> None:
+    """What makes `step` happen, where it may."""
+    match step:
+        case ReceiveStep.READY:
+            sessions.receives.ready(session, 2.0)
+        case ReceiveStep.COVERED if session.state is ReceiveState.VERIFYING:
+            sessions.receives.verified("P", KEY, 2.0, error=None)
+        case ReceiveStep.LANDED | ReceiveStep.COVERED:
+            session.verify = "full" if step is ReceiveStep.LANDED else "off"
+            sessions.on_message(P, Complete(**IDS, written=(Written(0, "kv", None, 0, 8),)), 2.0)
+        case ReceiveStep.FAILURE:
+            sessions.receives.abort(session, RequestAborted("once more"), 2.0)
+        case ReceiveStep.QUIET:
+            sessions.on_message(P, Drained(**IDS), 2.0)
+
+
+def receive_snapshot(session: ReceiveSession) -> tuple[Any, ...]:
+    return session.state, session.error, session.payload, session.lease.state
+
+
+@pytest.mark.parametrize(("state", "step"), RECEIVE_PAIRS, ids=str)
+def test_a_receive_moves_as_its_table_says_and_by_nothing_else(state: ReceiveState, step: ReceiveStep) -> None:
+    sessions, session = receive_in(state)
+    assert sessions.receives._step(session, step) is ((state, step) in RECEIVE_TABLE)
+    assert session.state is RECEIVE_TABLE.get((state, step), state)
+
+
+@pytest.mark.parametrize(("state", "step"), RECEIVE_PAIRS, ids=str)
+def test_a_receive_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(state: ReceiveState, step: ReceiveStep) -> None:
+    sessions, session = receive_in(state)
+    before = receive_snapshot(session)
+    receive_step(sessions, session, step)
+    # `Drained` says also that the writer has failed, and `Complete` also that it is quiet.
+    implied = {
+        ReceiveStep.QUIET: ReceiveStep.FAILURE,
+        ReceiveStep.COVERED: ReceiveStep.QUIET,
+        ReceiveStep.LANDED: ReceiveStep.QUIET,
+    }
+    may = (state, step) in RECEIVE_TABLE or (state, implied.get(step, step)) in RECEIVE_TABLE
+    if state is ReceiveState.WAITING and step not in (ReceiveStep.READY, ReceiveStep.FAILURE):
+        return  # no writer knows the nonce yet
+    assert (receive_snapshot(session) != before) is may
+    if not may:
+        assert not [e for e in sessions.effects if not isinstance(e, SendMessage) or not isinstance(e.message, Outcome)]
+
+
+# -------------------------------------------------------------------------------------------------------------- sending
+
+
+def send_in(state: SendState) -> tuple[Sessions, SendSession, Destination]:
+    """A send whose only destination got into `state` by calls and messages."""
+    sessions = Sessions()
+    session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=10.0)
+    sessions.sends.send(session, Chunk(0, ROWS, (0, 8), None), 0.0)
+    if state is SendState.AWAITED:
+        destination = session.destinations.setdefault(D, Destination())
+        session.destinations.pop(D)
+        return sessions, session, destination
+    sessions.on_message(D, RESERVE, 0.0)
+    if state in (SendState.COMPLETED, SendState.CLOSED):
+        send_step(sessions, session, SendStep.LANDED)
+    if state in (SendState.ABORTING, SendState.DRAINED):
+        send_step(sessions, session, SendStep.FAILURE)
+    if state is SendState.DRAINED:
+        send_step(sessions, session, SendStep.QUIET)
+    if state is SendState.CLOSED:
+        send_step(sessions, session, SendStep.OUTCOME)
+    if state is SendState.LOST:
+        send_step(sessions, session, SendStep.PEER_LOST)
+    destination = session.destinations[D]
+    assert destination.state is state
+    sessions.effects.clear()
+    return sessions, session, destination
+
+
+def send_step(sessions: Sessions, session: SendSession, step: SendStep) -> None:
+    """What makes `step` happen, where it may."""
+    match step:
+        case SendStep.RESERVED:
+            sessions.on_message(D, RESERVE, 2.0)
+        case SendStep.LANDED:
+            if not session.finished:
+                sessions.sends.finish(session, b"", 2.0)
+            sessions.sends.settled(Ticket(D, KEY, 0), now=2.0)
+        case SendStep.FAILURE:
+            sessions.on_message(D, Abort(**IDS, reason="client gone"), 2.0)
+        case SendStep.QUIET:
+            sessions.sends.settled(Ticket(D, KEY, 0), now=2.0)
+        case SendStep.OUTCOME:
+            sessions.on_message(D, Outcome(**IDS, ok=True), 2.0)
+        case SendStep.PEER_LOST:
+            sessions.peer_lost(D, "it died", 2.0)
+
+
+@pytest.mark.parametrize(("state", "step"), SEND_PAIRS, ids=str)
+def test_a_destination_moves_as_its_table_says_and_by_nothing_else(state: SendState, step: SendStep) -> None:
+    sessions, _, destination = send_in(state)
+    assert sessions.sends._step(destination, step) is ((state, step) in SEND_TABLE)
+    assert destination.state is SEND_TABLE.get((state, step), state)
+
+
+@pytest.mark.parametrize(("state", "step"), [p for p in SEND_PAIRS if p[0] is not SendState.AWAITED], ids=str)
+def test_a_destination_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(state: SendState, step: SendStep) -> None:
+    sessions, session, destination = send_in(state)
+    send_step(sessions, session, step)
+    settled = SendStep.QUIET if step is SendStep.LANDED else step  # the same report, about a destination that has failed
+    if (state, step) in SEND_TABLE or (state, settled) in SEND_TABLE:
+        assert destination.state is not state
+    else:
+        assert destination.state is state
+        assert not [e for e in sessions.effects if isinstance(e, StartTransfer)]
+
+
+@pytest.mark.parametrize("state", [SendState.CLOSED])
+@pytest.mark.parametrize("step", SendStep)
+def test_a_send_that_has_ended_says_nothing_more_to_its_server(state: SendState, step: SendStep) -> None:
+    sessions, session, _ = send_in(state)
+    before = session.error, session.lease.state, session.payload
+    if step is not SendStep.LANDED:
+        send_step(sessions, session, step)
+    sessions.tick(1000.0)
+    assert (session.error, session.lease.state, session.payload) == before
+    assert not [e for e in sessions.effects if isinstance(e, Event | StartTransfer)]
+
+
+# ------------------------------------------------------------------------------------------------------------ the tables
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "steps", "first"),
+    [
+        (RECEIVE_TABLE, ReceiveState, ReceiveStep, {ReceiveState.WAITING}),
+        (SEND_TABLE, SendState, SendStep, {SendState.AWAITED}),
+    ],
+    ids=["receive", "send"],
+)
+def test_every_state_can_be_reached_every_step_is_used_and_every_state_ends(
+    table: dict[tuple[Any, Any], Any], states: Any, steps: Any, first: set[Any]
+) -> None:
+    reached = set(first)
+    while more := {after for (before, _), after in table.items() if before in reached} - reached:
+        reached |= more
+    assert reached == set(states)
+    assert {step for _, step in table} == set(steps)
+    ends = set(states) - {before for before, _ in table}
+    assert {state.name for state in ends} <= {"SUCCEEDED", "FAILED", "CLOSED", "LOST"}
+    leads_to_end = set(ends)
+    while more := {before for (before, _), after in table.items() if after in leads_to_end} - leads_to_end:
+        leads_to_end |= more
+    assert leads_to_end == set(states)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Limits) if field.name.endswith("_s")])
+def test_times_that_would_never_pass_are_refused(name: str) -> None:
+    for value in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"limits {name}: expected more than 0"):
+            Limits(**dict[str, Any]({name: value}))

@@ -1,0 +1,138 @@
+"""Bytes that arrive packed: a writer is complete only when they have been unpacked, and rows are kept until then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from disagg.core.errors import RequestAborted
+from disagg.core.leases import LeaseState
+from disagg.core.rows import Pages
+from disagg.protocol.messages import Abort, Complete, Drained, Filled, Outcome, Part, Reserve, Written, pack_rows
+from disagg.protocol.receive_session import ReceiveSession, ReceiveState
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
+
+WRITER, READER, STRANGER = PeerRank("P", 0), PeerRank("D", 0), PeerRank("P", 5)
+KEY = RequestKey(b"packed-and-ready", 0)
+IDS: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt, "nonce": 7}
+PART = Part("kv", (0,), None, 0, 8)
+
+
+def complete(*, packed: tuple[tuple[int, int], ...]) -> Complete:
+    return Complete(**IDS, written=(Written(0, "kv", None, 0, 8),), packed=packed, payload=b"first")
+
+
+def slot(number: int = 0, nonce: int = 7) -> Complete:
+    return Complete(**{**IDS, "nonce": nonce}, final=False, filled=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
+
+
+def receiving() -> tuple[Sessions, ReceiveSession]:
+    sessions = Sessions()
+    session = sessions.receives.open(
+        KEY,
+        peer="P",
+        nonce=7,
+        source_group=0,
+        rows={"kv": Pages(np.array([1, 2]))},
+        need={"kv": (0, 8)},
+        expected={0: {"kv": ((0,), (0, 8))}},
+        now=0.0,
+        deadline=10.0,
+    )
+    sessions.effects.clear()
+    return sessions, session
+
+
+def unpack(sessions: Sessions, session: ReceiveSession, nbytes: int, *, chunk: int = 0, error: str = "") -> None:
+    sessions.receives.end_unpack(session, WRITER, chunk=chunk, nbytes=nbytes, now=1.0, error=error)
+
+
+def ends(sessions: Sessions) -> list[bool]:
+    found = [effect.ok for effect in sessions.effects if isinstance(effect, Event)]
+    sessions.effects.clear()
+    return found
+
+
+def test_success_waits_for_the_last_packed_byte() -> None:
+    sessions, session = receiving()
+    for _ in range(2):
+        assert sessions.receives.begin_unpack(WRITER, slot()) is session
+    sessions.on_message(WRITER, complete(packed=((0, 128),)), 0.5)
+    assert ends(sessions) == []
+    unpack(sessions, session, 64)
+    assert ends(sessions) == []
+    unpack(sessions, session, 64)
+    assert ends(sessions) == [True]
+    assert session.payload == b"first"
+    assert session.lease.released
+
+
+def test_bytes_unpacked_before_the_last_word_count_as_well() -> None:
+    sessions, session = receiving()
+    assert sessions.receives.begin_unpack(WRITER, slot()) is session
+    sessions.on_message(WRITER, slot(), 0.2)
+    unpack(sessions, session, 64)
+    assert ends(sessions) == []
+    sessions.on_message(WRITER, complete(packed=((0, 64),)), 0.5)
+    assert ends(sessions) == [True]
+
+
+def test_another_chunks_bytes_do_not_make_up_for_it() -> None:
+    sessions, session = receiving()
+    sessions.receives.begin_unpack(WRITER, slot())
+    sessions.on_message(WRITER, complete(packed=((0, 64), (1, 64))), 0.5)
+    unpack(sessions, session, 128, chunk=1)
+    assert ends(sessions) == []
+
+
+def test_an_abort_keeps_the_rows_until_the_unpacking_has_ended() -> None:
+    sessions, session = receiving()
+    sessions.receives.begin_unpack(WRITER, slot())
+    sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
+    sessions.on_message(WRITER, Drained(**IDS), 0.6)
+    assert ends(sessions) == [False]
+    assert (session.state, session.lease.state) == (ReceiveState.ABORTING, LeaseState.HELD)
+    unpack(sessions, session, 64)
+    assert session.lease.state is LeaseState.RELEASED
+    assert [e.message.ok for e in sessions.effects if isinstance(e, SendMessage) and isinstance(e.message, Outcome)] == [False]
+
+
+def test_what_cannot_be_unpacked_fails_the_request() -> None:
+    sessions, session = receiving()
+    sessions.receives.begin_unpack(WRITER, slot())
+    unpack(sessions, session, 64, error="packed stream of 10 bytes")
+    assert "packed stream of 10 bytes" in str(session.error)
+    aborts = [e.message.reason for e in sessions.effects if isinstance(e, SendMessage) and isinstance(e.message, Abort)]
+    assert aborts == ["packed stream of 10 bytes"]
+
+
+def test_nobody_waits_for_slots_of_strangers_of_other_nonces_or_of_requests_that_ended() -> None:
+    sessions, session = receiving()
+    assert sessions.receives.begin_unpack(STRANGER, slot()) is None
+    assert sessions.receives.begin_unpack(WRITER, slot(nonce=8)) is None
+    sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
+    assert sessions.receives.begin_unpack(WRITER, slot()) is None
+    assert session.local_work == 0
+
+
+def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:
+    sessions = Sessions()
+    session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
+    rows = Pages(np.array([1, 2]))
+    sessions.on_message(
+        READER,
+        Reserve(**IDS, source_group=0, destination_group=0, rows={"kv": pack_rows(rows)}, need={"kv": (0, 8)}),
+        0.0,
+    )
+    for number, tokens in enumerate(((0, 4), (4, 8))):
+        sessions.sends.send(session, Chunk(number, {"kv": rows}, tokens, None), 0.1)
+    sessions.sends.finish(session, b"", 0.1)
+    first, second = [effect.ticket for effect in sessions.effects if isinstance(effect, StartTransfer)]
+    sessions.sends.settled(first, now=0.2, packed=4096)
+    sessions.sends.settled(second, now=0.2)
+    said = [e.message for e in sessions.effects if isinstance(e, SendMessage)][-1]
+    assert isinstance(said, Complete)
+    assert said.final
+    assert said.packed == ((0, 4096),)
