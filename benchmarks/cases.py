@@ -26,7 +26,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.core.copies import Columns, CopyBatch
 from disagg.core.rows import Pages
-from disagg.layout.binding import Stream, bind, place
+from disagg.layout.binding import Stream, bind, bind_rows
 
 SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
 MIB = 1 << 20
@@ -153,7 +153,7 @@ def build() -> Iterator[Row]:
             assert len(found) == 1_179_648
 
         def stream() -> None:
-            place(plan, source=rows[0], destination=rows[1], tokens=(0, 16_384)).append_to(Stream(source=True))
+            bind_rows(plan, source=rows[0], destination=rows[1], tokens=(0, 16_384)).append_to(Stream(source=True))
 
         found = medians_s([tuples, columns, stream], rounds=3)
     names = ("before_one_side_ms", "after_columns_of_both_ms", "after_as_a_stream_ms")

@@ -152,7 +152,7 @@ def lists_table() -> Iterator[Row]:
                 def ours(min_selected: int, copies: CopyBatch = copies) -> None:
                     usual, nixl_backend.MIN_SELECTED = nixl_backend.MIN_SELECTED, min_selected
                     try:
-                        both.backend._discard(both.backend._prepare_all(Op.WRITE, both.peer, copies))  # noqa: B023
+                        both.backend._discard(both.backend._prepare_all(Op.WRITE, both.peer, copies))
                     finally:
                         nixl_backend.MIN_SELECTED = usual
 

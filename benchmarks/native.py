@@ -17,7 +17,7 @@ import numpy.typing as npt
 from disagg.core import _native
 from disagg.core.copies import Columns
 from disagg.core.rows import Pages
-from disagg.layout.binding import Stream, bind, place
+from disagg.layout.binding import Stream, bind, bind_rows
 from disagg.layout.ownership import EVERYTHING
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.state.align import group_concurrent_contiguous
@@ -75,7 +75,7 @@ def bind_table() -> None:
             return bind(plan, source=rows[0], destination=rows[1], tokens=tokens, out=out, num_threads=num_threads)
 
         def stream(tokens: tuple[int, int], rows: tuple[Pages, Pages]) -> None:
-            place(plan, source=rows[0], destination=rows[1], tokens=tokens).append_to(Stream(source=True))
+            bind_rows(plan, source=rows[0], destination=rows[1], tokens=tokens).append_to(Stream(source=True))
 
         tokens, rows = (0, num_tokens), (source, destination)
         count = 2 * 36 * num_tokens

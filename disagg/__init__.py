@@ -32,6 +32,7 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager, new_request_id
 from disagg.requests import Receiver, Sender, combine
+from disagg.state.align import align_state_indices, group_concurrent_contiguous
 
 __all__ = [
     "BackendError",
@@ -62,7 +63,9 @@ __all__ = [
     "TransferUnsettled",
     "VerificationFailed",
     "__version__",
+    "align_state_indices",
     "combine",
+    "group_concurrent_contiguous",
     "new_request_id",
 ]
 

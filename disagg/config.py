@@ -21,7 +21,7 @@ from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.manager import KVManager
 from disagg.protocol.messages import Verify
-from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair
 
@@ -89,9 +89,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "127.0.0.1"
     )
     limits: Annotated[Limits, says("Bounds and times of the protocol.", flag="--limit", metavar="NAME=VALUE")] = Limits()
-    link_limits: Annotated[
-        LinkLimits, says("Times of the handshake and of liveness.", flag="--link-limit", metavar="NAME=VALUE")
-    ] = LinkLimits()
+    connection_limits: Annotated[
+        ConnectionLimits, says("Times of the handshake and of liveness.", flag="--link-limit", metavar="NAME=VALUE")
+    ] = ConnectionLimits()
 
     def __post_init__(self) -> None:
         for setting in settings(type(self)):

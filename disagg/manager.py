@@ -30,8 +30,8 @@ from disagg.layout.agreement import Agreement, LocalRank, ModelId
 from disagg.layout.binding import check_rows
 from disagg.layout.placement import Component
 from disagg.protocol.messages import TokenRange, Verify
-from disagg.protocol.peer_state import Identity, LinkLimits
-from disagg.protocol.peers import Links
+from disagg.protocol.peer_state import ConnectionLimits, Identity
+from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey
 from disagg.requests import Receiver, Sender
@@ -118,7 +118,7 @@ class KVManager:
         pack_below: int | None = None,
         verify: Verify = "off",
         limits: Limits | None = None,
-        link_limits: LinkLimits | None = None,
+        connection_limits: ConnectionLimits | None = None,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
@@ -176,13 +176,13 @@ class KVManager:
                 gather=None if slots is None else memory.gather(slots.region),
             ),
         )
-        self._links = Links(
+        self._links = PeerTable(
             identity,
             leader=leader,
             own_key=keys.public if keys is not None else None,
-            admit=self._handshake.admit,
-            examine=self._handshake.examine,
-            limits=link_limits,
+            accept_hello=self._handshake.accept_hello,
+            validate_welcome=self._handshake.validate_welcome,
+            limits=connection_limits,
         )
         held = self._local.table.ranks[topology.group_rank].by_name
         self._sizes = {name: HeldSize(layout) for name, layout in held.items()}
@@ -391,7 +391,7 @@ class KVManager:
         return not self._handles
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. A second call does nothing.
+        """SendTo goodbye, end what is under way, stop the threads and the engine. A second call does nothing.
 
         Where the engine's end proves all rows quiet, those that were quarantined are released as well.
         """

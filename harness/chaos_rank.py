@@ -34,7 +34,7 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager
 from disagg.protocol.messages import Verify
-from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits
 from disagg.requests import Receiver, Sender
 from disagg.state import paged
@@ -192,7 +192,9 @@ class Rank:
             pack_below=orders.pack_below,
             verify=orders.verify,
             limits=Limits(retry_s=0.1, max_retry_s=1.0, drain_timeout_s=1.0),
-            link_limits=LinkLimits(hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=5.0),
+            connection_limits=ConnectionLimits(
+                hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=5.0
+            ),
         )
         self._held: dict[tuple[str, str, int], Holding] = {}
         self._unwanted: set[tuple[str, int]] = set()

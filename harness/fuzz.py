@@ -83,7 +83,7 @@ from disagg.protocol.messages import (
     unpack_rows,
 )
 from disagg.protocol.peer_state import Identity
-from disagg.protocol.peers import Links
+from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey
 
@@ -301,11 +301,11 @@ class Reader:
     def _restart(self) -> None:
         self._turns = 0
         self.sessions = Sessions(limits=Limits(max_parked_reserves=64, max_tombstones=64))
-        self.links = Links(
+        self.links = PeerTable(
             Identity("me", 0, 1, 9, "m", "r", self.local.table.encode(), "tcp://127.0.0.1:9", leader=True),
             leader=None,
-            admit=self._admit,
-            examine=self._examine,
+            accept_hello=self._admit,
+            validate_welcome=self._examine,
         )
         self.links.add_peer("peer", "tcp://127.0.0.1:1", None, self._now)
 
@@ -491,7 +491,7 @@ def bombard(inputs: int, *, seed: int) -> Result:
 
 
 def _is_welcome(dealer: zmq.Socket[bytes], hello: bytes) -> bool:
-    """Say hello, and whether it is answered within a second; what was answered before is thrown away."""
+    """SendTo hello, and whether it is answered within a second; what was answered before is thrown away."""
     while dealer.poll(0):
         dealer.recv()
     dealer.send(hello)

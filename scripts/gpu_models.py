@@ -32,7 +32,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.rank.rank import RankConfig, ResidentRank, versions
 from disagg.core.spans import SpanBatch
-from disagg.layout.binding import place
+from disagg.layout.binding import bind_rows
 from disagg.models.families import load_model
 from disagg.protocol.types import PeerRank
 
@@ -132,7 +132,7 @@ class Instance:
                 assert isinstance(backend, SpanWriter)
                 for name, plan in remote.plan.components.items():
                     state, need = self.spec.state(name), theirs.needs[name]
-                    placed = place(
+                    placed = bind_rows(
                         plan, source=rows_of(state, ours), destination=rows_of(state, theirs), tokens=need, num_tokens=need[1]
                     )
                     parts = placed.span_runs(remote.prepared.first[name])

@@ -13,7 +13,7 @@ from disagg.core.memory import RemoteRegion
 from disagg.core.rows import TokenRange
 from disagg.core.topology import Topology
 from disagg.layout.binding import expected_tokens
-from disagg.layout.checksums import SumPlan, reader_plan, writer_plans
+from disagg.layout.checksums import ChecksumPlan, reader_plan, writer_plans
 from disagg.layout.election import Election, elect
 from disagg.layout.ownership import plain_integer
 from disagg.layout.placement import Component, Placement, check_placement
@@ -61,7 +61,7 @@ class LocalRank:
         return cls(topology, tuple(components), table, placements)
 
     @cached_property
-    def sum_plans(self) -> dict[str, SumPlan]:
+    def checksum_plans(self) -> dict[str, ChecksumPlan]:
         """What this rank sums of what it has received, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
@@ -125,7 +125,7 @@ class Agreement:
             make_plan(self.incoming, source=theirs, destination=ours),
         )
 
-    def sum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, SumPlan]:
+    def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
         """What this rank sums of what it writes to `rank`, by component."""
         ours = (local.topology.group_rank, local.table, local.placements)
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))

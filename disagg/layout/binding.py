@@ -40,11 +40,11 @@ def bind(
     is used again. Every needed position must have a page or slot inside its pool on both sides; raises `LayoutError`
     naming the first that has none, before anything is posted.
     """
-    placed = place(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
+    placed = bind_rows(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
     return placed.copies(out=out, num_threads=num_threads)
 
 
-class Placed(msgspec.Struct, frozen=True, eq=False):
+class BoundRows(msgspec.Struct, frozen=True, eq=False):
     """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
 
     plan: ComponentPlan
@@ -85,7 +85,7 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
         stream.append(self.spans, self.runs, self.layers)
 
 
-def place(
+def bind_rows(
     plan: ComponentPlan,
     *,
     source: Rows,
@@ -94,7 +94,7 @@ def place(
     num_tokens: int | None = None,
     layers: Sequence[int] | None = None,
     spans: Sequence[int] | None = None,
-) -> Placed:
+) -> BoundRows:
     """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
     by_granule: dict[int, Ints] = {}
     runs: list[Ints] = []
@@ -104,7 +104,7 @@ def place(
         if granule not in by_granule:
             by_granule[granule] = token_runs(plan, granule, source, destination, tokens, num_tokens)
         runs.append(by_granule[granule])
-    return Placed(plan, numbers, runs, None if layers is None else np.ascontiguousarray(layers, dtype=np.int64))
+    return BoundRows(plan, numbers, runs, None if layers is None else np.ascontiguousarray(layers, dtype=np.int64))
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:

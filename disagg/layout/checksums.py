@@ -36,7 +36,7 @@ SAMPLED = 16
 
 
 @dataclass(frozen=True, eq=False)
-class SumBox:
+class ChecksumBox:
     """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)` in order of their names."""
 
     seed: int
@@ -50,7 +50,7 @@ class SumBox:
 
 
 @dataclass(frozen=True, eq=False)
-class SumPlan:
+class ChecksumPlan:
     """What one side sums of a component for one destination rank: its own boxes and rows, and the destination's rows.
 
     `layers` are all that the destination rank takes, whoever writes them, in ascending order.
@@ -59,7 +59,7 @@ class SumPlan:
     name: str
     own: RowSpace
     destination: RowSpace
-    boxes: tuple[SumBox, ...]
+    boxes: tuple[ChecksumBox, ...]
     layers: tuple[int, ...]
 
 
@@ -85,7 +85,7 @@ class Sums:
     by_page: Words
 
     @classmethod
-    def zero(cls, plan: SumPlan, pages: PageRange) -> Sums:
+    def zero(cls, plan: ChecksumPlan, pages: PageRange) -> Sums:
         return cls(np.zeros(len(plan.layers), np.uint64), np.zeros(int(pages.chosen.sum()), np.uint64))
 
 
@@ -94,9 +94,9 @@ def writer_plans(
     *,
     source: tuple[int, LayoutTable, Mapping[str, Placement]],
     destination: tuple[int, LayoutTable, Mapping[str, Placement]],
-) -> dict[str, SumPlan]:
+) -> dict[str, ChecksumPlan]:
     """What a writer sums for one destination rank, by component; sides as for `make_plan`."""
-    boxes: dict[str, list[SumBox]] = {}
+    boxes: dict[str, list[ChecksumBox]] = {}
     ours, theirs = source[1].ranks[source[0]].by_name, destination[1].ranks[destination[0]].by_name
     for flow in election.by_pair.get((source[0], destination[0]), ()):
         axes = [axis.name for axis in theirs[flow.component].tensor(flow.role).inner_axes]
@@ -104,7 +104,7 @@ def writer_plans(
         box = _box(flow.component, tensor, place, dict(zip(axes, flow.box, strict=True)), flow.layers)
         boxes.setdefault(flow.component, []).append(box)
     return {
-        name: SumPlan(
+        name: ChecksumPlan(
             name,
             row_space(ours[name], source[2][name]),
             row_space(theirs[name], destination[2][name]),
@@ -115,7 +115,7 @@ def writer_plans(
     }
 
 
-def reader_plan(layout: ComponentLayout, placement: Placement) -> SumPlan:
+def reader_plan(layout: ComponentLayout, placement: Placement) -> ChecksumPlan:
     """What a destination rank sums of a component: everything that it holds."""
     boxes = []
     for tensor in layout.tensors:
@@ -126,7 +126,7 @@ def reader_plan(layout: ComponentLayout, placement: Placement) -> SumPlan:
             named = dict(zip((axis.name for axis in tensor.inner_axes), cell, strict=True))
             boxes.append(_box(layout.name, tensor, placement.tensor(tensor.role), named, tensor.layers))
     space = row_space(layout, placement)
-    return SumPlan(layout.name, space, space, tuple(boxes), _layers(layout))
+    return ChecksumPlan(layout.name, space, space, tuple(boxes), _layers(layout))
 
 
 def _layers(layout: ComponentLayout) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def _layers(layout: ComponentLayout) -> tuple[int, ...]:
 
 def _box(
     component: str, tensor: TensorLayout, place: TensorPlacement, box: Mapping[str, Interval], layers: Sequence[int]
-) -> SumBox:
+) -> ChecksumBox:
     offset, axes = 0, []
     for name in sorted(box):
         axis, part = tensor.axis(name), box[name]
@@ -144,7 +144,7 @@ def _box(
         axes.append((part.stop - part.start, place.strides[name], part.start))
     token = tensor.token
     by_layer = dict(zip(place.layers, place.bases, strict=True))
-    return SumBox(
+    return ChecksumBox(
         seed=_hash(component.encode() + b"\0" + tensor.role.encode()),
         layers=np.array(layers, dtype=np.int64),
         bases=np.array([by_layer[layer] + offset for layer in layers], dtype=np.uint64),
@@ -160,7 +160,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def page_range(plan: SumPlan, need: tuple[int, int], *, sample: bytes | None) -> PageRange:
+def page_range(plan: ChecksumPlan, need: tuple[int, int], *, sample: bytes | None) -> PageRange:
     """The destination's pages that hold tokens of `need`; with `sample` (which names the attempt) only some are summed.
 
     State of one row per request counts as one page, and its layers are sampled in place of pages.
@@ -173,7 +173,7 @@ def page_range(plan: SumPlan, need: tuple[int, int], *, sample: bytes | None) ->
     return PageRange(first, stop, _choose(plan, stop - first, sample))
 
 
-def _choose(plan: SumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.bool_]:
+def _choose(plan: ChecksumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.bool_]:
     if sample is None or count == 0:
         return np.ones(count, dtype=np.bool_)
     seed = _hash(plan.name.encode() + b"\0" + sample)
@@ -183,8 +183,8 @@ def _choose(plan: SumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.b
     return chosen
 
 
-def sum_rows(
-    plan: SumPlan,
+def checksum_rows(
+    plan: ChecksumPlan,
     rows: Rows,
     *,
     need: tuple[int, int],
@@ -225,14 +225,16 @@ def sum_rows(
     return sums
 
 
-def _summed_layers(plan: SumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
+def _summed_layers(plan: ChecksumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
     wanted = set(plan.layers if layers is None else layers)
     if plan.destination.tokens is None:
         wanted &= set(itertools.compress(plan.layers, _choose(plan, len(plan.layers), sample)))
     return wanted
 
 
-def _runs(plan: SumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]) -> Ints:
+def _runs(
+    plan: ChecksumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]
+) -> Ints:
     """Runs of positions for `_native.digest`: where they lie here, the place of their page's sum, their number there."""
     numbered = RowSpace(plan.destination.page_size, pages.stop + 1, plan.destination.tokens)
     both = ComponentPlan(plan.name, plan.own, numbered, ())
@@ -246,7 +248,7 @@ def _runs(plan: SumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tu
     return runs
 
 
-def difference(plan: SumPlan, rows: Rows, pages: PageRange, *, expected: Sums, found: Sums) -> str:
+def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Sums, found: Sums) -> str:
     """Where two sums differ: the component, the first layer and the first page; empty where they agree."""
     layers = np.flatnonzero(expected.by_layer != found.by_layer)
     numbers = np.flatnonzero(expected.by_page != found.by_page)
@@ -259,7 +261,7 @@ def difference(plan: SumPlan, rows: Rows, pages: PageRange, *, expected: Sums, f
     return f"component {plan.name!r}, {where}: what arrived is not what was sent"
 
 
-def _name_row(plan: SumPlan, rows: Rows, page: int, differing: int, summed: int) -> str:
+def _name_row(plan: ChecksumPlan, rows: Rows, page: int, differing: int, summed: int) -> str:
     if isinstance(rows, Slot):
         return f"slot {rows.id}"
     size = plan.destination.page_size

@@ -189,7 +189,7 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     ring: RingAddress
 
 
-class PartialSums(msgspec.Struct, frozen=True, array_like=True):
+class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
     """Sums modulo 2**64 of what one chunk holds of a component, little-endian uint64: one for each layer that the receiver's
     rank takes, in ascending order, and one for each page of its need that is summed, in its order.
     """
@@ -213,7 +213,7 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     final: bool = True
     filled: Many[Filled] = ()
     packed: Many[tuple[Small, Tokens]] = ()
-    sums: Many[PartialSums] = ()
+    sums: Many[PartialChecksums] = ()
     word: tuple[Small, Nonce] | None = None
 
 

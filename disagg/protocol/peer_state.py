@@ -17,7 +17,7 @@ from disagg.protocol.types import NEVER, PeerRank
 
 
 @dataclass(frozen=True)
-class LinkLimits:
+class ConnectionLimits:
     """Times of the handshake and of liveness; seconds."""
 
     hello_retry_s: float = 0.2
@@ -46,7 +46,7 @@ class Identity:
     leader: bool
 
 
-class SayHello(NamedTuple):
+class SendHello(NamedTuple):
     """Effect: send a hello on a dialled connection, of this generation, which is that many connections that this rank dialled
     later than its first.
     """
@@ -56,28 +56,28 @@ class SayHello(NamedTuple):
     dial: int = 0
 
 
-class Say(NamedTuple):
+class SendTo(NamedTuple):
     """Effect: send a message on a dialled connection."""
 
     address: str
     message: Message
 
 
-class Answer(NamedTuple):
+class ReplyOn(NamedTuple):
     """Effect: send a message back on a connection that a peer opened."""
 
     connection: bytes
     message: Message
 
 
-class Dial(NamedTuple):
+class Connect(NamedTuple):
     """Effect: open a connection."""
 
     address: str
     public_key: str | None
 
 
-class HangUp(NamedTuple):
+class Disconnect(NamedTuple):
     """Effect: close a dialled connection."""
 
     address: str
@@ -103,16 +103,16 @@ class Lost(NamedTuple):
     renewed: bool = False
 
 
-LinkEffect = SayHello | Say | Answer | Dial | HangUp | Ready | Lost
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Ready | Lost
 
 
-class LinkState(enum.Enum):
+class ConnectionState(enum.Enum):
     GREETING = "greeting"
     READY = "ready"
 
 
 @dataclass
-class Link:
+class PeerConnection:
     """The connection that this rank opened to one rank of a peer instance; the leader's rank is known once it answers.
 
     Whoever gives a connection up begins a new `generation` and says so in its next hello, so that both sides end the old one.
@@ -122,7 +122,7 @@ class Link:
     address: str
     rank: int | None
     generation: int = 0
-    state: LinkState = LinkState.GREETING
+    state: ConnectionState = ConnectionState.GREETING
     epoch: int = 0
     heard_at: float = 0.0
     hello_at: float = 0.0
@@ -145,7 +145,7 @@ class PeerInstance:
     name: str
     address: str
     public_key: str | None
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, PeerConnection] = field(default_factory=dict)
     members: tuple[Member, ...] = ()
     num_ranks: int | None = None
 
@@ -154,13 +154,13 @@ class PeerInstance:
         """Whether every rank of it has answered."""
         if self.num_ranks is None:
             return False
-        answered = {link.rank for link in self.links.values() if link.state is LinkState.READY}
+        answered = {link.rank for link in self.links.values() if link.state is ConnectionState.READY}
         return len(answered) == self.num_ranks
 
     @property
     def problem(self) -> str:
         """Why it is not ready."""
-        waiting = [link for link in self.links.values() if link.state is not LinkState.READY]
+        waiting = [link for link in self.links.values() if link.state is not ConnectionState.READY]
         return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"
 
 

@@ -26,31 +26,31 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.peer_state import (
     Accepted,
-    Answer,
-    Dial,
-    HangUp,
+    Connect,
+    ConnectionLimits,
+    ConnectionState,
+    Disconnect,
     Identity,
-    Link,
-    LinkEffect,
-    LinkLimits,
-    LinkState,
     Lost,
+    PeerConnection,
+    PeerEffect,
     PeerInstance,
     Ready,
-    Say,
-    SayHello,
+    ReplyOn,
+    SendHello,
+    SendTo,
 )
 from disagg.protocol.types import NEVER, PeerRank
 
 REDIAL_AFTER = 4
 """Hellos without any answer, before the connection is opened anew."""
-Admission = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
+HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
 """Judges a configured peer's hello and answers it; raises `DisaggError` to reject it."""
-Examination = Callable[[Welcome], int]
+WelcomeValidator = Callable[[Welcome], int]
 """Judges a peer's welcome and gives its number of ranks; raises `DisaggError` to refuse the peer."""
 
 
-class Links:
+class PeerTable:
     """Every connection of one rank, in both directions."""
 
     def __init__(
@@ -59,23 +59,23 @@ class Links:
         *,
         leader: str | None,
         own_key: str | None = None,
-        admit: Admission,
-        examine: Examination,
-        limits: LinkLimits | None = None,
+        accept_hello: HelloAcceptor,
+        validate_welcome: WelcomeValidator,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self.identity = identity
-        self.effects: deque[LinkEffect] = deque()
+        self.effects: deque[PeerEffect] = deque()
         self.instances: dict[str, PeerInstance] = {}
         self.members: dict[int, Member] = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
         self._leader = leader
         self._own_key = own_key
-        self._admit = admit
-        self._examine = examine
-        self._limits = limits or LinkLimits()
+        self._admit = accept_hello
+        self._examine = validate_welcome
+        self._limits = limits or ConnectionLimits()
         self._inbound: dict[bytes, Accepted] = {}
         self._dials = itertools.count()
         self._connections: dict[PeerRank, bytes] = {}
-        self._found: dict[PeerRank, Link] = {}
+        self._found: dict[PeerRank, PeerConnection] = {}
         if leader is not None:
             self._siblings = PeerInstance(identity.instance, leader, own_key)
 
@@ -99,7 +99,7 @@ class Links:
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._drop(link, cause)
-            self.effects.append(HangUp(link.address))
+            self.effects.append(Disconnect(link.address))
         for connection, accepted in list(self._inbound.items()):
             if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
                 self._forget(connection)
@@ -113,15 +113,15 @@ class Links:
         """A rank that has answered cannot be used after all; it is greeted again later."""
         link = self.link(peer)
         if link is not None:
-            link.state, link.heartbeat_at, link.problem = LinkState.GREETING, NEVER, problem
+            link.state, link.heartbeat_at, link.problem = ConnectionState.GREETING, NEVER, problem
             link.hello_at = now + self._limits.max_hello_retry_s
 
-    def link(self, peer: PeerRank) -> Link | None:
+    def link(self, peer: PeerRank) -> PeerConnection | None:
         """The ready connection to a rank."""
         link = self._to(peer)
-        return link if link is not None and link.state is LinkState.READY else None
+        return link if link is not None and link.state is ConnectionState.READY else None
 
-    def _to(self, peer: PeerRank) -> Link | None:
+    def _to(self, peer: PeerRank) -> PeerConnection | None:
         """The connection to a rank, ready or not."""
         instance = self.instances.get(peer.instance)
         if instance is None:
@@ -141,7 +141,7 @@ class Links:
             return None
         accepted = self._inbound.get(connection)
         if accepted is None:
-            self.effects.append(Answer(connection, Reject(field="connection", reason="say hello first", hello_first=True)))
+            self.effects.append(ReplyOn(connection, Reject(field="connection", reason="say hello first", hello_first=True)))
             return None
         self._heard(accepted, now)
         if isinstance(message, Goodbye):
@@ -165,7 +165,7 @@ class Links:
                 raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._me}")
             if self._missing:
                 reason = f"{len(self.members)} of {self.identity.num_ranks} ranks of {self.identity.instance!r} have joined"
-                self.effects.append(Answer(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
+                self.effects.append(ReplyOn(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
                 return
             if self._is_overtaken(connection, peer, hello):
                 return
@@ -176,11 +176,11 @@ class Links:
         for earlier in {connection, self._connections.get(peer, connection)} & self._inbound.keys():
             self._forget(earlier)
         self._inbound[connection], self._connections[peer] = Accepted(peer, hello.epoch, hello.dial), connection
-        self.effects.append(Answer(connection, welcome))
+        self.effects.append(ReplyOn(connection, welcome))
         link = self._to(peer)
         if link is None:
             return
-        restarted = link.state is LinkState.READY and link.epoch != hello.epoch
+        restarted = link.state is ConnectionState.READY and link.epoch != hello.epoch
         if restarted or hello.generation > link.generation:
             self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
             self._greet_soon(link, now)
@@ -210,11 +210,11 @@ class Links:
             )
         self.members[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
         welcome = self._admit(hello, self._named)
-        self.effects.append(Answer(connection, welcome))
+        self.effects.append(ReplyOn(connection, welcome))
 
     def _reject(self, connection: bytes, error: DisaggError) -> None:
         field_name = "layout" if isinstance(error, LayoutError) else "hello"
-        self.effects.append(Answer(connection, Reject(field=field_name, reason=str(error)[:4096])))
+        self.effects.append(ReplyOn(connection, Reject(field=field_name, reason=str(error)[:4096])))
 
     def on_reply(self, address: str, message: AnyMessage, now: float) -> None:
         """Take an answer from a connection that this rank opened."""
@@ -235,7 +235,7 @@ class Links:
                 link.problem = message.reason
                 link.hello_at = min(link.hello_at, now + max(message.retry_after_s, 0.01))
 
-    def _on_welcome(self, link: Link, welcome: Welcome, now: float) -> None:
+    def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
         if welcome.generation != link.generation:
             return  # to a hello before this generation: what it grants has been granted anew since
         try:
@@ -247,15 +247,15 @@ class Links:
             self._drop(link, f"refused: {error}")
             link.problem = str(error)
             return
-        if link.state is LinkState.READY and link.epoch != welcome.epoch:
+        if link.state is ConnectionState.READY and link.epoch != welcome.epoch:
             self._drop(link, "restarted")
-        elif link.state is LinkState.READY and link.ring not in (None, welcome.ring):
+        elif link.state is ConnectionState.READY and link.ring not in (None, welcome.ring):
             self._drop(link, "the peer has begun the connection anew")
             self._greet_soon(link, now)
             return
-        first = link.state is not LinkState.READY
+        first = link.state is not ConnectionState.READY
         link.ring = welcome.ring if first else link.ring
-        link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, LinkState.READY, ""
+        link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, ConnectionState.READY, ""
         link.hello_retry_s, link.heartbeat_at = 0.0, now + self._limits.heartbeat_s
         if link.instance == self.identity.instance:
             return
@@ -267,11 +267,11 @@ class Links:
             self._on_members(instance, welcome.members, now)
 
     def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Dial the ranks that the leader names, and hang up on those that it no longer does."""
+        """Connect the ranks that the leader names, and hang up on those that it no longer does."""
         named = {member.address for member in members} | {instance.address}
         for link in [found for found in instance.links.values() if found.address not in named]:
             self._drop(link, "its leader names another address")
-            self.effects.append(HangUp(link.address))
+            self.effects.append(Disconnect(link.address))
             del instance.links[link.address]
         leader = instance.links[instance.address]
         for member in members:
@@ -282,35 +282,35 @@ class Links:
     def tick(self, now: float) -> None:
         """Greet, send heartbeats, and judge silence. Call it after everything that has arrived was handed in."""
         for link in list(self._links()):
-            if link.state is LinkState.GREETING and now >= link.hello_at:
+            if link.state is ConnectionState.GREETING and now >= link.hello_at:
                 self._greet(link, now)
-            elif link.state is LinkState.READY and now - link.heard_at >= self._limits.heartbeat_timeout_s:
+            elif link.state is ConnectionState.READY and now - link.heard_at >= self._limits.heartbeat_timeout_s:
                 self._drop(link, f"silent for {self._limits.heartbeat_timeout_s} s")
                 self._greet_soon(link, now)
             elif now >= link.heartbeat_at:
                 link.heartbeat_at = now + self._limits.heartbeat_s
                 self._beat(link)
 
-    def _beat(self, link: Link) -> None:
+    def _beat(self, link: PeerConnection) -> None:
         """A sign of life; towards the leader of this instance, or of another, a hello, whose answer shows who is there."""
         is_leader = link.instance == self.identity.instance or link.address == self.instances[link.instance].address
-        hello = SayHello(link.address, link.generation, link.dial)
-        self.effects.append(hello if is_leader else Say(link.address, Heartbeat(epoch=self.identity.epoch)))
+        hello = SendHello(link.address, link.generation, link.dial)
+        self.effects.append(hello if is_leader else SendTo(link.address, Heartbeat(epoch=self.identity.epoch)))
 
     def next_tick(self) -> float:
         """When `tick` next has something to do."""
         return min((self._due(link) for link in self._links()), default=NEVER)
 
-    def _due(self, link: Link) -> float:
-        if link.state is LinkState.GREETING:
+    def _due(self, link: PeerConnection) -> float:
+        if link.state is ConnectionState.GREETING:
             return link.hello_at
         return min(link.heartbeat_at, link.heard_at + self._limits.heartbeat_timeout_s)
 
     def close(self, reason: str) -> None:
-        """Say goodbye to everyone."""
+        """SendTo goodbye to everyone."""
         for link in self._links():
-            if link.state is LinkState.READY:
-                self.effects.append(Say(link.address, Goodbye(reason=reason)))
+            if link.state is ConnectionState.READY:
+                self.effects.append(SendTo(link.address, Goodbye(reason=reason)))
 
     @property
     def _me(self) -> str:
@@ -324,18 +324,20 @@ class Links:
     def _missing(self) -> bool:
         return self.identity.leader and len(self.members) < self.identity.num_ranks
 
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[PeerConnection]:
         siblings = list(self._siblings.links.values()) if self._leader is not None else []
         return [link for instance in self.instances.values() for link in instance.links.values()] + siblings
 
-    def _by_address(self, address: str) -> Link | None:
+    def _by_address(self, address: str) -> PeerConnection | None:
         return next((link for link in self._links() if link.address == address), None)
 
     def _open(self, instance: PeerInstance, address: str, rank: int | None, now: float) -> None:
-        instance.links[address] = Link(instance.name, address, rank, hello_at=now, heard_at=now, dial=next(self._dials))
-        self.effects.append(Dial(address, instance.public_key))
+        instance.links[address] = PeerConnection(
+            instance.name, address, rank, hello_at=now, heard_at=now, dial=next(self._dials)
+        )
+        self.effects.append(Connect(address, instance.public_key))
 
-    def _greet(self, link: Link, now: float) -> None:
+    def _greet(self, link: PeerConnection, now: float) -> None:
         limits = self._limits
         link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
         link.hello_at = now + link.hello_retry_s
@@ -343,21 +345,21 @@ class Links:
             # A connection that was refused (its key was not known there yet) does not try again by itself.
             link.unanswered = 0
             link.dial = next(self._dials)
-            self.effects.extend((HangUp(link.address), Dial(link.address, self._key_of(link))))
+            self.effects.extend((Disconnect(link.address), Connect(link.address, self._key_of(link))))
         link.unanswered += 1
-        self.effects.append(SayHello(link.address, link.generation, link.dial))
+        self.effects.append(SendHello(link.address, link.generation, link.dial))
 
-    def _key_of(self, link: Link) -> str | None:
+    def _key_of(self, link: PeerConnection) -> str | None:
         instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]
         return instance.public_key
 
     @staticmethod
-    def _greet_soon(link: Link, now: float) -> None:
+    def _greet_soon(link: PeerConnection, now: float) -> None:
         link.hello_at, link.hello_retry_s = now, 0.0
 
-    def _drop(self, link: Link, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
+    def _drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
         """End this generation of a connection; the next hello begins another."""
-        was_ready, link.state, link.problem = link.state is LinkState.READY, LinkState.GREETING, cause
+        was_ready, link.state, link.problem = link.state is ConnectionState.READY, ConnectionState.GREETING, cause
         link.heartbeat_at = NEVER
         link.generation += was_ready
         if was_ready and link.instance != self.identity.instance:

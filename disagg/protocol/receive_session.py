@@ -13,7 +13,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.leases import Lease
 from disagg.core.rows import Rows
 from disagg.protocol.messages import (
-    PartialSums,
+    PartialChecksums,
     Reserve,
     TokenRange,
     Verify,
@@ -136,7 +136,7 @@ class Writer:
     payload: bytes = b""
     unpacked: dict[int, int] = field(default_factory=dict)
     owed: dict[int, int] | None = None
-    sums: tuple[PartialSums, ...] = ()
+    sums: tuple[PartialChecksums, ...] = ()
     retry_at: float = NEVER
     retry_s: float = 0.0
     reserve: Reserve | None = None

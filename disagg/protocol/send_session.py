@@ -9,7 +9,7 @@ from disagg.core.errors import Cause, DisaggError
 from disagg.core.leases import Lease
 from disagg.protocol.messages import (
     Complete,
-    PartialSums,
+    PartialChecksums,
     Reserve,
     TokenRange,
     Written,
@@ -72,7 +72,7 @@ class Destination:
     unsettled: set[int] = field(default_factory=set)
     landed: dict[int, tuple[Written, ...]] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
-    sums: dict[int, tuple[PartialSums, ...]] = field(default_factory=dict)
+    sums: dict[int, tuple[PartialChecksums, ...]] = field(default_factory=dict)
     started: int = 0
     foretold: Complete | None = None
     answered: bool = False

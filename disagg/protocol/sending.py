@@ -13,7 +13,7 @@ from disagg.protocol.messages import (
     Complete,
     Drained,
     Outcome,
-    PartialSums,
+    PartialChecksums,
     Reserve,
     Written,
 )
@@ -140,7 +140,7 @@ class Sends:
         error: str = "",
         unsettled: bool = False,
         packed: int = 0,
-        sums: tuple[PartialSums, ...] = (),
+        sums: tuple[PartialChecksums, ...] = (),
         known: bool = False,
     ) -> None:
         """A started transfer is over: done, failed with `error`, or (`unsettled`) not provably over. `packed` of its bytes

@@ -12,7 +12,7 @@ import msgspec
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.leases import Lease
 from disagg.core.rows import Rows, Slot
-from disagg.protocol.messages import Busy, PartialSums, RequestMessage, Reserve, TokenRange, Verify, Written
+from disagg.protocol.messages import Busy, PartialChecksums, RequestMessage, Reserve, TokenRange, Verify, Written
 
 NEVER = float("inf")
 
@@ -135,7 +135,7 @@ class StartVerify(msgspec.Struct, frozen=True):
     verify: Verify
     rows: Mapping[str, Rows]
     need: Mapping[str, TokenRange]
-    sums: Mapping[PeerRank, tuple[PartialSums, ...]]
+    sums: Mapping[PeerRank, tuple[PartialChecksums, ...]]
 
 
 Effect = SendMessage | StartTransfer | StartVerify | Event

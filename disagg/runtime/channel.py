@@ -23,9 +23,9 @@ import zmq.utils.z85
 from disagg.core import _native
 from disagg.core.address import is_loopback, parse_address
 from disagg.core.errors import ConfigError
-from disagg.core.rate_limited_log import Complaints
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
-from disagg.runtime.completion_page import Board, BoardView
+from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.local_socket import MAX_OFFERS, Lane, Listener, Source
 
@@ -43,7 +43,7 @@ class Inbound(msgspec.Struct, frozen=True):
     connection: bytes
     user: str
     data: bytes
-    board: BoardView | None = None
+    board: CompletionPageView | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Channel:
             )
         self._keys = keys
         self.refused = 0
-        self._complaints = Complaints(logger)
+        self._warnings = RateLimitedLog(logger)
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -94,7 +94,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._dialled: dict[str, _Dialled] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
-        self._board = Board.make()
+        self._board = CompletionPage.make()
         self._lanes = Listener(looks=looks)
         try:
             if keys is not None:
@@ -171,7 +171,7 @@ class Channel:
         offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if lane else []
         return _send(self._router, [connection, data, *offer])
 
-    def board(self, address: str) -> Board | None:
+    def board(self, address: str) -> CompletionPage | None:
         """Where something can be shown to who is dialled at `address`; `None` where it does not look."""
         dialled = self._dialled.get(address)
         return self._board if dialled is not None and dialled.lane is not None and dialled.lane.shows else None
@@ -296,7 +296,7 @@ class Channel:
                 return
             event = zmq.Event(zmq.utils.monitor.recv_monitor_message(self._monitor)["event"])
             self.refused += 1
-            self._complaints.say("refused a connection to %s: %s", self.address, _REFUSALS[event])
+            self._warnings.warning("refused a connection to %s: %s", self.address, _REFUSALS[event])
 
     def close(self) -> None:
         """Close every socket; what was queued has a moment to leave. A second call does nothing."""
@@ -356,7 +356,7 @@ def _authenticator(
                 complaints.say("refused a connection: its public key %s is none that is known", key.decode())
             return known
 
-    complaints = Complaints(logger)
+    complaints = RateLimitedLog(logger)
     authenticator = zmq.auth.thread.ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", Provider())

@@ -26,7 +26,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 """Writing through mappings that there are already goes on. Python's `fcntl` has no name for it yet."""
 
 
-class Board:
+class CompletionPage:
     """The writing side: memory of this process, which whoever is given `fileno` can map for reading, and not make smaller."""
 
     def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
@@ -35,7 +35,7 @@ class Board:
         self._values = itertools.count(1)
 
     @classmethod
-    def make(cls) -> Board | None:
+    def make(cls) -> CompletionPage | None:
         """A new one; `None` where the system cannot keep others from writing there (Linux before 5.1)."""
         try:
             descriptor = os.memfd_create("disagg-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -65,14 +65,14 @@ class Board:
         os.close(self._descriptor)
 
 
-class BoardView:
+class CompletionPageView:
     """The side that looks; it can only read."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
 
     @classmethod
-    def of(cls, descriptor: int) -> BoardView | None:
+    def of(cls, descriptor: int) -> CompletionPageView | None:
         """The board of another process; `None` where it is none, or could be made smaller, which would kill who reads it."""
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

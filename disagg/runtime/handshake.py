@@ -12,7 +12,7 @@ from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
-from disagg.layout.checksums import SumPlan
+from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
 from disagg.protocol.peer_state import Identity
@@ -37,7 +37,7 @@ class RemoteRank:
     plan: TransferPlan
     incoming: TransferPlan
     ring: RemoteRing | None
-    sum_plans: Callable[[], dict[str, SumPlan]]
+    checksum_plans: Callable[[], dict[str, ChecksumPlan]]
     prepared: PreparedPlan | None
     pack: StreamOf
     unpack: StreamOf
@@ -119,8 +119,8 @@ class Handshake:
             dial=dial,
         )
 
-    def admit(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
-        """Answer a hello; raises `DisaggError` with both values where something that must match does not."""
+    def accept_hello(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
+        """ReplyOn a hello; raises `DisaggError` with both values where something that must match does not."""
         me = self._identity
         self._check_model(hello)
         siblings = hello.instance == me.instance
@@ -141,8 +141,8 @@ class Handshake:
             ring=None if siblings else self._grant(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation),
         )
 
-    def examine(self, welcome: Welcome) -> int:
-        """Judge a peer's welcome, and give its number of ranks; raises `DisaggError` as `admit` does."""
+    def validate_welcome(self, welcome: Welcome) -> int:
+        """Judge a peer's welcome, and give its number of ranks; raises `DisaggError` as `accept_hello` does."""
         who = PeerRank(welcome.instance, welcome.rank)
         self._check_model(welcome)
         if welcome.version != PROTOCOL_VERSION:
@@ -191,7 +191,7 @@ class Handshake:
         ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
         remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
-        sums = functools.cache(lambda: agreement.sum_plans(self._local, peer.rank, placements))
+        sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:
             prepared = prepare(self._backend, engine, plan)
             pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)

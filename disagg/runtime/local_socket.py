@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.core import _native
-from disagg.runtime.completion_page import Board, BoardView
+from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Listener:
         self._offers: OrderedDict[Source, Offer] = OrderedDict()
         self._unproved: OrderedDict[int, socket.socket] = OrderedDict()
         self._lanes: dict[int, tuple[socket.socket, Source]] = {}
-        self._boards: dict[Source, tuple[int, BoardView]] = {}
+        self._boards: dict[Source, tuple[int, CompletionPageView]] = {}
 
     def fileno(self) -> int:
         """Readable when a peer opens a lane."""
@@ -108,7 +108,7 @@ class Listener:
         """Descriptors of connections to close, since too many have shown no secret."""
         return list(self._unproved)[: max(0, len(self._unproved) - MAX_UNPROVED)]
 
-    def board(self, source: Source) -> BoardView | None:
+    def board(self, source: Source) -> CompletionPageView | None:
         """What a peer shows, as long as it has a lane; `None` where that is nothing, or nobody here looks."""
         found = self._boards.get(source)
         return found[1] if found is not None else None
@@ -145,7 +145,7 @@ class Listener:
             if source is None:
                 return False
             if shown and self._looks:
-                board = BoardView.of(shown[0])
+                board = CompletionPageView.of(shown[0])
                 if board is None:  # its peer would rely on it
                     return False
                 self._boards[source] = descriptor, board
@@ -207,7 +207,7 @@ class Lane:
         self.shows = shows
 
     @classmethod
-    def open(cls, offer: bytes, board: Board | None = None) -> Lane | None:
+    def open(cls, offer: bytes, board: CompletionPage | None = None) -> Lane | None:
         """The lane that was offered, its reader shown `board` if it looks; `None` where this process cannot reach it: it is
         another host's, say.
         """

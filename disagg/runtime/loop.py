@@ -22,7 +22,7 @@ from disagg.core import _native
 from disagg.core.address import parse_address
 from disagg.core.errors import DisaggError, RemoteProtocolError, RequestAborted, VerificationFailed
 from disagg.core.events import ReadyEvent
-from disagg.core.rate_limited_log import Complaints
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rows import Pages, Rows
 from disagg.layout.agreement import LocalRank
 from disagg.layout.checksums import Digest
@@ -31,7 +31,7 @@ from disagg.protocol.messages import (
     Complete,
     Credit,
     Message,
-    PartialSums,
+    PartialChecksums,
     Reject,
     RequestMessage,
     Reserve,
@@ -39,8 +39,8 @@ from disagg.protocol.messages import (
     decode,
     encode,
 )
-from disagg.protocol.peer_state import Answer, Dial, HangUp, Lost, Ready, Say, SayHello
-from disagg.protocol.peers import Links
+from disagg.protocol.peer_state import Connect, Disconnect, Lost, Ready, ReplyOn, SendHello, SendTo
+from disagg.protocol.peers import PeerTable
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
@@ -58,12 +58,12 @@ from disagg.protocol.types import (
 )
 from disagg.runtime.accounting import Work
 from disagg.runtime.channel import Channel, Inbound, Reply
-from disagg.runtime.completion_page import Board
+from disagg.runtime.completion_page import CompletionPage
 from disagg.runtime.credits import Packing
 from disagg.runtime.handshake import Handshake, RemoteRank
 from disagg.runtime.paths import bind_outgoing
 from disagg.runtime.streams import bind_prepared
-from disagg.runtime.verification import SumWorker, sum_sent, verify_rows
+from disagg.runtime.verification import ChecksumWorker, checksum_sent, verify_rows
 from disagg.transfer.jobs import Begun, Job, Report, Settled, SlotFilled, Unpacked
 from disagg.transfer.staging import SlotPool
 from disagg.transfer.worker import TransferWorker
@@ -146,7 +146,7 @@ class _Summing:
     """A chunk whose sums are being made: what of it went packed, once it has settled, and its sums or why there are none."""
 
     packed: int | None = None
-    sums: tuple[PartialSums, ...] | None = None
+    sums: tuple[PartialChecksums, ...] | None = None
     error: str = ""
 
 
@@ -172,7 +172,7 @@ class Wire(Protocol):
     def disconnect(self, address: str) -> None: ...
     def send(self, address: str, data: bytes) -> bool: ...
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
-    def board(self, address: str) -> Board | None: ...
+    def board(self, address: str) -> CompletionPage | None: ...
     def wake(self) -> None: ...
     def linger(self, seconds: float, signs: list[_native.Sign]) -> bool: ...
     def flush(self) -> None: ...
@@ -195,7 +195,7 @@ class Hub:
         self,
         *,
         channel: Channel,
-        links: Links,
+        links: PeerTable,
         handshake: Handshake,
         sessions: Sessions,
         backend: Backend,
@@ -234,7 +234,7 @@ class Hub:
         self._connector = threading.BoundedSemaphore(MAX_CONNECTING)
         self._rows_waiting: list[tuple[ReceiveSession, ReadyEvent]] = []
         self._stopping = False
-        self._complaints = Complaints(logger)
+        self._warnings = RateLimitedLog(logger)
         self._due = self._due_again = self._awake_until = 0.0
         self._due_known = False
         self._passes_over = False
@@ -254,7 +254,7 @@ class Hub:
         self._begun: dict[Ticket, _native.Flag | _native.CudaEvent] = {}
         self._foretold: dict[Ticket, _Foretold] = {}
         self._expected: dict[tuple[PeerRank, RequestKey], _Expected] = {}
-        self._sums = SumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
+        self._sums = ChecksumWorker(name=str(handshake.me), on_summed=self._on_summed, on_death=self._on_worker_death)
         self._thread = threading.Thread(target=self._run, name=f"disagg-control-{handshake.me}", daemon=True)
 
     def start(self) -> None:
@@ -292,7 +292,7 @@ class Hub:
         self._channel.wake()
 
     def stop(self, reason: str) -> None:
-        """Say goodbye and end both threads."""
+        """SendTo goodbye and end both threads."""
 
         def last(_: float) -> None:
             self._links.close(reason)
@@ -462,7 +462,7 @@ class Hub:
 
     def _refuse(self, error: RemoteProtocolError) -> None:
         self.refused_messages += 1
-        self._complaints.say("%s: refused a message: %s", self._handshake.me, error)
+        self._warnings.warning("%s: refused a message: %s", self._handshake.me, error)
 
     def _expect(self, peer: PeerRank, message: Complete, word: _native.Word, now: float) -> None:
         """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
@@ -527,18 +527,18 @@ class Hub:
     def _carry_out_links(self, now: float) -> None:
         while self._links.effects:
             match self._links.effects.popleft():
-                case Dial(address, public_key):
+                case Connect(address, public_key):
                     self._channel.connect(address, public_key=public_key)
-                case HangUp(address):
+                case Disconnect(address):
                     self._channel.disconnect(address)
-                case SayHello(address, generation, dial):
+                case SendHello(address, generation, dial):
                     self._channel.send(address, encode(self._handshake.hello(generation, dial)))
-                case Say(address, message):
+                case SendTo(address, message):
                     self._channel.send(address, encode(message))
-                case Answer(connection, message):
+                case ReplyOn(connection, message):
                     if isinstance(message, Reject) and not message.hello_first:
                         self.rejected_hellos += 1
-                        self._complaints.say("%s: rejected a hello: %s", self._handshake.me, message.reason)
+                        self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
                     self._channel.reply(connection, encode(message), lane=isinstance(message, Welcome))
                 case Ready() as ready:
                     self._connect(ready)
@@ -704,13 +704,13 @@ class Hub:
             self._summing[ticket] = _Summing()
             self._sums.submit(
                 ticket,
-                lambda: sum_sent(rank.sum_plans(), start, self._digest),
+                lambda: checksum_sent(rank.checksum_plans(), start, self._digest),
                 ready=start.chunk.ready,
                 wanted=lambda: ticket in self._summing,
             )
 
     def _start_verify(self, start: StartVerify) -> None:
-        self._sums.submit(start, lambda: verify_rows(self._local.sum_plans, start, self._digest))
+        self._sums.submit(start, lambda: verify_rows(self._local.checksum_plans, start, self._digest))
 
     def _on_summed(self, token: Any, sums: Any, error: DisaggError | None) -> None:
         """In the sums' thread: hand the result to the control thread."""

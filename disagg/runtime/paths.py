@@ -11,12 +11,12 @@ import numpy as np
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.layout.binding import Placed, Stream, place
+from disagg.layout.binding import BoundRows, Stream, bind_rows
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass, TransferPlan, first_page
 from disagg.protocol.messages import Part, Written, unpack_rows
 from disagg.protocol.types import StartTransfer
 from disagg.runtime.streams import AtSource, StreamOf, destination_stream, source_stream
-from disagg.transfer.jobs import Bound, PackedStream
+from disagg.transfer.jobs import BoundTransfer, PackedStream
 
 MIN_PIECES = 32
 """Fewer pieces than this go one by one: a slot costs two messages."""
@@ -40,7 +40,7 @@ class Way(enum.Enum):
     RING = "packed"
 
 
-def way_of(small: Placed, pack_below: int, gathers_from: int | None = None) -> Way:
+def way_of(small: BoundRows, pack_below: int, gathers_from: int | None = None) -> Way:
     """How small pieces of a request go: directly where neighbours joined are long on the average; packed at the source where
     they lie together at their destination alone, unless the engine collects pieces of that length.
     """
@@ -62,14 +62,14 @@ def bind_outgoing(
     has_ring: bool = True,
     gathers_from: int | None = None,
     stream_of: StreamOf = source_stream,
-) -> Bound:
+) -> BoundTransfer:
     """Every copy of a transfer, by the way it goes; `gathers_from` as of `Gathering`. Raises `LayoutError` where rows do not
     fit.
     """
     direct: list[CopyBatch] = []
     parts: list[Part] = []
-    packed: list[tuple[str, Placed]] = []
-    gathered: list[tuple[str, Placed]] = []
+    packed: list[tuple[str, BoundRows]] = []
+    gathered: list[tuple[str, BoundRows]] = []
     for written in start.written:
         component = plan.components.get(written.component)
         source = start.chunk.rows.get(written.component)
@@ -101,7 +101,7 @@ def bind_outgoing(
             packed.append((written.component, chosen))
             parts.append(Part(written.component, small, written.layers, written.start, written.stop))
     stream = stream_of(packed) if packed else None
-    return Bound(
+    return BoundTransfer(
         CopyBatch.concatenate(direct),
         stream,
         tuple(parts),
@@ -124,7 +124,7 @@ def bind_incoming(
     stream_of: StreamOf = destination_stream,
 ) -> PackedStream:
     """Where a writer's packed stream belongs, by this side's rows. Raises `LayoutError` for parts that do not fit."""
-    packed: list[tuple[str, Placed]] = []
+    packed: list[tuple[str, BoundRows]] = []
     for part in parts:
         component, destination, needed = plan.components.get(part.component), rows.get(part.component), need.get(part.component)
         fits = component is not None and all(span < len(component.spans) for span in part.spans)
@@ -143,8 +143,8 @@ def _place(
     destination: Rows,
     num_tokens: int,
     spans: tuple[int, ...] | None = None,
-) -> Placed:
-    return place(
+) -> BoundRows:
+    return bind_rows(
         component,
         source=source,
         destination=destination,

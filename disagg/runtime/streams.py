@@ -13,11 +13,11 @@ from disagg.backends.base import Backend, Op, RemotePeer
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.layout.binding import Placed, Stream, place, span_shapes
+from disagg.layout.binding import BoundRows, Stream, bind_rows, span_shapes
 from disagg.layout.plan import TransferPlan
 from disagg.protocol.messages import unpack_rows
 from disagg.protocol.types import StartTransfer
-from disagg.transfer.jobs import Bound, PackedStream
+from disagg.transfer.jobs import BoundTransfer, PackedStream
 from disagg.transfer.pool_memory import PoolMemory
 
 
@@ -48,7 +48,7 @@ def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedP
     return PreparedPlan(spans, first) if spans is not None else None
 
 
-def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransfer) -> Bound:
+def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransfer) -> BoundTransfer:
     """Every copy of a transfer. Raises `LayoutError` where rows do not fit."""
     parts: list[SpanRuns] = []
     for written in start.written:
@@ -58,7 +58,7 @@ def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransf
         reserved = start.reserve.rows.get(written.component)
         if reserved is None:
             raise LocalProtocolError(f"component {written.component!r} is needed, but the receiver reserved no rows for it")
-        placed = place(
+        placed = bind_rows(
             component,
             source=source,
             destination=unpack_rows(reserved),
@@ -67,26 +67,26 @@ def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransf
             layers=written.layers,
         )
         parts += placed.span_runs(prepared.first[written.component])
-    return Bound(SpanBatch(prepared.spans.shapes, tuple(parts)), prepared=prepared.spans)
+    return BoundTransfer(SpanBatch(prepared.spans.shapes, tuple(parts)), prepared=prepared.spans)
 
 
 # -- packed streams --------------------------------------------------------------------------------------------------
 
-StreamOf = Callable[[Sequence[tuple[str, Placed]]], PackedStream]
+StreamOf = Callable[[Sequence[tuple[str, BoundRows]]], PackedStream]
 """Makes the stream of some components' copies, by name and in order, of one side of one plan."""
 
 
-def source_stream(placed: Sequence[tuple[str, Placed]]) -> Stream:
+def source_stream(placed: Sequence[tuple[str, BoundRows]]) -> Stream:
     """A stream to be packed from host memory."""
     return _host_stream(placed, source=True)
 
 
-def destination_stream(placed: Sequence[tuple[str, Placed]]) -> Stream:
+def destination_stream(placed: Sequence[tuple[str, BoundRows]]) -> Stream:
     """A stream to be unpacked into host memory."""
     return _host_stream(placed, source=False)
 
 
-def _host_stream(placed: Sequence[tuple[str, Placed]], *, source: bool) -> Stream:
+def _host_stream(placed: Sequence[tuple[str, BoundRows]], *, source: bool) -> Stream:
     stream = Stream(source=source)
     for _, copies in placed:
         copies.append_to(stream)
@@ -104,7 +104,7 @@ class AtSource:
     destination: Stream
 
     @classmethod
-    def of(cls, placed: Sequence[tuple[str, Placed]]) -> AtSource:
+    def of(cls, placed: Sequence[tuple[str, BoundRows]]) -> AtSource:
         """The copies of some components, in order."""
         return cls(source_stream(placed), destination_stream(placed))
 
@@ -128,7 +128,7 @@ def stream_maker(memory: PoolMemory | None, plan: TransferPlan, *, source: bool)
     if packer is None:
         return source_stream if source else destination_stream
 
-    def on_gpu(placed: Sequence[tuple[str, Placed]]) -> PackedStream:
+    def on_gpu(placed: Sequence[tuple[str, BoundRows]]) -> PackedStream:
         parts = [part for name, copies in placed for part in copies.span_runs(first[name])]
         return packer.stream(SpanBatch(packer.shapes, tuple(parts)))
 

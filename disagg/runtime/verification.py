@@ -16,8 +16,8 @@ import numpy as np
 from disagg.core import _native
 from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
-from disagg.layout.checksums import Digest, SumPlan, Sums, Words, difference, page_range, sum_rows
-from disagg.protocol.messages import PartialSums, Verify
+from disagg.layout.checksums import ChecksumPlan, Digest, Sums, Words, checksum_rows, difference, page_range
+from disagg.protocol.messages import PartialChecksums, Verify
 from disagg.protocol.types import RequestKey, StartTransfer, StartVerify
 
 logger = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ MAX_THREADS = 4
 """Of the processor's, for one sum."""
 
 
-def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialSums, ...]:
+def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialChecksums, ...]:
     """What a writer says of one chunk. Raises `LayoutError` for rows that are none of its pools."""
     found = []
     for written in start.written:
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
         if plan is None or rows is None:
             continue
-        sums = sum_rows(
+        sums = checksum_rows(
             plan,
             rows,
             need=start.reserve.need[written.component],
@@ -44,11 +44,11 @@ def sum_sent(plans: Mapping[str, SumPlan], start: StartTransfer, digest: Digest)
             num_threads=_num_threads(),
             digest=digest,
         )
-        found.append(PartialSums(written.component, *(_encode(column) for column in (sums.by_layer, sums.by_page))))
+        found.append(PartialChecksums(written.component, *(_encode(column) for column in (sums.by_layer, sums.by_page))))
     return tuple(found)
 
 
-def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify, digest: Digest) -> None:
+def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: Digest) -> None:
     """Raises `VerificationFailed`, naming component, layer and page, where the rows do not hold what the writers summed."""
     sample = _sample(start.key, start.verify)
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
@@ -59,7 +59,7 @@ def verify_rows(plans: Mapping[str, SumPlan], start: StartVerify, digest: Digest
             for part in (part for part in parts if part.component == name):
                 _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
                 _add(expected.by_page, part.by_page, f"component {name!r}, {writer}")
-        found = sum_rows(
+        found = checksum_rows(
             plan, rows, need=need, tokens=need, layers=None, sample=sample, num_threads=_num_threads(), digest=digest
         )
         differs = difference(plan, rows, pages, expected=expected, found=found)
@@ -98,7 +98,7 @@ class _Job(NamedTuple):
     wanted: Callable[[], bool]
 
 
-class SumWorker:
+class ChecksumWorker:
     """One supervised thread that sums; it begins with its first job. `on_summed` and `on_death` are called in it."""
 
     def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:

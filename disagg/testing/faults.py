@@ -37,7 +37,7 @@ from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.core.memory import MemoryRegion
 from disagg.protocol.messages import decode
 from disagg.runtime.channel import Channel, Inbound, Reply
-from disagg.runtime.completion_page import Board
+from disagg.runtime.completion_page import CompletionPage
 
 if TYPE_CHECKING:
     from disagg.manager import KVManager
@@ -364,7 +364,7 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
-    def board(self, address: str) -> Board | None:
+    def board(self, address: str) -> CompletionPage | None:
         return self.inner.board(address)
 
     def linger(self, seconds: float, signs: list[_native.Sign]) -> bool:

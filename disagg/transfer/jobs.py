@@ -19,7 +19,7 @@ QUICK_NBYTES = 1 << 20
 """What is bound, and what is posted or unpacked, in the thread that hands it over; more is left to the worker's own."""
 
 
-class Passing(Protocol):
+class PendingWork(Protocol):
     """Work that goes on without this thread; what was begun first passes first. As a `Transfer` it may have a `sign` that says
     when it is over.
     """
@@ -36,10 +36,10 @@ class PackedStream(Protocol):
     @property
     def num_pieces(self) -> int: ...
 
-    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> Passing | None:
+    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
         """Pack the bytes `[offset, offset + nbytes)` into a slot. `None`: done on return; else when that has passed."""
 
-    def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> Passing | None:
+    def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
         """Unpack a slot into the bytes `[offset, offset + nbytes)`; done as `gather` is."""
 
 
@@ -63,7 +63,7 @@ class SourcePacked(Protocol):
         """From the slot to where these bytes belong."""
 
 
-class Bound(msgspec.Struct, frozen=True):
+class BoundTransfer(msgspec.Struct, frozen=True):
     """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given; a stream that is
     packed at the source alone; and one that goes packed through the peer's ring, `parts` of which say what is in it.
     `listed` is that one, where the engine is to collect its pieces from where they lie.
@@ -98,7 +98,7 @@ class Job(msgspec.Struct, frozen=True):
 
     ticket: Hashable
     peer: RemotePeer
-    bind: Callable[[], Bound]
+    bind: Callable[[], BoundTransfer]
     cancelled: Callable[[], bool]
     ready: ReadyEvent | None = None
     ring: RemoteRing | None = None

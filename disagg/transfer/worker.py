@@ -26,9 +26,9 @@ from disagg.core.spans import SpanBatch
 from disagg.transfer.jobs import (
     QUICK_NBYTES,
     Begun,
-    Bound,
+    BoundTransfer,
     Job,
-    Passing,
+    PendingWork,
     Report,
     Settled,
     SlotFilled,
@@ -62,7 +62,7 @@ class _Slot:
     local: int | None
     filled: SlotFilled | None
     started_at: float
-    packing: Passing | None
+    packing: PendingWork | None
     transfer: Transfer | None = None
     replaced: bool = False
 
@@ -72,7 +72,7 @@ class _Unpacking:
     """A slot that is being scattered."""
 
     unpack: Unpack
-    passing: Passing
+    passing: PendingWork
     started_at: float
 
 
@@ -82,7 +82,7 @@ class _Active:
 
     job: Job
     report: Settled
-    bound: Bound
+    bound: BoundTransfer
     started_at: float
     posted: bool = False
     direct: Transfer | None = None
@@ -629,7 +629,7 @@ def _one(source: int, destination: int, nbytes: int) -> CopyBatch:
     return CopyBatch(*([value] for value in (source, destination, nbytes)))  # type: ignore[arg-type]
 
 
-def _scatter(unpack: Unpack) -> Passing | None:
+def _scatter(unpack: Unpack) -> PendingWork | None:
     """As `PackedStream.scatter`. Raises `RemoteProtocolError` where the stream does not have what is said to be in the slot."""
     stream = unpack.stream()
     if not 0 <= unpack.offset < unpack.offset + unpack.nbytes <= stream.total:

@@ -15,7 +15,7 @@ from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import BackendError
 from disagg.core.rows import Rows, Slot
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.layout.binding import bind, place, span_shapes
+from disagg.layout.binding import bind, bind_rows, span_shapes
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
@@ -45,7 +45,7 @@ def copies_of(launch: SpanLaunch) -> CopyBatch:
 
 def check(plan: ComponentPlan, *, tile: int, **what: Any) -> tuple[SpanBatch, CopyBatch]:
     """That the kernel copies what `bind` says."""
-    batch = SpanBatch(span_shapes(plan), place(plan, **what).span_runs())
+    batch = SpanBatch(span_shapes(plan), bind_rows(plan, **what).span_runs())
     wanted = bind(plan, **what)
     assert batch.total_nbytes == wanted.total_nbytes
     assert len(batch) >= len(wanted)

@@ -28,7 +28,7 @@ from disagg.core.memory import Device, MemoryRegion
 from disagg.core.rows import Pages
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, Complete, decode
-from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, RequestKey
 from disagg.requests import RequestHandle
 from disagg.runtime import loop as hub
@@ -219,8 +219,11 @@ def test_the_last_copy_is_foretold_once_it_is_the_last(completes: list[Complete]
     monkeypatch.setattr(SignedSpans, "holds", [first, second])
     monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
     never = 10 * DEADLINE_S
-    limits, links = Limits(retry_s=never, max_retry_s=never), LinkLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never)
-    settings = {"backend": SignedSpans, "limits": limits, "link_limits": links}
+    limits, links = (
+        Limits(retry_s=never, max_retry_s=never),
+        ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
+    )
+    settings = {"backend": SignedSpans, "limits": limits, "connection_limits": links}
     with cluster(Side(), Side(), settings=settings) as made:
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
@@ -308,8 +311,11 @@ def test_what_is_taken_is_told_before_the_control_thread_sleeps(
     first, second = threading.Event(), threading.Event()
     monkeypatch.setattr(SignedSpans, "holds", [first, second])
     never = 10 * DEADLINE_S
-    limits, links = Limits(retry_s=never, max_retry_s=never), LinkLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never)
-    settings = {"backend": SignedSpans, "limits": limits, "link_limits": links}
+    limits, links = (
+        Limits(retry_s=never, max_retry_s=never),
+        ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
+    )
+    settings = {"backend": SignedSpans, "limits": limits, "connection_limits": links}
     with cluster(Side(), Side(), settings=settings) as made:
         source, sink = made.prefill[0], made.decode[0]
         tell = sink.manager._hub._on_events

@@ -12,7 +12,7 @@ import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.config import Config, read_keys, settings
-from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair
 from disagg.state import paged
@@ -133,11 +133,11 @@ def test_a_manager_of_settings_moves_a_request() -> None:
         component = paged.gqa(tensors, axes="page token kv_head dim", num_kv_heads=1, topology=Topology())
         return config.manager(topology=Topology(), components=[component], model=ModelId("m"))
 
-    quick = LinkLimits(hello_retry_s=0.05)
+    quick = ConnectionLimits(hello_retry_s=0.05)
     sent, received = pool(), pool()
     sent[0][0][:], sent[0][1][:] = 1, 2
-    with start(Config(name="prefill", backend="local", link_limits=quick), sent) as prefill:
-        config = Config(name="decode", backend="local", link_limits=quick, peers={"prefill": prefill.address})
+    with start(Config(name="prefill", backend="local", connection_limits=quick), sent) as prefill:
+        config = Config(name="decode", backend="local", connection_limits=quick, peers={"prefill": prefill.address})
         with start(config, received) as decode:
             prefill.add_peer("decode", address=decode.address)
             prefill.wait_ready("decode")

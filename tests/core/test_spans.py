@@ -11,7 +11,7 @@ import pytest
 
 from disagg.core.copies import CopyBatch
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.layout.binding import Stream, bind, place, span_shapes
+from disagg.layout.binding import Stream, bind, bind_rows, span_shapes
 from disagg.testing.reference import KVModel
 from disagg.testing.scene import Case, Scene, Side
 from disagg.testing.strategies import HND
@@ -58,7 +58,7 @@ def test_a_request_over_span_classes_is_what_bind_gives(case: Case, layers: Sequ
         plan, (source, destination) = scene.plan(*ranks), scene.rows(*ranks)
         tokens = (case.need, case.num_tokens)
         what: dict[str, Any] = {"tokens": tokens, "num_tokens": case.num_tokens, "layers": layers}
-        placed = place(plan, source=source, destination=destination, **what)
+        placed = bind_rows(plan, source=source, destination=destination, **what)
         wanted = bind(plan, source=source, destination=destination, **what)
         batch = SpanBatch(span_shapes(plan), placed.span_runs())
         each = list(pieces(batch))
@@ -76,7 +76,7 @@ def test_a_request_over_span_classes_is_what_bind_gives(case: Case, layers: Sequ
 def test_span_classes_are_numbered_from_the_first() -> None:
     scene = Scene(CASES[0])
     source, destination = scene.rows(0, 0)
-    placed = place(scene.plan(0, 0), source=source, destination=destination, tokens=(3, 29), num_tokens=29)
+    placed = bind_rows(scene.plan(0, 0), source=source, destination=destination, tokens=(3, 29), num_tokens=29)
     own, behind = placed.span_runs(), placed.span_runs(5)
     assert [part.span + 5 for part in own] == [part.span for part in behind]
 

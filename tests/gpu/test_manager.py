@@ -15,7 +15,7 @@ import pytest
 from disagg import KVManager, ModelId, Pages, new_request_id
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core import _native
-from disagg.runtime.completion_page import BoardView
+from disagg.runtime.completion_page import CompletionPageView
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
@@ -171,13 +171,13 @@ def ask(pipe: Connection, order: object = None) -> Any:
 def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one chunk, receivers are told beforehand how they will see that it has ended."""
     awaited: list[_native.Word] = []
-    word = BoardView.word
+    word = CompletionPageView.word
 
-    def noting(self: BoardView, index: int, value: int) -> _native.Word:
+    def noting(self: CompletionPageView, index: int, value: int) -> _native.Word:
         awaited.append(word(self, index, value))
         return awaited[-1]
 
-    monkeypatch.setattr(BoardView, "word", noting)
+    monkeypatch.setattr(CompletionPageView, "word", noting)
     model = KVModel(num_kv_heads=6, dims=dict(zip("kv", dims, strict=True)), dtype="int16")
     with instances(model, prefill, decode) as (pipe, ranks):
         for seed, (first_token, num_tokens, cut) in enumerate([(0, 37, 19), (5, 61, 61), (16, 64, 33), (0, 64, 64)]):

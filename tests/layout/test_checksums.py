@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from disagg.core.rows import Pages
 from disagg.layout.checksums import (
     SAMPLED,
+    ChecksumPlan,
     PageRange,
-    SumPlan,
     Sums,
+    checksum_rows,
     difference,
     page_range,
     reader_plan,
-    sum_rows,
     writer_plans,
 )
 from disagg.layout.ownership import Intervals
@@ -57,7 +57,9 @@ class Compared:
         self.plan = reader_plan(layout, placements(component)[name])
         self.rows = rows(theirs, destination)
         self.pages = page_range(self.plan, self.need, sample=sample)
-        self.found = sum_rows(self.plan, self.rows, need=self.need, tokens=self.need, layers=None, sample=sample, num_threads=2)
+        self.found = checksum_rows(
+            self.plan, self.rows, need=self.need, tokens=self.need, layers=None, sample=sample, num_threads=2
+        )
         self.expected = Sums.zero(self.plan, self.pages)
         for writer in scene.election.writers(destination):
             plan = writer_plans(
@@ -67,7 +69,9 @@ class Compared:
             )[name]
             assert plan.layers == self.plan.layers
             for part, layers in itertools.product(self._cut(cut), self._halves(plan, cut)):
-                sums = sum_rows(plan, rows(scene.source, writer), need=self.need, tokens=part, layers=layers, sample=sample)
+                sums = checksum_rows(
+                    plan, rows(scene.source, writer), need=self.need, tokens=part, layers=layers, sample=sample
+                )
                 np.add(self.expected.by_layer, sums.by_layer, out=self.expected.by_layer)
                 np.add(self.expected.by_page, sums.by_page, out=self.expected.by_page)
 
@@ -76,7 +80,7 @@ class Compared:
         return [self.need] if cut is None else [(start, min(start + cut, stop)), (min(start + cut, stop), stop)]
 
     @staticmethod
-    def _halves(plan: SumPlan, cut: int | None) -> list[tuple[int, ...] | None]:
+    def _halves(plan: ChecksumPlan, cut: int | None) -> list[tuple[int, ...] | None]:
         return [None] if cut is None else [plan.layers[::2], plan.layers[1::2]]
 
     @property

@@ -233,7 +233,7 @@ def manager(**settings: Any) -> KVManager:
     topology = settings.pop("topology", Topology())
     spec = KVRank(layers=(0,), page_size=4, num_pages=4, tp=topology.tp, tp_rank=topology.tp_rank)
     pools = reference.allocate(MODEL, spec)
-    defaults: dict[str, Any] = {"name": "x", "model": ModelId("m"), "backend": "local", "link_limits": FAST_LINKS}
+    defaults: dict[str, Any] = {"name": "x", "model": ModelId("m"), "backend": "local", "connection_limits": FAST_LINKS}
     kv = component(MODEL, Side(), topology, pools)
     return KVManager(topology=topology, components=[kv], **{**defaults, **settings})
 
@@ -325,7 +325,7 @@ class Stalling(LocalBackend):
 
 
 def test_a_peer_that_does_not_answer_the_engine_holds_up_nobody_else() -> None:
-    settings = {"backend": Stalling, "limits": FAST, "link_limits": FAST_LINKS}
+    settings = {"backend": Stalling, "limits": FAST, "connection_limits": FAST_LINKS}
     with cluster(Side(), Side(page=8), settings=settings) as made:
         (slow,) = start_side(made.model, Side(), "slow-0", num_layers=3, settings=settings)
         Stalling.stalled.add(slow.manager.backend)

@@ -36,7 +36,7 @@ def settings(engine: str, **faults: Any) -> dict[str, Any]:
     return {"backend": inject(engine, BackendFaults(**faults)) if faults else engine, "pack_below": 0}
 
 
-class Passing:
+class PendingWork:
     """What a kernel's event looks like."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def test_a_network_that_loses_the_outcome_leaves_no_request_behind(engine: str) 
 def test_nothing_arrives_before_the_receivers_own_kernels_are_done(engine: str) -> None:
     """Case 35: the pages are offered to nobody until the event has passed."""
     with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
-        request, done = new_request_id(), Passing()
+        request, done = new_request_id(), PendingWork()
         pool = made.decode[0].pools[0][0].view(np.uint8)
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20), ready=done)
         sender = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
@@ -163,7 +163,7 @@ def test_nothing_arrives_before_the_receivers_own_kernels_are_done(engine: str) 
         assert sender.wait(timeout_s=DEADLINE_S).ok
 
 
-class Broken(Passing):
+class Broken(PendingWork):
     """The event of a context that is lost."""
 
     def query(self) -> bool:
@@ -190,7 +190,7 @@ def test_an_event_that_fails_ends_its_request_only(who: str, verify: str, engine
 
 def test_rows_are_bound_before_their_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is wrong with them is said then, and only the engine is left to call when it has."""
-    done = Passing()
+    done = PendingWork()
     with cluster(Side(), Side(page=8, num_pages=16), settings={"backend": "local"}) as made:
         bound = threading.Event()
         bind = packing.bind_outgoing
@@ -218,7 +218,7 @@ def test_rows_are_bound_before_their_event_has_passed(monkeypatch: pytest.Monkey
 def test_nothing_is_read_before_the_senders_own_kernels_are_done(engine: str) -> None:
     """Case 36: what the pages hold when the event passes is what arrives."""
     with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
-        request, done, rank = new_request_id(), Passing(), made.prefill[0]
+        request, done, rank = new_request_id(), PendingWork(), made.prefill[0]
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
         sender = rank.manager.sender(request, peer="decode-0")
         sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20), ready=done)

@@ -23,7 +23,7 @@ from disagg.runtime.paths import MIN_PIECES, bind_incoming, bind_outgoing
 from disagg.testing.reference import CANARY, PageList
 from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
-from disagg.transfer.jobs import Bound
+from disagg.transfer.jobs import BoundTransfer
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 HND = "page kv_head token dim"
@@ -36,7 +36,7 @@ class Carrier:
         self.scene, self.source, self.destination = scene, source, destination
         self.slot = np.zeros(slot_nbytes, np.uint8)
 
-    def carry(self, bound: Bound, plan: TransferPlan) -> None:
+    def carry(self, bound: BoundTransfer, plan: TransferPlan) -> None:
         """Every way, one after the other."""
         assert isinstance(bound.direct, CopyBatch)
         assert self.scene.source.holds(self.source, bound.direct.source, bound.direct.nbytes)

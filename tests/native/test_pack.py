@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from disagg.core import _native
 from disagg.core.rows import Pages
-from disagg.layout.binding import Stream, place
+from disagg.layout.binding import Stream, bind_rows
 from disagg.layout.ownership import EVERYTHING
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from harness.twins import bind_numpy, gather_numpy, scatter_numpy
@@ -133,7 +133,7 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
 
     at = [np.uint64(side.ctypes.data) for side in memory]
     moved = [replace(s, source_bases=s.source_bases + at[0], destination_bases=s.destination_bases + at[1]) for s in spans]
-    placed = place(replace(plan, spans=tuple(moved)), **rows)
+    placed = bind_rows(replace(plan, spans=tuple(moved)), **rows)
     source, destination = Stream(source=True), Stream(source=False)
     for stream in (source, destination):
         placed.append_to(stream)
@@ -167,7 +167,7 @@ def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
     assert (again == only).all()
 
     one = Stream(source=True)
-    chosen = place(plan, **rows, spans=range(len(spans))[1:2])
+    chosen = bind_rows(plan, **rows, spans=range(len(spans))[1:2])
     chosen.append_to(one)
     assert one.total == bind_numpy(replace(plan, spans=tuple(spans[1:2])), **rows).total_nbytes
     assert chosen.copies().total_nbytes == one.total

@@ -24,12 +24,23 @@ from disagg.protocol.messages import (
     decode,
     encode,
 )
-from disagg.protocol.peer_state import Answer, Dial, HangUp, Identity, LinkEffect, LinkLimits, Lost, Ready, Say, SayHello
-from disagg.protocol.peers import Links
+from disagg.protocol.peer_state import (
+    Connect,
+    ConnectionLimits,
+    Disconnect,
+    Identity,
+    Lost,
+    PeerEffect,
+    Ready,
+    ReplyOn,
+    SendHello,
+    SendTo,
+)
+from disagg.protocol.peers import PeerTable
 from disagg.protocol.types import PeerRank
 
 LEADER, SECOND = "tcp://10.0.0.1:80", "tcp://10.0.0.1:8000"
-LIMITS = LinkLimits(hello_retry_s=1.0, max_hello_retry_s=4.0, heartbeat_s=5.0, heartbeat_timeout_s=20.0)
+LIMITS = ConnectionLimits(hello_retry_s=1.0, max_hello_retry_s=4.0, heartbeat_s=5.0, heartbeat_timeout_s=20.0)
 DRAINED = Drained(request_id=bytes(16), attempt=0, nonce=1)
 
 
@@ -68,15 +79,15 @@ def welcome(
 
 def links(
     *, num_ranks: int = 1, rank: int = 0, leader: str | None = None, peer_ranks: int = 1, own_key: str | None = None
-) -> Links:
+) -> PeerTable:
     """One rank of `prefill-0`; every peer has `peer_ranks` ranks; a table of `b"bad"` is refused."""
 
-    def admit(said: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
+    def accept_hello(said: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
         if said.table == b"bad":
             raise LayoutError("axis 'kv_head': 4 here, 8 at the peer")
         return welcome("prefill-0", rank, 1, members())
 
-    def examine(said: Welcome) -> int:
+    def validate_welcome(said: Welcome) -> int:
         if said.table == b"bad":
             raise LayoutError("no")
         if said.version != PROTOCOL_VERSION:
@@ -94,16 +105,18 @@ def links(
         address=f"tcp://127.0.0.1:{7000 + rank}",
         leader=leader is None,
     )
-    return Links(me, leader=leader, own_key=own_key, admit=admit, examine=examine, limits=LIMITS)
+    return PeerTable(
+        me, leader=leader, own_key=own_key, accept_hello=accept_hello, validate_welcome=validate_welcome, limits=LIMITS
+    )
 
 
-def taken(made: Links) -> list[LinkEffect]:
+def taken(made: PeerTable) -> list[PeerEffect]:
     effects = list(made.effects)
     made.effects.clear()
     return effects
 
 
-def ready(made: Links, *, epoch: int = 7, now: float = 0.0) -> None:
+def ready(made: PeerTable, *, epoch: int = 7, now: float = 0.0) -> None:
     """Peer `decode-0` of one rank is known and has answered."""
     made.add_peer("decode-0", LEADER, None, now)
     made.tick(now)
@@ -111,20 +124,20 @@ def ready(made: Links, *, epoch: int = 7, now: float = 0.0) -> None:
     taken(made)
 
 
-def answer(made: Links) -> Message:
+def answer(made: PeerTable) -> Message:
     """The one answer given."""
-    (effect,) = [e for e in taken(made) if isinstance(e, Answer)]
+    (effect,) = [e for e in taken(made) if isinstance(e, ReplyOn)]
     return effect.message
 
 
 def test_a_configured_peer_is_dialled_and_greeted_ever_more_slowly() -> None:
     made = links()
     made.add_peer("decode-0", LEADER, "key", 0.0)
-    assert taken(made) == [Dial(LEADER, "key")]
+    assert taken(made) == [Connect(LEADER, "key")]
     times = []
     for now in range(20):
         made.tick(float(now))
-        times += [now for effect in taken(made) if isinstance(effect, SayHello)]
+        times += [now for effect in taken(made) if isinstance(effect, SendHello)]
     assert times == [0, 1, 3, 7, 11, 15, 19]
     assert made.next_tick() == 23.0
     assert "no answer yet" in made.instances["decode-0"].problem
@@ -137,16 +150,16 @@ def test_a_connection_on_which_nobody_answers_is_opened_anew() -> None:
     taken(made)
     for now in range(8):
         made.tick(float(now))
-        assert all(isinstance(effect, SayHello) for effect in taken(made))
+        assert all(isinstance(effect, SendHello) for effect in taken(made))
     made.on_reply(LEADER, Busy(reason="wait", retry_after_s=1.0), 8.0)
     for now in range(8, 13):
         made.tick(float(now))
     effects = taken(made)
-    assert effects.count(HangUp(SECOND)) == effects.count(Dial(SECOND, "own")) == 1
-    assert HangUp(LEADER) not in effects, "there somebody answers"
+    assert effects.count(Disconnect(SECOND)) == effects.count(Connect(SECOND, "own")) == 1
+    assert Disconnect(LEADER) not in effects, "there somebody answers"
     for now in range(13, 40):
         made.tick(float(now))
-    assert Dial(LEADER, "key") in taken(made)
+    assert Connect(LEADER, "key") in taken(made)
 
 
 def test_adding_a_peer_again_changes_nothing_and_another_address_replaces_it() -> None:
@@ -157,7 +170,7 @@ def test_adding_a_peer_again_changes_nothing_and_another_address_replaces_it() -
     made.add_peer("decode-0", SECOND, None, 1.0)
     lost, hang_up, dial = taken(made)
     assert lost == Lost(PeerRank("decode-0", 0), 7, "its address was changed")
-    assert (hang_up, dial) == (HangUp(LEADER), Dial(SECOND, None))
+    assert (hang_up, dial) == (Disconnect(LEADER), Connect(SECOND, None))
     assert made.link(PeerRank("decode-0", 0)) is None
 
 
@@ -197,7 +210,7 @@ def test_the_leader_names_the_other_ranks_and_each_address_is_its_own() -> None:
     made.add_peer("decode-0", LEADER, None, 0.0)
     made.tick(0.0)
     made.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
-    assert [e for e in taken(made) if isinstance(e, Dial)] == [Dial(LEADER, None), Dial(SECOND, None)]
+    assert [e for e in taken(made) if isinstance(e, Connect)] == [Connect(LEADER, None), Connect(SECOND, None)]
     assert made.instances["decode-0"].problem == f"{SECOND}: no answer yet"
     assert made.instances["decode-0"].ready is False
     made.on_reply(SECOND, welcome(rank=1, epoch=8), 0.0)
@@ -218,8 +231,8 @@ def test_a_rank_that_its_leader_no_longer_names_is_hung_up_on() -> None:
     made.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 1.0)
     effects = taken(made)
     assert Lost(PeerRank("decode-0", 1), 8, "its leader names another address") in effects
-    assert HangUp(SECOND) in effects
-    assert Dial(other, None) in effects
+    assert Disconnect(SECOND) in effects
+    assert Connect(other, None) in effects
 
 
 @pytest.mark.parametrize("said", [welcome("decode-9"), welcome(rank=3)])
@@ -241,7 +254,7 @@ def test_a_refused_welcome_says_why_and_is_tried_again() -> None:
     made.on_reply(LEADER, welcome(version=99), 0.0)
     assert "protocol version" in made.instances["decode-0"].problem
     made.tick(2.0)
-    assert SayHello(LEADER) in taken(made)
+    assert SendHello(LEADER) in taken(made)
     made.on_reply(LEADER, welcome(), 2.0)
     assert made.instances["decode-0"].ready
 
@@ -278,7 +291,7 @@ def test_a_hello_with_another_epoch_ends_the_old_generation_and_greets_at_once()
     effects = taken(made)
     assert Lost(PeerRank("decode-0", 0), 7, "restarted") in effects
     made.tick(2.0)
-    assert SayHello(LEADER) in taken(made)
+    assert SendHello(LEADER) in taken(made)
     assert made.on_inbound(b"c1", "", DRAINED, 2.0) is None, "the old connection no longer counts"
     assert made.on_inbound(b"c2", "", DRAINED, 2.0) == PeerRank("decode-0", 0)
 
@@ -330,7 +343,7 @@ def test_a_connection_that_was_forgotten_by_the_peer_is_greeted_again() -> None:
     made.on_reply(LEADER, Reject(field="connection", reason="say hello first", hello_first=True), 3.0)
     assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has forgotten this connection")]
     made.tick(3.0)
-    assert taken(made) == [SayHello(LEADER, 1)]
+    assert taken(made) == [SendHello(LEADER, 1)]
 
 
 def test_silence_ends_a_connection_and_any_message_is_a_sign_of_life() -> None:
@@ -347,7 +360,7 @@ def test_silence_ends_a_connection_and_any_message_is_a_sign_of_life() -> None:
     made.tick(45.0)
     assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "silent for 20.0 s")]
     made.tick(45.0)
-    assert taken(made) == [SayHello(LEADER, 1)]
+    assert taken(made) == [SendHello(LEADER, 1)]
 
 
 def test_two_instances_with_nothing_to_say_stay_connected() -> None:
@@ -359,7 +372,7 @@ def test_two_instances_with_nothing_to_say_stay_connected() -> None:
         rank.add_peer(other, leader, None, 0.0)
         rank.join(0.0)
         assert address != leader
-    lost: list[LinkEffect] = []
+    lost: list[PeerEffect] = []
     for now in range(100):
         for rank in network.values():
             rank.tick(float(now))
@@ -370,33 +383,35 @@ def test_two_instances_with_nothing_to_say_stay_connected() -> None:
     assert all(rank.instances[name].ready for rank in network.values() for name in rank.instances)
 
 
-def instance_of_two(name: str) -> list[Links]:
+def instance_of_two(name: str) -> list[PeerTable]:
     ports = {"prefill-0": 7000, "decode-0": 8000}
     addresses = [f"tcp://127.0.0.1:{ports[name] + rank}" for rank in range(2)]
     made = []
     for rank, address in enumerate(addresses):
         me = Identity(name, rank, 2, 1, "m", "", b"t", address, leader=rank == 0)
 
-        def admit(said: Hello, members: Callable[[], tuple[Member, ...]], rank: int = rank) -> Welcome:
+        def accept_hello(said: Hello, members: Callable[[], tuple[Member, ...]], rank: int = rank) -> Welcome:
             return welcome(name, rank, 1, members(), generation=said.generation)
 
         leader = None if rank == 0 else addresses[0]
-        made.append(Links(me, leader=leader, own_key=None, admit=admit, examine=lambda _: 2, limits=LIMITS))
+        made.append(
+            PeerTable(me, leader=leader, own_key=None, accept_hello=accept_hello, validate_welcome=lambda _: 2, limits=LIMITS)
+        )
     return made
 
 
-def deliver(network: dict[str, Links], address: str, rank: Links, now: float) -> list[LinkEffect]:
+def deliver(network: dict[str, PeerTable], address: str, rank: PeerTable, now: float) -> list[PeerEffect]:
     """Carry what a rank says to the others; what it has lost."""
-    lost: list[LinkEffect] = []
+    lost: list[PeerEffect] = []
     while rank.effects:
         match rank.effects.popleft():
-            case SayHello(to, generation, dial):
+            case SendHello(to, generation, dial):
                 me = rank.identity
                 said = hello(me.instance, me.rank, me.epoch, address=address, generation=generation, dial=dial)
                 network[to].on_inbound(f"{address} {to}".encode(), "", said, now)
-            case Say(to, message):
+            case SendTo(to, message):
                 network[to].on_inbound(f"{address} {to}".encode(), "", decode(encode(message)), now)
-            case Answer(connection, message):
+            case ReplyOn(connection, message):
                 to, _, here = connection.decode().partition(" ")
                 network[to].on_reply(here, decode(encode(message)), now)
             case Lost() as effect:
@@ -412,7 +427,7 @@ def test_heartbeats_go_to_every_rank_and_leaders_are_greeted_instead() -> None:
     taken(made)
     assert made.next_tick() == 5.0
     made.tick(5.0)
-    assert taken(made) == [SayHello(LEADER), Say(SECOND, Heartbeat(epoch=1))]
+    assert taken(made) == [SendHello(LEADER), SendTo(SECOND, Heartbeat(epoch=1))]
 
 
 def test_a_goodbye_ends_the_connection_at_once_and_is_no_alarm() -> None:
@@ -425,7 +440,7 @@ def test_a_goodbye_ends_the_connection_at_once_and_is_no_alarm() -> None:
     made.tick(1.1)
     assert taken(made) == []
     made.tick(1.0 + LIMITS.hello_retry_s)
-    assert taken(made) == [SayHello(LEADER, 1)]
+    assert taken(made) == [SendHello(LEADER, 1)]
 
 
 def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_then_is_one_again() -> None:
@@ -436,7 +451,7 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_then_is_one_a
     made.on_inbound(b"c2", "", hello(generation=1), 1.0)
     assert Lost(PeerRank("decode-0", 0), 7, "the peer gave the connection up", renewed=True) in taken(made)
     made.tick(1.0)
-    assert taken(made) == [SayHello(LEADER, 1)]
+    assert taken(made) == [SendHello(LEADER, 1)]
     made.on_reply(LEADER, welcome(), 1.0)
     assert made.link(PeerRank("decode-0", 0)) is None, "the answer to a hello before it; its ring is not the one granted last"
     made.on_reply(LEADER, welcome(generation=1), 1.0)
@@ -445,7 +460,7 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_then_is_one_a
     made.on_inbound(b"c3", "", hello(epoch=8), 2.0)
     assert Lost(PeerRank("decode-0", 0), 7, "restarted") in taken(made)
     made.tick(2.0)
-    assert taken(made) == [SayHello(LEADER, 0)], "a new process counts from the beginning"
+    assert taken(made) == [SendHello(LEADER, 0)], "a new process counts from the beginning"
 
 
 def test_a_peer_that_grants_another_ring_has_begun_the_connection_anew() -> None:
@@ -459,7 +474,7 @@ def test_a_peer_that_grants_another_ring_has_begun_the_connection_anew() -> None
     made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
     assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has begun the connection anew")]
     made.tick(1.0)
-    assert taken(made) == [SayHello(LEADER, 1)]
+    assert taken(made) == [SendHello(LEADER, 1)]
     made.on_reply(LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
     assert [type(effect) for effect in taken(made)] == [Ready]
 
@@ -495,7 +510,7 @@ def test_a_rank_that_cannot_be_used_is_greeted_again_later() -> None:
     made.tick(1.0)
     assert taken(made) == []
     made.tick(5.0)
-    assert taken(made) == [SayHello(LEADER)]
+    assert taken(made) == [SendHello(LEADER)]
     made.on_reply(LEADER, welcome(), 5.0)
     assert taken(made) == [Ready(PeerRank("decode-0", 0), 7, welcome())]
 
@@ -519,7 +534,7 @@ def test_removing_a_peer_forgets_its_connections() -> None:
     made.on_inbound(b"c1", "", hello(), 0.0)
     taken(made)
     made.remove_peer("decode-0", "removed")
-    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "removed"), HangUp(LEADER)]
+    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "removed"), Disconnect(LEADER)]
     assert made.on_inbound(b"c1", "", DRAINED, 0.0) is None
     assert made.link(PeerRank("decode-0", 0)) is None
     assert made.next_tick() == float("inf")
@@ -574,15 +589,15 @@ def test_a_peer_that_is_let_in_does_not_speak_for_a_rank_of_this_instance() -> N
 def test_a_rank_reports_to_its_leader_and_goes_on_reporting() -> None:
     made = links(num_ranks=2, rank=1, leader="tcp://127.0.0.1:7000", own_key="key")
     made.join(0.0)
-    assert taken(made) == [Dial("tcp://127.0.0.1:7000", "key")]
+    assert taken(made) == [Connect("tcp://127.0.0.1:7000", "key")]
     made.tick(0.0)
-    assert taken(made) == [SayHello("tcp://127.0.0.1:7000")]
+    assert taken(made) == [SendHello("tcp://127.0.0.1:7000")]
     made.on_reply("tcp://127.0.0.1:7000", welcome("prefill-0", 0, 3), 0.0)
     made.tick(5.0)
-    assert taken(made) == [SayHello("tcp://127.0.0.1:7000")]
+    assert taken(made) == [SendHello("tcp://127.0.0.1:7000")]
     made.tick(20.0)
     made.tick(20.0)
-    assert taken(made) == [SayHello("tcp://127.0.0.1:7000", 1)], "a silent leader is greeted again, and is no peer to lose"
+    assert taken(made) == [SendHello("tcp://127.0.0.1:7000", 1)], "a silent leader is greeted again, and is no peer to lose"
     made.on_inbound(b"c1", "key", hello("prefill-0", 0, address=SECOND), 0.0)
     found = answer(made)
     assert isinstance(found, Reject)
@@ -595,13 +610,13 @@ def test_closing_says_goodbye_to_everyone_who_answered() -> None:
     made.add_peer("decode-1", SECOND, None, 0.0)
     taken(made)
     made.close("the manager was closed")
-    assert taken(made) == [Say(LEADER, Goodbye(reason="the manager was closed"))]
+    assert taken(made) == [SendTo(LEADER, Goodbye(reason="the manager was closed"))]
     links().join(0.0)
 
 
 def test_limits_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="heartbeat_s: expected more than 0, found 0"):
-        LinkLimits(heartbeat_s=0)
+        ConnectionLimits(heartbeat_s=0)
 
 
 def test_a_hello_from_a_connection_that_was_hung_up_does_not_take_the_place_of_a_later_one() -> None:
@@ -617,7 +632,7 @@ def test_a_hello_from_a_connection_that_was_hung_up_does_not_take_the_place_of_a
     made.on_inbound(b"c3", "", msgspec.structs.replace(hello(epoch=7), dial=3), 1.3)
     assert isinstance(answer(made), Welcome)
     made.on_inbound(b"c4", "", hello(epoch=8), 1.4)
-    assert any(isinstance(effect, Answer) and isinstance(effect.message, Welcome) for effect in taken(made)), "a new process"
+    assert any(isinstance(effect, ReplyOn) and isinstance(effect.message, Welcome) for effect in taken(made)), "a new process"
 
 
 def test_each_connection_is_numbered_as_it_is_dialled() -> None:
@@ -626,7 +641,7 @@ def test_each_connection_is_numbered_as_it_is_dialled() -> None:
     dials = []
     for now in range(200):
         made.tick(float(now))
-        dials += [effect.dial for effect in taken(made) if isinstance(effect, SayHello)]
+        dials += [effect.dial for effect in taken(made) if isinstance(effect, SendHello)]
     assert dials == sorted(dials)
     assert dials[:4] == [0] * 4
     assert dials[-1] > 0

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.core.errors import RequestAborted, RequestTimeout, VerificationFailed
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Complete, Outcome, PartialSums, Reserve, Written, pack_rows
+from disagg.protocol.messages import Abort, Complete, Outcome, PartialChecksums, Reserve, Written, pack_rows
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer, StartVerify
@@ -19,7 +19,7 @@ KEY = RequestKey(b"request-verified", 2)
 IDS: dict[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt, "nonce": 5}
 ROWS = {"kv": Pages(np.array([1, 2]))}
 NEED = {"kv": (0, 8)}
-SUMS = (PartialSums("kv", b"\1" * 8, b"\2" * 16),)
+SUMS = (PartialChecksums("kv", b"\1" * 8, b"\2" * 16),)
 COMPLETE = Complete(**IDS, written=(Written(0, "kv", None, 0, 8),), payload=b"hi", sums=SUMS)
 WRONG = VerificationFailed("component 'kv', layer 3: what arrived is not what was sent")
 
@@ -118,7 +118,7 @@ def test_a_writer_gives_the_sums_of_what_has_landed(sessions: Sessions) -> None:
     sessions.sends.finish(session, b"", 1.0)
     starts = [effect for effect in taken(sessions) if isinstance(effect, StartTransfer)]
     for start in reversed(starts):
-        sums = (PartialSums("kv", bytes([start.ticket.chunk]) * 8, b""),)
+        sums = (PartialChecksums("kv", bytes([start.ticket.chunk]) * 8, b""),)
         sessions.sends.settled(start.ticket, now=2.0, sums=sums)
     (said,) = taken(sessions)
-    assert said.message.sums == (PartialSums("kv", bytes(8), b""), PartialSums("kv", b"\1" * 8, b""))
+    assert said.message.sums == (PartialChecksums("kv", bytes(8), b""), PartialChecksums("kv", b"\1" * 8, b""))

@@ -21,7 +21,7 @@ from disagg.core.errors import RemoteProtocolError
 from disagg.runtime import completion_page as boards
 from disagg.runtime import local_socket as lanes
 from disagg.runtime.channel import Channel, Inbound, Reply
-from disagg.runtime.completion_page import NUM_WORDS, Board, BoardView
+from disagg.runtime.completion_page import NUM_WORDS, CompletionPage, CompletionPageView
 from disagg.runtime.local_socket import MAX_PACKET_NBYTES, MAX_UNPROVED, Lane, Listener, Offer, Source
 
 HERE = Source(b"connection", "key")
@@ -186,8 +186,8 @@ def opens(listener: Listener, descriptor: int) -> bool:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.make()
+def board() -> Iterator[CompletionPage]:
+    made = CompletionPage.make()
     assert made is not None
     yield made
     made.close()
@@ -200,7 +200,7 @@ def looking() -> Iterator[Listener]:
     made.close()
 
 
-def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Board) -> None:
+def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: CompletionPage) -> None:
     sign = _native.Flag()
     lane = Lane.open(looking.offer(HERE), board)
     assert lane is not None
@@ -227,7 +227,7 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Board) -> 
     assert _native.linger(10.0, signs=[words[-1]])
 
 
-def test_no_board_where_nobody_looks(listener: Listener, board: Board) -> None:
+def test_no_board_where_nobody_looks(listener: Listener, board: CompletionPage) -> None:
     assert len(msgspec.msgpack.decode(listener.offer(HERE))) == 2
     lane = Lane.open(listener.offer(HERE), board)
     assert lane is not None
@@ -238,14 +238,14 @@ def test_no_board_where_nobody_looks(listener: Listener, board: Board) -> None:
     assert listener.board(HERE) is None
 
 
-def test_who_is_shown_a_board_cannot_write_there(board: Board) -> None:
+def test_who_is_shown_a_board_cannot_write_there(board: CompletionPage) -> None:
     with pytest.raises(PermissionError):
         mmap.mmap(board.fileno(), 4096)
     with pytest.raises(PermissionError):
         os.pwrite(board.fileno(), b"1", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(board.fileno(), 0)
-    view = BoardView.of(board.fileno())
+    view = CompletionPageView.of(board.fileno())
     assert view is not None
     notice, seen = board.notice(_native.Flag())
     with pytest.raises(TypeError):
@@ -256,7 +256,7 @@ def test_who_is_shown_a_board_cannot_write_there(board: Board) -> None:
 
 
 def test_a_board_is_shown_to_processes_of_this_user_only(
-    looking: Listener, board: Board, monkeypatch: pytest.MonkeyPatch
+    looking: Listener, board: CompletionPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer = looking.offer(HERE)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -266,13 +266,13 @@ def test_a_board_is_shown_to_processes_of_this_user_only(
 def test_where_the_system_cannot_keep_a_board_from_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_descriptors()
     monkeypatch.setattr(boards, "_F_SEAL_FUTURE_WRITE", 1 << 30)
-    assert Board.make() is None
+    assert CompletionPage.make() is None
     assert num_descriptors() == before
     with contextlib.closing(Channel("tcp://127.0.0.1:0", looks=True)) as channel:
         assert channel.board("tcp://127.0.0.1:1") is None
 
 
-def test_a_new_lane_brings_its_own_board(looking: Listener, board: Board) -> None:
+def test_a_new_lane_brings_its_own_board(looking: Listener, board: CompletionPage) -> None:
     lanes, descriptors = [], []
     for each in (board, board):
         lane = Lane.open(looking.offer(HERE), each)
@@ -308,7 +308,7 @@ def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None
 
 @pytest.mark.parametrize("index", [NUM_WORDS, 2**31 - 1])
 def test_a_word_that_a_board_does_not_have(index: int) -> None:
-    view = BoardView(np.zeros(NUM_WORDS, np.uint64))
+    view = CompletionPageView(np.zeros(NUM_WORDS, np.uint64))
     with pytest.raises(RemoteProtocolError, match=f"expected a word below {NUM_WORDS}, found {index}"):
         view.word(index, 1)
 

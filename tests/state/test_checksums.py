@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from disagg.core.rows import Rows
-from disagg.layout.checksums import SumPlan, Sums, difference, page_range, reader_plan, sum_rows, writer_plans
+from disagg.layout.checksums import ChecksumPlan, Sums, checksum_rows, difference, page_range, reader_plan, writer_plans
 from disagg.layout.placement import Placement
 from tests.state.test_hybrid import KINDS
 from tests.support.states import Kind, Rank, Request, Scene, Side, library_rows
@@ -50,8 +50,8 @@ class Summed:
             np.add(self.expected.by_layer, sums.by_layer, out=self.expected.by_layer)
             np.add(self.expected.by_page, sums.by_page, out=self.expected.by_page)
 
-    def _sum(self, plan: SumPlan, rows: Rows) -> Sums:
-        return sum_rows(plan, rows, need=self.need, tokens=self.need, layers=None, sample=self.sample)
+    def _sum(self, plan: ChecksumPlan, rows: Rows) -> Sums:
+        return checksum_rows(plan, rows, need=self.need, tokens=self.need, layers=None, sample=self.sample)
 
     @property
     def difference(self) -> str:

@@ -300,7 +300,7 @@ def start(ranks: Sequence[Rank], name: str) -> Iterator[KVManager]:
             model=ModelId("toy"),
             backend="local",
             limits=FAST,
-            link_limits=FAST_LINKS,
+            connection_limits=FAST_LINKS,
         )
         leader = leader or manager.address
         yield manager

@@ -14,7 +14,7 @@ import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.layout.placement import Component
-from disagg.protocol.peer_state import LinkLimits
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits
 from disagg.requests import Receiver, Sender
 from disagg.state import declare, paged
@@ -23,7 +23,7 @@ from disagg.testing.reference import Context, KVModel, KVRank, PageList
 
 DEADLINE_S = 20.0
 FAST = Limits(retry_s=0.05, max_retry_s=0.2, drain_timeout_s=0.5)
-FAST_LINKS = LinkLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0)
+FAST_LINKS = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0)
 
 TOKENS: dict[Context, Callable[[int], declare.Rule]] = {
     Context.WHOLE: lambda _: declare.all_tokens,
@@ -206,7 +206,12 @@ def start_side(model: KVModel, side: Side, name: str, *, num_layers: int, settin
             context=side.context,
         )
         pools = reference.allocate(model, spec)
-        defaults: dict[str, Any] = {"model": ModelId("toy"), "backend": "local", "limits": FAST, "link_limits": FAST_LINKS}
+        defaults: dict[str, Any] = {
+            "model": ModelId("toy"),
+            "backend": "local",
+            "limits": FAST,
+            "connection_limits": FAST_LINKS,
+        }
         manager = KVManager(
             name=name,
             topology=topology,

@@ -26,7 +26,7 @@ from disagg.commands.explain.counting import PieceCounter, SpanCount, count, pla
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Rows
-from disagg.layout.binding import Placed, Stream, place
+from disagg.layout.binding import BoundRows, Stream, bind_rows
 from disagg.layout.election import elect
 from disagg.layout.ownership import Share
 from disagg.layout.placement import Placement
@@ -314,7 +314,7 @@ def _pair(
         small = _small(component, setting)
         chosen = None
         if small:
-            chosen = place(component, source=rows[0], destination=rows[1], tokens=needed, num_tokens=needed[1], spans=small)
+            chosen = bind_rows(component, source=rows[0], destination=rows[1], tokens=needed, num_tokens=needed[1], spans=small)
         sharing = _share(component, counts, setting, chosen)
         chunk = streams(state), sharing.at_source is not None
         posts = _posts(sharing, packed[chunk], setting)
@@ -360,7 +360,7 @@ def _part(name: str, sharing: _Sharing, posts: int, setting: Setting) -> Part:
 
 
 def _share(
-    component: ComponentPlan, counts: Sequence[SpanCount | None], setting: Setting, small_ones: Placed | None
+    component: ComponentPlan, counts: Sequence[SpanCount | None], setting: Setting, small_ones: BoundRows | None
 ) -> _Sharing:
     """What the manager would do: small pieces packed, unless there are few (`disagg.runtime.paths`)."""
     below = setting.staging.pack_below
