@@ -160,7 +160,7 @@ class Prefill:
 
     # -- figures
 
-    def hand_over(self, rounds: int) -> dict[str, Any]:
+    def yield_to_waiter(self, rounds: int) -> dict[str, Any]:
         """From `finish` of a page to success here, waited for and asked for again and again, beside a bare round trip; each
         after everyone has slept for `QUIET_S`.
         """
@@ -365,9 +365,9 @@ def between_processes(backend: str, transport: str, rounds: int, requests: int) 
             manager.wait_ready("decode", timeout_s=TIMEOUT_S)
             assert ours.recv() == "ready"
             prefill = Prefill(manager, ours, echo)
-            prefill.hand_over(20)
+            prefill.yield_to_waiter(20)
             found = {
-                "hand_over": prefill.hand_over(rounds),
+                "yield_to_waiter": prefill.yield_to_waiter(rounds),
                 "concurrent": prefill.many(1000, max(3, rounds // 50)),
                 "caller_loop": prefill.caller_loop(16, 7),
                 "growth": prefill.growth(requests),

@@ -79,7 +79,7 @@ struct WithoutInterpreter {
 };
 
 // Threads of this library that have work: those that were enlisted, and do not wait now by one of the functions here. Others,
-// which may have nothing better to do than to ask whether that work is done, let them have the interpreter (`give_way`), which
+// which may have nothing better to do than to ask whether that work is done, let them have the interpreter (`yield_gil`), which
 // they would keep for milliseconds otherwise.
 std::atomic<int> num_busy = 0;
 
@@ -440,12 +440,12 @@ bool ask_for(double seconds, const IsOver& is_over) {
 // A `disagg::CudaQueue` whose calls let go of the interpreter, or keep it: they are short, and a thread that lets go of it may
 // have to wait for it for milliseconds, while others of this library may wait for it meanwhile.
 struct CudaQueue : disagg::CudaQueue {
-    bool keeps_interpreter;
+    bool holds_gil;
 
     CudaQueue(const std::string& library, std::uintptr_t context, std::uintptr_t stream, std::uintptr_t uploads, bool keeps)
-        : disagg::CudaQueue{library, context, stream, uploads}, keeps_interpreter{keeps} {}
+        : disagg::CudaQueue{library, context, stream, uploads}, holds_gil{keeps} {}
 
-    std::unique_ptr<Apart> apart() const { return keeps_interpreter ? nullptr : std::make_unique<Apart>(); }
+    std::unique_ptr<Apart> apart() const { return holds_gil ? nullptr : std::make_unique<Apart>(); }
 };
 
 // An event of a queue, which it keeps.
@@ -462,7 +462,7 @@ struct Flag {
 
     // Has those that linger for it, once it is set, go on first: who finds the interpreter taken when it wants to go on sleeps,
     // and waking takes longer than all else. They have so long to take it.
-    void hand_over() {
+    void yield_to_waiter() {
         constexpr auto patience = std::chrono::microseconds(20);
         if (num_lingering.load() == 0) return;
         const WithoutInterpreter released;
@@ -502,7 +502,7 @@ struct WordOf {
 // A word that is looked at; its memory may be read-only.
 struct Word : WordOf<Column<std::uint64_t>> {
     using WordOf::WordOf;
-    bool is_told() const { return word().load(std::memory_order_acquire) == value; }
+    bool is_set() const { return word().load(std::memory_order_acquire) == value; }
 };
 
 // A sign, and the word that is to have its value once that shows; a sign of what has failed sets none.
@@ -577,7 +577,7 @@ bool look(double seconds, const Watched& descriptors, const nb::list& signs) {
     return ask_for(seconds, [&] {
         // Every notice is asked, whatever else there is: others wait for it.
         return std::count_if(notices.begin(), notices.end(), [](const Notice* notice) { return notice->is_over(); }) > 0 ||
-               std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_told(); }) ||
+               std::any_of(words.begin(), words.end(), [](const Word* word) { return word->is_set(); }) ||
                std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set.load(); }) ||
                std::any_of(events.begin(), events.end(), [](const CudaEvent& e) { return e.queue->is_over(e.event); }) ||
                poll(watched.data(), watched.size(), 0) > 0;
@@ -624,7 +624,7 @@ class Alarm {
 };
 
 // Lets threads of this library that have work have the interpreter, for so long, and then for twice as long not again.
-void give_way() {
+void yield_gil() {
     constexpr auto patience = std::chrono::microseconds(100);
     static std::atomic<std::chrono::steady_clock::time_point> again{std::chrono::steady_clock::time_point{}};
     if (num_busy.load() == 0) return;
@@ -735,7 +735,7 @@ NB_MODULE(_native, m) {
         .def(nb::init<Addresses, Addresses, Addresses, Column<bool>>(), "steps"_a.noconvert(), "nbytes"_a.noconvert(),
              "num_bases"_a.noconvert(), "dense"_a.noconvert());
     nb::class_<Order>(
-        m, "Order",
+        m, "WorkList",
         "A request over span classes, of parts (span class, numbers of its bases or None for all, token runs).\n\n"
         "ValueError: no such span class, a run without a position, or 2**64 bytes.")
         .def(nb::init<const SpanSizes&, std::vector<Order::Part>>(), "sizes"_a, "parts"_a.noconvert())
@@ -757,7 +757,7 @@ NB_MODULE(_native, m) {
     using Status = std::tuple<const char*, int>;
     nb::class_<CudaQueue>(m, "CudaQueue", "Work for one stream of a CUDA context, by the driver that is loaded by name.")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, bool>(), "library"_a, "context"_a,
-             "stream"_a, "uploads"_a, nb::kw_only(), "keeps_interpreter"_a = false)
+             "stream"_a, "uploads"_a, nb::kw_only(), "holds_gil"_a = false)
         .def(
             "upload",
             [](const CudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
@@ -791,8 +791,8 @@ NB_MODULE(_native, m) {
     nb::class_<Flag>(m, "Flag", "Set once, by any thread.")
         .def(nb::init<>())
         .def("set", [](Flag& self) { self.is_set.store(true); })
-        .def("hand_over", &Flag::hand_over, "Let whoever lingers for it have the interpreter first, once it is set.")
-        .def("linger", &Flag::linger, "seconds"_a,
+        .def("yield_to_waiter", &Flag::yield_to_waiter, "Let whoever lingers for it have the interpreter first, once it is set.")
+        .def("busy_poll", &Flag::linger, "seconds"_a,
              "Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is.");
     nb::class_<CudaEvent>(m, "CudaEvent", "An event that is recorded on a queue's stream.")
         .def(
@@ -802,19 +802,19 @@ NB_MODULE(_native, m) {
                 new (self) CudaEvent{std::move(queue), own, event};
             },
             "queue"_a, "event"_a);
-    nb::class_<Word>(m, "Word", "A word of memory that another process writes, and the value that it is to have.")
+    nb::class_<Word>(m, "CompletionWord", "A word of memory that another process writes, and the value that it is to have.")
         .def(nb::init<Column<std::uint64_t>, std::size_t, std::uint64_t>(), "board"_a.noconvert(), "index"_a, "value"_a)
-        .def("is_told", &Word::is_told, "Whether it has that value.");
-    nb::class_<Notice>(m, "Notice", "A sign, and the word of memory that is given a value once it shows.")
+        .def("is_set", &Word::is_set, "Whether it has that value.");
+    nb::class_<Notice>(m, "CompletionSignal", "A sign, and the word of memory that is given a value once it shows.")
         .def(nb::init<nb::object, Words, std::size_t, std::uint64_t>(), "sign"_a, "board"_a.noconvert(), "index"_a, "value"_a)
-        .def("tell", &Notice::tell, "Give the word its value now.");
-    m.def("linger", &look, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "signs"_a = nb::list(),
+        .def("signal", &Notice::tell, "Give the word its value now.");
+    m.def("busy_poll", &look, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "signs"_a = nb::list(),
           "Wait without sleeping until a descriptor is readable or a sign shows; whether one does.");
     m.def("sleep", &sleep_for, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "Wait until a descriptor is readable.");
     nb::class_<Alarm>(m, "Alarm", "What a thread sleeps for until another one has it wake up.")
         .def(nb::init<>())
         .def("set", &Alarm::set, "Have the one that waits, or waits next, wake up.")
         .def("wait", &Alarm::wait, "seconds"_a, "Sleep until it is set, which it is no more then; whether it was.");
-    m.def("enlist", [] { busy.enlisted = true; }, "The calling thread is one of this library.");
-    m.def("give_way", &give_way, "Let threads of this library have the interpreter while they have work.");
+    m.def("enlist_thread", [] { busy.enlisted = true; }, "The calling thread is one of this library.");
+    m.def("yield_gil", &yield_gil, "Let threads of this library have the interpreter while they have work.");
 }

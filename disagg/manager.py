@@ -340,7 +340,7 @@ class KVManager:
         while they had work, for 100 us at most.
         """
         if not self._events:
-            _native.give_way()
+            _native.yield_gil()
         with contextlib.suppress(OSError):  # nothing to read, or closed
             os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]

@@ -67,14 +67,14 @@ class RequestHandle:
         had work, for 100 us at most.
         """
         if self._event is None:
-            _native.give_way()
+            _native.yield_gil()
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
         """How the request ended; raises `TimeoutError` where it has not within `timeout_s`."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (event := self._event) is None:
-            if self._spin_s and self._over.linger(min(self._spin_s, until - time.monotonic())):
+            if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
                 continue
             left_s = until - time.monotonic()
             if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
@@ -101,7 +101,7 @@ class RequestHandle:
     def let_go_first(self) -> None:
         """Called by the manager after that: whoever waits without a sleep has the interpreter before the caller goes on."""
         if self._spin_s:
-            self._over.hand_over()
+            self._over.yield_to_waiter()
 
     def _let_go(self) -> None:
         try:

@@ -230,7 +230,7 @@ class SpanSizes:
 
     def __init__(self, steps: _Addresses, nbytes: _Addresses, num_bases: _Addresses, dense: npt.NDArray[np.bool_]) -> None: ...
 
-class Order:
+class WorkList:
     """A request over span classes, in parts: the number of a class, those of its bases (`None`: all), and token runs.
 
     Raises `ValueError` for a span class that there is not, a run without a position, or 2**64 bytes.
@@ -263,8 +263,8 @@ class CudaQueue:
     Each method gives the driver's call that was made last and its status: 0 where all went well.
     """
 
-    def __init__(self, library: str, context: int, stream: int, uploads: int, *, keeps_interpreter: bool = False) -> None:
-        """For one stream of a context, and another for uploads. `keeps_interpreter`: its calls do not let go of it. Raises
+    def __init__(self, library: str, context: int, stream: int, uploads: int, *, holds_gil: bool = False) -> None:
+        """For one stream of a context, and another for uploads. `holds_gil`: its calls do not let go of it. Raises
         `RuntimeError` where `library` is no CUDA driver.
         """
 
@@ -296,10 +296,10 @@ class Flag:
 
     def __init__(self) -> None: ...
     def set(self) -> None: ...
-    def hand_over(self) -> None:
+    def yield_to_waiter(self) -> None:
         """Let whoever lingers for it, once it is set, have the interpreter first, as far as that is taken within 20 us."""
 
-    def linger(self, seconds: float) -> bool:
+    def busy_poll(self, seconds: float) -> bool:
         """Wait for it for so long, without sleeping; other threads have the interpreter meanwhile. Whether it is set."""
 
 class CudaEvent:
@@ -307,29 +307,29 @@ class CudaEvent:
 
     def __init__(self, queue: CudaQueue, event: int) -> None: ...
 
-class Word:
+class CompletionWord:
     """A word of memory that another process may write, and the value that it is to have. `board` is uint64 `[words]`, and is
     kept; it may be read-only. Raises `IndexError` where it has no word `index`.
     """
 
     def __init__(self, board: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
-    def is_told(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the word has that value."""
 
-class Notice:
+class CompletionSignal:
     """A sign, and the word of `board` that is given `value` once the sign shows; one of what has failed gives none."""
 
     def __init__(self, sign: Flag | CudaEvent, board: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
-    def tell(self) -> None:
+    def signal(self) -> None:
         """Give the word its value now."""
 
-Sign = Flag | CudaEvent | Word | Notice
+Completion = Flag | CudaEvent | CompletionWord | CompletionSignal
 """What can be asked for without the interpreter. Exists for type checkers only."""
 
-def enlist() -> None:
+def enlist_thread() -> None:
     """The calling thread is one of this library from now on: others give way to it."""
 
-def linger(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, signs: list[Sign] = ...) -> bool:
+def busy_poll(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, signs: list[Completion] = ...) -> bool:
     """In a thread of this library, which has work when this returns: wait for so long without sleeping, as waking up takes
     longer, or until a descriptor is readable or over, a flag is set, the work before an event is over, or a word has its value;
     notices are given meanwhile. Other threads have the interpreter. Whether one of these is so.
@@ -348,7 +348,7 @@ class Alarm:
     def wait(self, seconds: float) -> bool:
         """Sleep for so long, an hour at most, or until it is set, which it is no more then; whether it was."""
 
-def give_way() -> None:
+def yield_gil() -> None:
     """In any other thread: let those of this library that have work have the interpreter until all of them wait again, for
     100 us, and not again in 200.
     """

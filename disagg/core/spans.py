@@ -89,7 +89,7 @@ class SpanBatch:
     def __init__(self, shapes: Sequence[SpanShape], parts: Sequence[SpanRuns]) -> None:
         self.shapes, self.parts = shapes, tuple(parts)
         sizes = (shapes if isinstance(shapes, SpanShapes) else SpanShapes(shapes)).sizes
-        self.core = _native.Order(sizes, [(part.span, part.bases, part.runs) for part in parts])
+        self.core = _native.WorkList(sizes, [(part.span, part.bases, part.runs) for part in parts])
         self.total_nbytes = self.core.total_nbytes
 
     def __len__(self) -> int:

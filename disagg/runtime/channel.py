@@ -206,11 +206,11 @@ class Channel:
         if opened:
             self._take_lanes()
 
-    def linger(self, seconds: float, signs: list[_native.Sign]) -> bool:
+    def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool:
         """Wait without a sleep for something that `poll` is to take, right after it has found nothing, or for a sign; whether
         one of them is there.
         """
-        return _native.linger(seconds, self._watched(), signs)
+        return _native.busy_poll(seconds, self._watched(), signs)
 
     def _watched(self) -> npt.NDArray[np.int32]:
         """Every descriptor that something may come by, right after `poll` has found nothing there."""
@@ -353,7 +353,7 @@ def _authenticator(
         def callback(self, _domain: str, key: bytes) -> bool:
             known = allow(key.decode())
             if not known:
-                complaints.say("refused a connection: its public key %s is none that is known", key.decode())
+                complaints.warning("refused a connection: its public key %s is none that is known", key.decode())
             return known
 
     complaints = RateLimitedLog(logger)

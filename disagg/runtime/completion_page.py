@@ -54,11 +54,11 @@ class CompletionPage:
     def fileno(self) -> int:
         return self._descriptor
 
-    def notice(self, sign: _native.Flag | _native.CudaEvent) -> tuple[_native.Notice, tuple[int, int]]:
+    def notice(self, sign: _native.Flag | _native.CudaEvent) -> tuple[_native.CompletionSignal, tuple[int, int]]:
         """What sets a word of this board once `sign` shows, and what that will be: `(index, value)`."""
         value = next(self._values)
         index = value % NUM_WORDS
-        return _native.Notice(sign, self._words, index, value), (index, value)
+        return _native.CompletionSignal(sign, self._words, index, value), (index, value)
 
     def close(self) -> None:
         """Nobody else is given it any more; its memory is there for as long as it is in use."""
@@ -83,8 +83,8 @@ class CompletionPageView:
             return None
         return cls(np.frombuffer(memory, np.uint64))
 
-    def word(self, index: int, value: int) -> _native.Word:
+    def word(self, index: int, value: int) -> _native.CompletionWord:
         """The word that is to have a value. Raises `RemoteProtocolError` where there is none of that number."""
         if index >= len(self._words):
             raise RemoteProtocolError(f"board: expected a word below {len(self._words)}, found {index}")
-        return _native.Word(self._words, index, value)
+        return _native.CompletionWord(self._words, index, value)

@@ -153,7 +153,7 @@ class _Summing:
 class _Foretold(NamedTuple):
     """What the receiver of a transfer sees when that is done, and until when it looks, if it was told."""
 
-    notice: _native.Notice
+    notice: _native.CompletionSignal
     until: float
 
 
@@ -161,7 +161,7 @@ class _Expected(NamedTuple):
     """A writer's last word, which counts from when `word` has its value, and until when this side stays awake to see that."""
 
     complete: Complete
-    word: _native.Word
+    word: _native.CompletionWord
     until: float
 
 
@@ -174,7 +174,7 @@ class Wire(Protocol):
     def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool: ...
     def board(self, address: str) -> CompletionPage | None: ...
     def wake(self) -> None: ...
-    def linger(self, seconds: float, signs: list[_native.Sign]) -> bool: ...
+    def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool: ...
     def flush(self) -> None: ...
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
 
@@ -307,7 +307,7 @@ class Hub:
         self._sums.stop(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        _native.enlist()
+        _native.enlist_thread()
         try:
             while not self._stopping:
                 self._turn()
@@ -406,7 +406,7 @@ class Hub:
             signs, all_told = self._worker.signs()
             signs += (foretold.notice for foretold in self._foretold.values())
             signs += (expected.word for expected in self._expected.values())
-            told = self._channel.linger(TOLD_S if all_told else LINGER_S, signs)
+            told = self._channel.busy_poll(TOLD_S if all_told else LINGER_S, signs)
             if self._worker.turn():
                 self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
                 return
@@ -464,7 +464,7 @@ class Hub:
         self.refused_messages += 1
         self._warnings.warning("%s: refused a message: %s", self._handshake.me, error)
 
-    def _expect(self, peer: PeerRank, message: Complete, word: _native.Word, now: float) -> None:
+    def _expect(self, peer: PeerRank, message: Complete, word: _native.CompletionWord, now: float) -> None:
         """Look for a word that says that a request's bytes have landed; in vain where the request is none of this side's."""
         key = key_of(message)
         if (peer.instance, key) in self.sessions.receives.sessions:
@@ -475,7 +475,7 @@ class Hub:
         """Take what words say; whether there is anything. What has ended otherwise is expected no more."""
         taken = False
         for (peer, key), (complete, word, _) in tuple(self._expected.items()):
-            told = word.is_told()
+            told = word.is_set()
             if told or (peer.instance, key) not in self.sessions.receives.sessions:
                 del self._expected[peer, key]
             if told:
@@ -754,7 +754,7 @@ class Hub:
         self._begun.pop(ticket, None)
         foretold, known = self._foretold.pop(ticket, None), False
         if foretold is not None and not report.error:
-            foretold.notice.tell()
+            foretold.notice.signal()
             known = time.monotonic() < foretold.until
         if not report.unsettled:
             sent = self.sessions.sends.sessions.get((ticket.peer.instance, ticket.key))

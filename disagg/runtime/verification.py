@@ -136,7 +136,7 @@ class ChecksumWorker:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        _native.enlist()
+        _native.enlist_thread()
         try:
             while (job := self._next()) is not None:
                 if not job.wanted():

@@ -367,8 +367,8 @@ class FaultyChannel:
     def board(self, address: str) -> CompletionPage | None:
         return self.inner.board(address)
 
-    def linger(self, seconds: float, signs: list[_native.Sign]) -> bool:
-        return self.inner.linger(seconds, signs)
+    def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool:
+        return self.inner.busy_poll(seconds, signs)
 
     def flush(self) -> None:
         self.inner.flush()

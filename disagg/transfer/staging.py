@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.abilities import Prepared
 from disagg.backends.base import StagingShape
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
@@ -147,7 +146,6 @@ class RemoteRing:
         if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
             raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
         self.ring = ring
-        self.prepared: dict[tuple[int, int], Prepared] = {}
         """Whole slots, by local address and slot number, that have been posted before; the worker's."""
         self._lock = threading.Lock()
         self._free = deque(range(ring.num_slots))

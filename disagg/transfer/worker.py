@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from disagg.backends.abilities import PreparedSpans, Preparing, Progressive, SpanWriter
+from disagg.backends.abilities import PreparedSpans, SpanWriter
 from disagg.backends.base import Backend, Op, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6
-IDLE_PROGRESS_S = 1e-3
 UNSETTLED_POLL_S = 0.05
 MOST_AT_ONCE = 8
 """Slots unpacked before anyone is told: telling costs both sides as much as several slots' copies."""
@@ -125,8 +124,6 @@ class TransferWorker:
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._backend = backend
-        self._progressive = backend if isinstance(backend, Progressive) else None
-        self._preparing = backend if isinstance(backend, Preparing) else None
         self._span_writer = backend if isinstance(backend, SpanWriter) else None
         self._slots = slots
         self._calls_turns = calls_turns
@@ -196,7 +193,7 @@ class TransferWorker:
         finally:
             self._turning.release()
 
-    def signs(self) -> tuple[list[_native.Sign], bool]:
+    def signs(self) -> tuple[list[_native.Completion], bool]:
         """What says that work under way is done, and whether that is so of all of it."""
         work: list[Any] = [unpacking.passing for unpacking in tuple(self._unpacking)]
         for active in tuple(self._active):
@@ -232,7 +229,7 @@ class TransferWorker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        _native.enlist()
+        _native.enlist_thread()
         try:
             self._loop()
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
@@ -257,8 +254,6 @@ class TransferWorker:
                 continue
             if self._wake.wait(self._idle_s()) and self._is_under_way():  # begun by whoever handed it over
                 sleep_s = MIN_SLEEP_S
-            if self._progressive is not None:
-                self._progressive.progress()
 
     def _is_under_way(self) -> bool:
         """Whether something goes on that is to be looked at again soon."""
@@ -275,8 +270,6 @@ class TransferWorker:
         return changed
 
     def _idle_s(self) -> float:
-        if self._progressive is not None:
-            return IDLE_PROGRESS_S
         return UNSETTLED_POLL_S if self._active else math.inf
 
     def _unpack_some(self) -> int:
@@ -521,7 +514,7 @@ class TransferWorker:
             active.job.ring.credit(slot.filled.slot, slot.filled.sequence)
 
     def _post_slot(self, active: _Active, packed: _Slot) -> Transfer:
-        """Write a slot that is packed into one of the ring; whole ones are prepared once, where the engine can."""
+        """Write a slot that is packed into one of the ring."""
         ring, local, filled = active.job.ring, packed.local, packed.filled
         assert ring is not None
         assert local is not None
@@ -530,14 +523,7 @@ class TransferWorker:
         started = time.perf_counter()
         active.report.pack_s += started - packed.started_at
         active.report.packed += nbytes
-        if self._preparing is None or nbytes != ring.ring.slot_nbytes:
-            transfer = self._backend.submit(Op.WRITE, active.job.peer, _one(local, ring.ring.slot(slot), nbytes))
-        else:
-            prepared = ring.prepared.get((local, slot))
-            if prepared is None:
-                copies = _one(local, ring.ring.slot(slot), nbytes)
-                prepared = ring.prepared[local, slot] = self._preparing.prepare(Op.WRITE, active.job.peer, copies)
-            transfer = prepared.post()
+        transfer = self._backend.submit(Op.WRITE, active.job.peer, _one(local, ring.ring.slot(slot), nbytes))
         _count_post(active.report, started, nbytes)
         return transfer
 

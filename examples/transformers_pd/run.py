@@ -154,7 +154,7 @@ def prompt(crew: Mapping[str, Worker], name: str) -> Prompted:
     return Prompted(name, first_token, content, expected)
 
 
-def hand_over(crew: Mapping[str, Worker], given: Prompted, *, pair: Pair, backend: str) -> Outcome:
+def yield_to_waiter(crew: Mapping[str, Worker], given: Prompted, *, pair: Pair, backend: str) -> Outcome:
     """Move the state from prefill ranks to decode ranks with an engine, and go on in the other driver.
 
     Then once more for each component, with one bit of it flipped.
@@ -197,7 +197,7 @@ def run(names: Sequence[str], backends: Sequence[str]) -> bool:
         for name, pair in pairs.items():
             given = prompt(crew, name)
             for backend in backends:
-                outcome = hand_over(crew, given, pair=pair, backend=backend)
+                outcome = yield_to_waiter(crew, given, pair=pair, backend=backend)
                 ok = ok and outcome.ok
                 print(f"{name:14} {backend:8} {pair.prefill} -> {pair.decode}: {outcome}", flush=True)
     return ok

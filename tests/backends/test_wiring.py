@@ -55,7 +55,7 @@ class Twin:
 
     table: ShapeTable
     words: Any = None
-    order: _native.Order | None = None
+    order: _native.WorkList | None = None
     peer: RemotePeer | None = None
 
     @property

@@ -170,10 +170,10 @@ def ask(pipe: Connection, order: object = None) -> Any:
 @pytest.mark.parametrize("dims", [(8, 6), (64, 64)])
 def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one chunk, receivers are told beforehand how they will see that it has ended."""
-    awaited: list[_native.Word] = []
+    awaited: list[_native.CompletionWord] = []
     word = CompletionPageView.word
 
-    def noting(self: CompletionPageView, index: int, value: int) -> _native.Word:
+    def noting(self: CompletionPageView, index: int, value: int) -> _native.CompletionWord:
         awaited.append(word(self, index, value))
         return awaited[-1]
 
@@ -202,7 +202,7 @@ def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, 
             assert all(event.ok for event in events), [event.error for event in events]
             assert events[0].payload == b"token"
             assert awaited or cut < num_tokens
-            assert all(each.is_told() for each in awaited)
+            assert all(each.is_set() for each in awaited)
             for rank, pages in zip(ranks, taken, strict=True):
                 wanted = reference.expected(model, rank.spec, pages, num_tokens=num_tokens, need=need)
                 assert reference.first_difference(wanted, rank.read()) is None

@@ -68,7 +68,7 @@ def calls(library: Path, *, fail: int = 0) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_calls_come_in_order_and_the_context_is_given_back(library: Path, keeps: bool) -> None:
-    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, keeps_interpreter=keeps)
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, holds_gil=keeps)
     calls(library)
     assert queue.upload(1 << 32, 1 << 40, 5, 9) == (None, 0)
     copied = (3, (1 << 32) + (1 << 40) + 5 + UPLOADS)

@@ -9,16 +9,16 @@ from disagg.core import _native
 
 def test_everyone_who_lingers_sees_a_flag_that_is_set() -> None:
     flag, found = _native.Flag(), list[bool]()
-    threads = [threading.Thread(target=lambda: found.append(flag.linger(60.0))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(flag.busy_poll(60.0))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert not flag.linger(1e-3)
-    flag.hand_over()  # to nobody who could go on: it gives up
+    assert not flag.busy_poll(1e-3)
+    flag.yield_to_waiter()  # to nobody who could go on: it gives up
     assert not found
     flag.set()
-    flag.hand_over()
+    flag.yield_to_waiter()
     for thread in threads:
         thread.join(60.0)
     assert found == [True] * 3
-    assert flag.linger(0.0)
-    flag.hand_over()
+    assert flag.busy_poll(0.0)
+    flag.yield_to_waiter()

@@ -22,11 +22,11 @@ def sizes(steps: int = 2, nbytes: int = 8, num_bases: int = 3, *, dense: bool = 
     return _native.SpanSizes(column(steps), column(nbytes), column(num_bases), np.array([dense]))
 
 
-def order(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _native.Order:
-    return _native.Order(sizes(**shape), [(span, bases, runs)])
+def order(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _native.WorkList:
+    return _native.WorkList(sizes(**shape), [(span, bases, runs)])
 
 
-def encoded(found: _native.Order, *, tile: int = 16, num_words: int | None = None, num_shapes: int = 1) -> _native.Order:
+def encoded(found: _native.WorkList, *, tile: int = 16, num_words: int | None = None, num_shapes: int = 1) -> _native.WorkList:
     out = np.zeros(found.num_words if num_words is None else num_words, np.uint64)
     assert found.encode(np.zeros(num_shapes, np.int64), tile, out) <= out.nbytes
     return found

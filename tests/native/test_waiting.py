@@ -27,7 +27,7 @@ def stubborn() -> Iterator[None]:
 
 Wait = Callable[[_native.Flag, _native.Alarm], object]
 WAITS: dict[str, Wait] = {
-    "linger": lambda sign, _: _native.linger(PATIENCE_S, signs=[sign]),
+    "linger": lambda sign, _: _native.busy_poll(PATIENCE_S, signs=[sign]),
     "sleep": lambda *_: _native.sleep(1e-3),
     "alarm": lambda _, alarm: alarm.wait(PATIENCE_S),
     "alarm, in vain": lambda *_: _native.Alarm().wait(1e-3),
@@ -40,7 +40,7 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
     sign, alarm, done = _native.Flag(), _native.Alarm(), list[bool]()
 
     def work() -> None:
-        _native.enlist()
+        _native.enlist_thread()
         for _ in range(3):
             wait(sign, alarm)
             alarm.set()
@@ -48,12 +48,12 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
 
     thread = threading.Thread(target=work)
     thread.start()
-    _native.give_way()
+    _native.yield_gil()
     sign.set()
     alarm.set()
     deadline = time.monotonic() + PATIENCE_S
     while len(done) < 3 and time.monotonic() < deadline:
-        _native.give_way()
+        _native.yield_gil()
     assert len(done) == 3
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
@@ -62,10 +62,10 @@ def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait
 def test_descriptors_end_a_wait() -> None:
     descriptor = os.eventfd(0)
     watched = np.array([descriptor], np.int32)
-    assert not _native.linger(0.0, watched, [])
+    assert not _native.busy_poll(0.0, watched, [])
     assert not _native.is_readable(descriptor)
     os.eventfd_write(descriptor, 1)
-    assert _native.linger(PATIENCE_S, watched, [])
+    assert _native.busy_poll(PATIENCE_S, watched, [])
     assert _native.is_readable(descriptor)
     _native.sleep(PATIENCE_S, watched)
     os.close(descriptor)
@@ -83,7 +83,7 @@ def test_an_alarm_that_was_set_before_is_heard_once() -> None:
 @pytest.mark.parametrize("sign", [None, 3, "sign"])
 def test_what_is_no_sign_is_refused(sign: object) -> None:
     with pytest.raises((TypeError, RuntimeError)):
-        _native.linger(0.0, signs=[sign])  # type: ignore[list-item]
+        _native.busy_poll(0.0, signs=[sign])  # type: ignore[list-item]
 
 
 def test_packets_leave_at_once_or_not_at_all() -> None:

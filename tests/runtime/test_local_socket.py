@@ -217,14 +217,14 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Completion
     words = [view.word(*seen) for _, seen in notices]
     assert len({value for _, (_, value) in notices}) == len(notices)
     notice, word = notices[0][0], words[0]
-    assert not _native.linger(0.0, signs=[notice, word])
-    assert not word.is_told()
+    assert not _native.busy_poll(0.0, signs=[notice, word])
+    assert not word.is_set()
     sign.set()
-    assert _native.linger(0.0, signs=[notice])
-    assert [each.is_told() for each in words] == [True] + [False] * NUM_WORDS
-    notices[-1][0].tell()  # the same word, for something else
-    assert [each.is_told() for each in words] == [False] * NUM_WORDS + [True]
-    assert _native.linger(10.0, signs=[words[-1]])
+    assert _native.busy_poll(0.0, signs=[notice])
+    assert [each.is_set() for each in words] == [True] + [False] * NUM_WORDS
+    notices[-1][0].signal()  # the same word, for something else
+    assert [each.is_set() for each in words] == [False] * NUM_WORDS + [True]
+    assert _native.busy_poll(10.0, signs=[words[-1]])
 
 
 def test_no_board_where_nobody_looks(listener: Listener, board: CompletionPage) -> None:
@@ -249,10 +249,10 @@ def test_who_is_shown_a_board_cannot_write_there(board: CompletionPage) -> None:
     assert view is not None
     notice, seen = board.notice(_native.Flag())
     with pytest.raises(TypeError):
-        _native.Notice(_native.Flag(), view._words, *seen)
-    assert not view.word(*seen).is_told()
-    notice.tell()
-    assert view.word(*seen).is_told()
+        _native.CompletionSignal(_native.Flag(), view._words, *seen)
+    assert not view.word(*seen).is_set()
+    notice.signal()
+    assert view.word(*seen).is_set()
 
 
 def test_a_board_is_shown_to_processes_of_this_user_only(

@@ -235,17 +235,17 @@ class Gpu:
 
 class Queue:
     """A stream of its own on a GPU, and another for uploads. Each call is one into native code, since a thread that has just
-    been woken pays several times as much for Python; its methods take care of the context themselves. `keeps_interpreter`:
+    been woken pays several times as much for Python; its methods take care of the context themselves. `holds_gil`:
     they do not let go of it, for a thread that is all that a request waits for; where an engine has threads of its own, these
     wait for it meanwhile.
     """
 
-    def __init__(self, gpu: Gpu, *, keeps_interpreter: bool = False) -> None:
+    def __init__(self, gpu: Gpu, *, holds_gil: bool = False) -> None:
         self._gpu = gpu
         with gpu.current():
             self.stream, self.uploads = gpu.stream(), gpu.stream()
         handles = int(gpu.context), self.stream, self.uploads
-        self._native = _native.CudaQueue(DRIVER, *handles, keeps_interpreter=keeps_interpreter)
+        self._native = _native.CudaQueue(DRIVER, *handles, holds_gil=holds_gil)
 
     def upload(self, buffer: Buffer, nbytes: int) -> None:
         """Copy the first bytes of a buffer to the GPU; what is launched next waits for that."""

@@ -64,7 +64,7 @@ class GpuOrder:
     """A request over span classes, uploaded."""
 
     shapes: GpuShapes
-    order: _native.Order
+    order: _native.WorkList
     buffer: Buffer
 
 

@@ -407,7 +407,7 @@ class _PeerQueue:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _native.enlist()
+        _native.enlist_thread()
         try:
             with _current(self._gpu):
                 while self._wait():
@@ -444,7 +444,7 @@ class _PeerQueue:
                 continue
             moved_s = time.monotonic() - self._moved_at
             if not self.by_caller and moved_s < _SPIN_S:
-                _native.linger(_LOOK_S)
+                _native.busy_poll(_LOOK_S)
             else:
                 least, most = _PAUSE_S
                 self._alarm.wait(min(most, max(least, moved_s / 16)))

@@ -531,7 +531,7 @@ class _Engine:
 
     def start(self) -> None:
         self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_pieces", "move_spans"])
-        self._queue = Queue(self.gpu, keeps_interpreter=True)
+        self._queue = Queue(self.gpu, holds_gil=True)
         self._scratch = self.gpu.table(np.zeros(2, np.uint64))
         # One pair for all requests: kernels follow each other on one stream, and each leaves them at 0.
         self._counters = self.gpu.table(np.zeros(2, np.uint64))
