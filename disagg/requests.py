@@ -1,4 +1,6 @@
-"""What `KVManager.receiver` and `KVManager.sender` give back: one request each."""
+"""The handles of requests: what `KVManager.receiver` and `KVManager.sender` return. They check what the server passes, in the
+server's thread, and post commands to the control thread.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +9,62 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import Rows, token_range
-from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, TokenRange
+from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_range
+from disagg.layout.agreement import LocalRank
+from disagg.layout.binding import check_rows
+from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
+from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, RequestKey
 
-BEGUN_S = 20e-3
-"""For how long a thread that waits for a request stays awake once its bytes are being copied."""
+COPY_BEGUN_SPIN_S = 20e-3
+"""How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""
 
 
 def combine(events: Iterable[Event]) -> DisaggError | None:
-    """How a request ended that several ranks took part in: the first failure among their events, `None` where all went
-    well. Which ranks those are is the server's matter; nothing here waits for another rank.
+    """The first failure among the events of the ranks that took part in a request; `None` if all succeeded.
+
+    The server collects the events of its ranks; nothing here waits for another rank.
     """
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
 
-class Requests(Protocol):
-    """What handles ask of their manager. Nothing blocks; steps are taken in the control thread."""
+class Control(Protocol):
+    """What handles need of their manager. No call blocks."""
+
+    @property
+    def sessions(self) -> Sessions:
+        """Requests of this rank; only commands may touch them."""
+
+    @property
+    def local(self) -> LocalRank:
+        """This rank's layout."""
 
     @property
     def spin_s(self) -> float:
-        """For how long a thread that waits for a request looks at it without a sleep, in seconds."""
+        """How long a thread that waits for a request polls without a sleep, in seconds."""
 
-    def check_kinds(self, rows: Mapping[str, Rows]) -> None: ...
-    def send(self, sender: Sender, chunk: Chunk) -> None: ...
-    def finish(self, sender: Sender, payload: bytes, chunk: Chunk | None) -> None: ...
-    def abort(self, handle: Receiver | Sender, error: RequestAborted) -> None: ...
+    @property
+    def problem(self) -> str:
+        """Why the manager has ended; empty while it works."""
+
+    def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
+        """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
 
 
 class RequestHandle:
-    """What `receiver` and `sender` give back. Thread-safe."""
+    """One request. Thread-safe."""
 
-    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any) -> None:
-        self._requests = requests
-        self._spin_s = requests.spin_s
+    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
+        self._control = control
+        self._spin_s = control.spin_s
         self._over = _native.Flag()
         self.key = key
         self.peer = peer
@@ -63,15 +79,15 @@ class RequestHandle:
         return self.key.request_id
 
     def poll(self) -> Event | None:
-        """How the request ended; `None` while it has not, and then the manager's threads have had the interpreter while they
-        had work, for 100 us at most.
+        """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads if they
+        have work, for up to 100 us.
         """
         if self._event is None:
             _native.yield_gil()
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
-        """How the request ended; raises `TimeoutError` where it has not within `timeout_s`."""
+        """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (event := self._event) is None:
             if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
@@ -80,34 +96,38 @@ class RequestHandle:
             if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
                 raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
             if self._event is not None:
-                self._let_go()  # whoever else waits
+                self._release()  # for other threads that wait
         return event
 
     def begin(self) -> None:
-        """Called by the manager: the request will end soon, so whoever waits for it should be awake."""
+        """Called by the manager: the request will end soon, so threads that wait for it should be awake."""
         if self._spin_s:
-            self._spin_s = BEGUN_S
-            self._let_go()
+            self._spin_s = COPY_BEGUN_SPIN_S
+            self._release()
 
     def end(self, event: Event) -> None:
         """Called by the manager, once: the request has ended."""
         self._event = event
 
     def wake(self) -> None:
-        """Called by the manager once it has ended: whoever waits goes on."""
+        """Called by the manager after `end`: threads that wait continue."""
         self._over.set()
-        self._let_go()
+        self._release()
 
-    def let_go_first(self) -> None:
-        """Called by the manager after that: whoever waits without a sleep has the interpreter before the caller goes on."""
+    def yield_to_waiter(self) -> None:
+        """Called by the manager after `wake`: a thread that polls without a sleep gets the GIL first."""
         if self._spin_s:
             self._over.yield_to_waiter()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         try:
             self._pending.release()
-        except RuntimeError:  # nobody has seen yet that it was let go of before
+        except RuntimeError:  # already released
             return
+
+    def _command(self, run: Callable[[float], None]) -> None:
+        check_alive(self._control)
+        self._control.command(run)
 
 
 class Receiver(RequestHandle):
@@ -116,13 +136,19 @@ class Receiver(RequestHandle):
     direction = "receive"
     session: ReceiveSession | None = None
 
-    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any, need: Mapping[str, TokenRange]) -> None:
-        super().__init__(requests, key, peer, tag)
+    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any, need: Mapping[str, TokenRange]) -> None:
+        super().__init__(control, key, peer, tag)
         self.need = need
 
     def abort(self, reason: str) -> None:
-        """End the request; the rows stay leased until every writer is proved quiet."""
-        self._requests.abort(self, RequestAborted(reason))
+        """End the request. The rows stay leased until every writer is proved quiet."""
+
+        def abort(now: float) -> None:
+            if self.session is not None:
+                self._control.sessions.receives.abort(self.session, RequestAborted(reason), now)
+
+        if not self._control.problem:
+            self._control.command(abort)
 
 
 class Sender(RequestHandle):
@@ -131,8 +157,8 @@ class Sender(RequestHandle):
     direction = "send"
     session: SendSession | None = None
 
-    def __init__(self, requests: Requests, key: RequestKey, peer: str, tag: Any) -> None:
-        super().__init__(requests, key, peer, tag)
+    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
+        super().__init__(control, key, peer, tag)
         self._numbers = itertools.count()
         self._finished = False
 
@@ -153,39 +179,132 @@ class Sender(RequestHandle):
 
         Returns at once. Raises `LocalProtocolError` for a component that was not declared, or after `finish`.
         """
-        self._requests.send(self, self._chunk(rows, tokens, layers, ready))
+        chunk = self._chunk(rows, tokens, layers, ready)
+
+        def send(now: float) -> None:
+            if self.session is not None:
+                self._control.sessions.sends.send(self.session, chunk, now)
+
+        self._command(send)
 
     def finish(self, rows: Mapping[str, Rows] | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
-        """Send the last rows, and say that nothing more will come. `payload` reaches every receiver with its success."""
+        """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success.
+
+        Raises `LocalProtocolError` the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
+        """
         _check_payload(payload)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: finish() was already called")
         chunk = self._chunk(rows, None, None, ready) if rows else None
         self._finished = True
-        self._requests.finish(self, payload, chunk)
+
+        def finish(now: float) -> None:
+            sends = self._control.sessions.sends
+            if self.session is not None:
+                if chunk is not None:
+                    sends.send(self.session, chunk, now)
+                sends.finish(self.session, payload, now)
+
+        self._command(finish)
 
     def abort(self, reason: str) -> None:
         """End the request towards every receiver."""
-        self._requests.abort(self, RequestAborted(reason))
+
+        def abort(now: float) -> None:
+            if self.session is not None:
+                self._control.sessions.sends.abort(self.session, RequestAborted(reason), now)
+
+        if not self._control.problem:
+            self._control.command(abort)
 
     def _chunk(
         self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
     ) -> Chunk:
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
-        self._requests.check_kinds(rows)
-        asked = None if tokens is None else token_range(tokens)
-        if asked is None and tokens is not None:
+        check_kinds(self._control.local, rows)
+        chosen = None if tokens is None else token_range(tokens)
+        if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
-        chosen = None if layers is None else _layer_ids(layers)
-        return Chunk(next(self._numbers), dict(rows), asked, chosen, ready)
+        return Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else _layer_ids(layers), ready)
+
+
+# -- checks, in the server's thread --------------------------------------------------------------------------------------
+
+
+def check_alive(control: Control) -> None:
+    """Raise `LocalProtocolError` if the manager has ended."""
+    if control.problem:
+        raise LocalProtocolError(f"the manager has ended: {control.problem}")
+
+
+def request_key(request_id: bytes, attempt: int) -> RequestKey:
+    """The key of one attempt. Raises `LocalProtocolError` unless the id has 16 bytes and the attempt is from 0 to 2**31 - 1."""
+    if len(request_id) != 16:
+        raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
+    return RequestKey(request_id, check_number(attempt, "attempt", 2**31))
+
+
+def check_number(given: int, what: str, stop: int) -> int:
+    """An integer of any kind as Python's own. Raises `LocalProtocolError` unless it is at least 0 and below `stop`."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = -1
+    if not 0 <= number < stop:
+        raise LocalProtocolError(f"{what}: expected 0 to {stop - 1}, found {given!r}")
+    return number
+
+
+def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
+    """Raise `LocalProtocolError` unless all rows are of declared components, and of their kind."""
+    for name, given in rows.items():
+        layouts = local.table.components.get(name)
+        if layouts is None:
+            known = ", ".join(sorted(local.table.components))
+            raise LocalProtocolError(f"rows: no component {name!r} was declared; there are {known}")
+        kind = next(layout.rows for layout in layouts if layout is not None)
+        expected = Pages if kind == "pages" else Slot
+        if not isinstance(given, expected):
+            raise LocalProtocolError(f"rows of {name!r}: expected {expected.__name__}, found {type(given).__name__}")
+        if isinstance(given, Pages) and given.first_token > MAX_TOKEN:
+            raise LocalProtocolError(f"rows of {name!r}: expected a first token of 0 to 2**40, found {given.first_token}")
+
+
+def check_needs(
+    local: LocalRank, group_rank: int, agreed: Iterable[str], rows: Mapping[str, Rows], need: Mapping[str, TokenRange]
+) -> dict[str, TokenRange]:
+    """The tokens that this rank needs of each `agreed` component that it holds, checked against `rows`.
+
+    Raises `LocalProtocolError` for ranges or rows that are missing or malformed, `LayoutError` for rows that do not fit.
+    """
+    unknown = sorted(need.keys() - local.table.components.keys())
+    if unknown:
+        raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
+    held = local.table.ranks[group_rank].by_name
+    needed: dict[str, TokenRange] = {}
+    for name in agreed:
+        layout, placement = held.get(name), local.placements.get(name)
+        if layout is None or placement is None:
+            continue
+        tokens = (0, 1) if layout.rows == "slot" else token_range(need.get(name))
+        if tokens is None:
+            found = need.get(name)
+            raise LocalProtocolError(f"need of {name!r}: expected integers 0 <= start <= stop <= 2**40, found {found}")
+        needed[name] = tokens
+        if tokens[0] == tokens[1]:
+            continue
+        if name not in rows:
+            raise LocalProtocolError(f"rows: component {name!r} is needed, but no rows are given for it")
+        check_rows(layout, placement, rows[name], tokens)
+    return needed
 
 
 def _layer_ids(layers: Sequence[int]) -> tuple[int, ...]:
     try:
         chosen = tuple(operator.index(layer) for layer in layers)
     except TypeError as error:
-        raise LocalProtocolError(f"layers: expected ids of layers, found {layers!r}") from error
+        raise LocalProtocolError(f"layers: expected layer ids, found {layers!r}") from error
     if any(not 0 <= layer < 2**31 for layer in chosen):
         raise LocalProtocolError(f"layers: expected ids of 0 to 2**31 - 1, found {list(chosen)}")
     return chosen

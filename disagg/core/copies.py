@@ -47,6 +47,11 @@ class CopyBatch:
         made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
         return made
 
+    @classmethod
+    def one(cls, source: int, destination: int, nbytes: int) -> CopyBatch:
+        """A batch of one copy."""
+        return cls(*(np.array([value], dtype=np.uint64) for value in (source, destination, nbytes)))
+
     def __len__(self) -> int:
         return len(self.nbytes)
 

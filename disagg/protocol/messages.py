@@ -15,7 +15,7 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 Named = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_ITEMS)]
 Verify = Literal["off", "sample", "full"]
-"""Of how much the two sides compare sums."""
+"""How much of a request the two sides compare by checksums."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
@@ -55,8 +55,8 @@ RingAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A ring in the memory of who grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers its uses of
-    slots from `first` on: what is said of another grant, late, is then known as such on both sides.
+    """A ring in the memory of the rank that grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers its
+    uses of slots from `first` on, so that both sides recognise a late message about an earlier grant.
     """
 
     address: RingAddress
@@ -66,8 +66,8 @@ class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """A rank introduces itself on a connection that it opened, `dial` others of its process before it; one that was dialled
-    later stands. Siblings say their address to their leader.
+    """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest number
+    wins. Ranks of the same instance send their address to their leader.
     """
 
     version: int
@@ -83,8 +83,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
-    """The answer to an accepted hello of that `generation`: who is here, what it owns, where its memory is, and how to reach
-    its engine.
+    """The answer to an accepted hello of that `generation`: this rank, what it owns, where its memory is, and its engine's
+    endpoint.
     """
 
     version: int
@@ -104,7 +104,7 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
-    """A refusal: the field, both values, and why. `hello_first` asks for a new hello on this connection."""
+    """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection."""
 
     field: Name
     reason: Reason
@@ -125,7 +125,7 @@ class SlotRow(msgspec.Struct, frozen=True, tag="slot", tag_field="kind"):
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """Base of what concerns one attempt of one request."""
+    """Base of the messages about one attempt of one request."""
 
     request_id: RequestId
     attempt: Small
@@ -134,7 +134,7 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request.
 
-    The writer sums what it sends as `verify` says.
+    `verify` says of how much the writer sends checksums.
     """
 
     nonce: Nonce
@@ -146,7 +146,7 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
 
 
 class Busy(Message, frozen=True, tag="busy", kw_only=True):
-    """Not now: the hello or the reserve may be sent again after `retry_after_s`."""
+    """No room now: the hello or the reserve may be sent again after `retry_after_s`."""
 
     reason: Reason
     retry_after_s: Seconds
@@ -156,7 +156,7 @@ class Busy(Message, frozen=True, tag="busy", kw_only=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that the writer was elected for, of one component, in `layers` (all: `None`) and tokens `[start, stop)`."""
+    """What the writer was elected for of one component, in `layers` (`None`: all) and tokens `[start, stop)`."""
 
     chunk: Small
     component: Name
@@ -166,7 +166,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a packed stream: span classes of a component's plan, in `layers` (all: `None`) and tokens `[start, stop)`."""
+    """A part of a packed stream: span classes of a component's plan, in `layers` (`None`: all) and tokens `[start, stop)`."""
 
     component: Name
     spans: Many[Small]
@@ -176,8 +176,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """A slot of the receiver's ring at `ring` holds `nbytes` of a chunk's packed stream, from `offset` on. The ring is named,
-    as each side may know of a newer connection before the other does, and each connection has a ring of its own.
+    """A slot of the receiver's ring at `ring` holds `nbytes` of a chunk's packed stream, from `offset` on. The ring is named
+    because each connection has its own, and one side may know of a newer connection before the other does.
     """
 
     slot: Small
@@ -190,8 +190,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
-    """Sums modulo 2**64 of what one chunk holds of a component, little-endian uint64: one for each layer that the receiver's
-    rank takes, in ascending order, and one for each page of its need that is summed, in its order.
+    """Checksums modulo 2**64 of one chunk's part of a component, little-endian uint64: one for each layer that the receiver's
+    rank takes, in ascending order, and one for each checked page of its need, in order.
     """
 
     component: Name
@@ -199,26 +199,67 @@ class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
     by_page: bytes
 
 
+class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True):
+    """Slots of the receiver's ring that hold bytes of this attempt. Each is sent again until its credit comes."""
+
+    nonce: Nonce
+    slots: Many[Filled]
+
+
+class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
+    """A long copy has begun. The receiver may want to be awake when it ends; nothing follows from it otherwise."""
+
+    nonce: Nonce
+
+
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
-    """What has landed. `filled` slots are to be unpacked; each is said again until its credit comes. The `final` one says
-    which chunks of what the writer has sent, of which chunks how many bytes went packed, and the `sums` that the receiver
-    asked for; then nothing more will come and nothing is in flight. One that is neither final nor names a slot says that
-    copying has begun, for a receiver that wants to be awake when it ends. If it names a word of the writer's board and a value,
-    it is the final one from when that word has that value.
+    """Everything that the writer sends for this attempt has landed, and nothing is in flight. `packed` says for each chunk how
+    many of its bytes went through the receiver's ring; `sums` are the checksums that the reserve asked for.
     """
 
     nonce: Nonce
     written: Many[Written] = ()
     payload: Payload = b""
-    final: bool = True
-    filled: Many[Filled] = ()
     packed: Many[tuple[Small, Tokens]] = ()
     sums: Many[PartialChecksums] = ()
-    word: tuple[Small, Nonce] | None = None
+
+
+class EarlyComplete(RequestMessage, frozen=True, tag="early_complete", kw_only=True):
+    """A `Complete` that counts once word `word[0]` of the writer's completion page has the value `word[1]`."""
+
+    nonce: Nonce
+    word: tuple[Small, Nonce]
+    written: Many[Written] = ()
+    payload: Payload = b""
+    packed: Many[tuple[Small, Tokens]] = ()
+
+    @classmethod
+    def of(cls, complete: Complete, word: tuple[int, int]) -> EarlyComplete:
+        """The early form of `complete`, which has no checksums."""
+        return cls(
+            request_id=complete.request_id,
+            attempt=complete.attempt,
+            nonce=complete.nonce,
+            word=word,
+            written=complete.written,
+            payload=complete.payload,
+            packed=complete.packed,
+        )
+
+    def complete(self) -> Complete:
+        """What it says once the word has its value."""
+        return Complete(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            nonce=self.nonce,
+            written=self.written,
+            payload=self.payload,
+            packed=self.packed,
+        )
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
-    """Either side ends the attempt, with its first cause; the writer answers, or goes on to say, `Drained`."""
+    """Either side ends the attempt, with its first cause. The writer answers with `Drained`, or sends it later."""
 
     nonce: Nonce
     reason: Reason
@@ -226,7 +267,7 @@ class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
 
 
 class Drained(RequestMessage, frozen=True, tag="drained", kw_only=True):
-    """The writer's proof: no write of this attempt can land any more; and why it ended the attempt."""
+    """The writer's proof that no write of this attempt can land any more, and why it ended the attempt."""
 
     nonce: Nonce
     reason: Reason = ""
@@ -254,24 +295,40 @@ class Heartbeat(Message, frozen=True, tag="heartbeat", kw_only=True):
 
 
 class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
-    """The sender closes, and why."""
+    """The sender closes, for this reason."""
 
     reason: Reason
 
 
-AnyMessage = Hello | Welcome | Reject | Reserve | Busy | Complete | Abort | Drained | Outcome | Credit | Heartbeat | Goodbye
+AnyMessage = (
+    Hello
+    | Welcome
+    | Reject
+    | Reserve
+    | Busy
+    | SlotsFilled
+    | CopyBegun
+    | Complete
+    | EarlyComplete
+    | Abort
+    | Drained
+    | Outcome
+    | Credit
+    | Heartbeat
+    | Goodbye
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes."""
+    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
-    """The message in `data`; raises `RemoteProtocolError` naming the path of what is wrong."""
+    """Decode a message. Raises `RemoteProtocolError` that names the path of the wrong field."""
     if len(data) > MAX_MESSAGE_NBYTES:
         raise RemoteProtocolError(f"message of {len(data)} bytes: expected {MAX_MESSAGE_NBYTES} at most")
     try:
@@ -292,7 +349,7 @@ def pack_rows(rows: Rows) -> PagesRow | SlotRow:
 
 
 def unpack_rows(row: PagesRow | SlotRow) -> Rows:
-    """Rows of a reserve; raises `RemoteProtocolError` where they are none."""
+    """Rows of a reserve. Raises `RemoteProtocolError` for bytes that are not page ids."""
     if isinstance(row, SlotRow):
         return Slot(row.id)
     if len(row.ids) % 4:

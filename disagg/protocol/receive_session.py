@@ -129,7 +129,9 @@ class WriterState(enum.Enum):
 
 @dataclass
 class Writer:
-    """One elected writer of a receive. `lost_at` is the epoch that it was lost at, last of all."""
+    """One elected writer of a receive. `owed` has the packed bytes of each chunk once its complete message has come. `lost_at`
+    is the epoch at which it was last lost.
+    """
 
     coverage: dict[str, Coverage]
     state: WriterState = WriterState.RESERVED
@@ -144,12 +146,12 @@ class Writer:
 
     @property
     def waiting(self) -> bool:
-        """Whether it was told something that it has not answered."""
+        """Whether the last message to it awaits an answer."""
         return self.state in (WriterState.RESERVED, WriterState.ABORTING) and self.reserve is not None
 
     @property
     def has_everything(self) -> bool:
-        """Whether its last word has come, and all that it packed has been unpacked."""
+        """Whether its complete message has come and everything that it packed has been unpacked."""
         if not self.owed:
             return self.owed is not None
         return all(self.unpacked.get(chunk) == nbytes for chunk, nbytes in self.owed.items())
@@ -161,7 +163,7 @@ Expected = Mapping[int, Mapping[str, tuple[tuple[int, ...], TokenRange]]]
 
 @dataclass
 class ReceiveSession:
-    """One request that this rank receives. `streams` is what its unpacker keeps until it has ended."""
+    """One request that this rank receives. `streams` are the streams of its packed chunks; they are kept until it has ended."""
 
     key: RequestKey
     peer: str
@@ -189,7 +191,7 @@ class ReceiveSession:
 
     @property
     def reserved(self) -> bool:
-        """Whether the local kernels have let go of the rows."""
+        """Whether the local kernels have finished with the rows."""
         return self.state is not ReceiveState.WAITING
 
     @property
@@ -200,7 +202,7 @@ class ReceiveSession:
         judged = self.drain_deadline if self.state is ReceiveState.ABORTING else self.deadline
         return min(judged, *(writer.retry_at for writer in self.writers.values() if writer.waiting), NEVER)
 
-
-def late_reason(session: ReceiveSession) -> str:
-    silent = [str(peer) for peer, writer in session.writers.items() if writer.state is WriterState.RESERVED]
-    return f"request {session.key}: the deadline passed while waiting for {', '.join(silent) or 'local kernels'}"
+    def late_reason(self) -> str:
+        """What was missing when the deadline passed."""
+        silent = [str(peer) for peer, writer in self.writers.items() if writer.state is WriterState.RESERVED]
+        return f"request {self.key}: the deadline passed while waiting for {', '.join(silent) or 'local kernels'}"

@@ -15,6 +15,7 @@ from disagg.protocol.messages import (
     Drained,
     Outcome,
     Reserve,
+    SlotsFilled,
     TokenRange,
     Verify,
     pack_rows,
@@ -28,7 +29,6 @@ from disagg.protocol.receive_session import (
     ReceiveStep,
     Writer,
     WriterState,
-    late_reason,
 )
 from disagg.protocol.timers import Timers, Tombstone, Tombstones, back_off
 from disagg.protocol.types import (
@@ -37,6 +37,8 @@ from disagg.protocol.types import (
     Event,
     Limits,
     PeerRank,
+    QuarantineLease,
+    ReleaseLease,
     RequestKey,
     SendMessage,
     StartVerify,
@@ -132,11 +134,11 @@ class Receives:
                 self._effects.append(SendMessage(peer, self._abort_of(session)))
             elif writer.state is WriterState.RESERVED:
                 writer.state = WriterState.ABORTING
-                self._say_abort(session, peer, writer, now)
+                self._send_abort(session, peer, writer, now)
         self._report(session, ok=False)
         self._settle(session)
 
-    def _say_abort(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
+    def _send_abort(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
         self._schedule(session, writer, now)
         self._effects.append(SendMessage(peer, self._abort_of(session)))
 
@@ -185,7 +187,7 @@ class Receives:
         self._ended.put(session.peer, session.key, Tombstone(session.nonce, outcome))
         del self.sessions[session.peer, session.key]
         self._timers.disarm(session)
-        session.lease.release()
+        self._effects.append(ReleaseLease(session.lease))
         session.streams.clear()  # a server may keep the request's handle
         for peer, writer in session.writers.items():
             if writer.reserve is not None:
@@ -196,8 +198,6 @@ class Receives:
         writer = session.writers.get(peer) if session else None
         if session is None or writer is None:
             self._answer_ended(peer, message)
-            return
-        if not message.final:
             return
         for written in message.written:
             coverage = writer.coverage.get(written.component)
@@ -222,7 +222,7 @@ class Receives:
                 return
         self._judge(session)
 
-    def begin_unpack(self, peer: PeerRank, message: Complete) -> ReceiveSession | None:
+    def begin_unpack(self, peer: PeerRank, message: SlotsFilled) -> ReceiveSession | None:
         """The session whose rows a filled slot is to be unpacked into, if it still waits for that; its rows are then kept
         until `end_unpack`.
         """
@@ -271,7 +271,7 @@ class Receives:
             writer.retry_at = now + min(max(message.retry_after_s, 0.001), self._limits.max_retry_s)
             self._timers.arm(session)
 
-    def _receive_of(self, peer: PeerRank, message: Complete | Abort | Drained) -> ReceiveSession | None:
+    def _receive_of(self, peer: PeerRank, message: SlotsFilled | Complete | Abort | Drained) -> ReceiveSession | None:
         session = self.sessions.get((peer.instance, key_of(message)))
         return session if session is not None and session.nonce == message.nonce else None
 
@@ -294,7 +294,7 @@ class Receives:
                 continue
             if writer.reserve is not None:
                 writer.state, writer.lost_at = WriterState.LOST, epoch
-                session.lease.quarantine(f"{peer} is gone and may still write: {cause}")
+                self._effects.append(QuarantineLease(session.lease, f"{peer} is gone and may still write: {cause}"))
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
 
     def peer_back(self, peer: PeerRank, now: float) -> None:
@@ -303,7 +303,7 @@ class Receives:
             writer = session.writers.get(peer)
             if writer is not None and writer.state is WriterState.LOST:
                 writer.state = WriterState.ABORTING
-                self._say_abort(session, peer, writer, now)
+                self._send_abort(session, peer, writer, now)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
         """It is proved that nothing of the peer that was lost at that epoch can land any more."""
@@ -316,18 +316,18 @@ class Receives:
     def tick(self, session: ReceiveSession, now: float) -> None:
         """Judge the deadlines of one session, and say again what was not answered."""
         if now >= session.deadline:
-            self.abort(session, RequestTimeout(late_reason(session)), now)
+            self.abort(session, RequestTimeout(session.late_reason()), now)
         if now >= session.drain_deadline:
             session.drain_deadline = NEVER
             silent = [str(peer) for peer, writer in session.writers.items() if not writer.state.quiet]
-            session.lease.quarantine(f"no proof that {', '.join(silent)} stopped writing")
+            self._effects.append(QuarantineLease(session.lease, f"no proof that {', '.join(silent)} stopped writing"))
         for peer, writer in session.writers.items():
             if not writer.waiting or now < writer.retry_at:
                 continue
             if writer.state is WriterState.RESERVED:
                 self._reserve(session, peer, writer, now)
             else:
-                self._say_abort(session, peer, writer, now)
+                self._send_abort(session, peer, writer, now)
 
     def _report(self, session: ReceiveSession, *, ok: bool) -> None:
         event = Event(session.key, session.peer, "receive", ok, session.payload, session.error, session.lease, session.tag)

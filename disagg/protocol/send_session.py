@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError
 from disagg.core.leases import Lease
-from disagg.protocol.messages import (
-    Complete,
-    PartialChecksums,
-    Reserve,
-    TokenRange,
-    Written,
-)
-from disagg.protocol.types import (
-    NEVER,
-    Chunk,
-    PeerRank,
-    RequestKey,
-    State,
-)
+from disagg.protocol.messages import Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
+from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
 
 
 class SendState(State):
@@ -62,8 +51,9 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `told`: it knows that the attempt has failed. `foretold`: what it knows that it will be
-    told; `answered`: it has answered that. `lost_at`: the epoch of its loss.
+    """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished, and
+    `early_outcome` whether it has answered that. `knows_failure`: the receiver knows that the attempt has failed. `lost_at` is the
+    epoch at which the peer was lost.
     """
 
     state: SendState = SendState.AWAITED
@@ -74,15 +64,22 @@ class Destination:
     packed: dict[int, int] = field(default_factory=dict)
     sums: dict[int, tuple[PartialChecksums, ...]] = field(default_factory=dict)
     started: int = 0
-    foretold: Complete | None = None
-    answered: bool = False
+    early_complete: Complete | None = None
+    early_outcome: bool = False
     reason: str = ""
-    told: bool = False
+    knows_failure: bool = False
     cause: Cause = Cause.PEER
     ok: bool = False
     retry_at: float = NEVER
     retry_s: float = 0.0
     lost_at: int | None = None
+
+    def step(self, step: SendStep) -> bool:
+        """Take a step of the table. Returns whether the table has it; if not, nothing changes."""
+        state = SEND_TABLE.get((self.state, step))
+        if state is not None:
+            self.state = state
+        return state is not None
 
     @property
     def quiet(self) -> bool:
@@ -95,8 +92,16 @@ class Destination:
 
     @property
     def waiting(self) -> bool:
-        """Whether it was told something that it has not answered."""
-        return self.state in (SendState.COMPLETED, SendState.DRAINED) or (self.state is SendState.ABORTING and not self.told)
+        """Whether the last message to it awaits an answer."""
+        if self.state is SendState.ABORTING:
+            return not self.knows_failure
+        return self.state in (SendState.COMPLETED, SendState.DRAINED)
+
+    @property
+    def reserved(self) -> Reserve:
+        """Its reserve, which must have arrived."""
+        assert self.reserve is not None
+        return self.reserve
 
 
 @dataclass
@@ -116,6 +121,7 @@ class SendSession:
     payload: bytes = b""
     error: DisaggError | None = None
     reported: bool = False
+    released: bool = False
     lease: Lease = field(default_factory=Lease)
     armed_at: float = NEVER
 
@@ -139,11 +145,43 @@ class SendSession:
             return None
         return min(start for start, _ in needs), max(stop for _, stop in needs)
 
+    def complete(self, destination: Destination) -> Complete:
+        """The message that everything sent to a destination has landed."""
+        return Complete(
+            **ids(self.key),
+            nonce=destination.reserved.nonce,
+            written=_joined(w for number in sorted(destination.landed) for w in destination.landed[number]),
+            payload=self.payload,
+            packed=tuple(sorted(destination.packed.items())),
+            sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
+        )
 
-def late_reason(session: SendSession) -> str:
-    reserved = len(session.destinations)
-    if reserved < len(session.expected):
-        found = f"{reserved} of {len(session.expected)} ranks of {session.peer!r} reserved"
-        return f"request {session.key}: the deadline passed; {found}"
-    waiting = [str(peer) for peer, destination in session.destinations.items() if not destination.ended]
-    return f"request {session.key}: the deadline passed while waiting for {', '.join(waiting)}"
+    def abort(self, destination: Destination) -> Abort:
+        """The message that the attempt has failed towards a destination."""
+        return Abort(**ids(self.key), nonce=destination.reserved.nonce, reason=destination.reason, from_writer=True)
+
+    def drained(self, destination: Destination) -> Drained:
+        """The message that nothing can land at a destination any more."""
+        return Drained(**ids(self.key), nonce=destination.reserved.nonce, reason=destination.reason)
+
+    def late_reason(self) -> str:
+        """What was missing when the deadline passed."""
+        reserved = len(self.destinations)
+        if reserved < len(self.expected):
+            return (
+                f"request {self.key}: the deadline passed; {reserved} of {len(self.expected)} ranks of {self.peer!r} reserved"
+            )
+        waiting = [str(peer) for peer, destination in self.destinations.items() if not destination.ended]
+        return f"request {self.key}: the deadline passed while waiting for {', '.join(waiting)}"
+
+
+def _joined(written: Iterable[Written]) -> tuple[Written, ...]:
+    """The same, with adjacent ranges of the same layers joined: a request may be sent in very many chunks."""
+    joined: dict[tuple[str, tuple[int, ...] | None], list[Written]] = {}
+    for each in written:
+        parts = joined.setdefault((each.component, each.layers), [])
+        if parts and parts[-1].stop == each.start:
+            parts[-1] = Written(each.chunk, each.component, each.layers, parts[-1].start, each.stop)
+        else:
+            parts.append(each)
+    return tuple(part for parts in joined.values() for part in parts)

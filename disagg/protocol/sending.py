@@ -1,34 +1,26 @@
-"""The sending side: matches reserves with what the server sends, starts transfers, and says when all of it has landed."""
+"""The sending side: matches reserves with what the server sends, starts transfers, and tells receivers when all has landed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
-from disagg.protocol.messages import (
-    Abort,
-    Busy,
-    Complete,
-    Drained,
-    Outcome,
-    PartialChecksums,
-    Reserve,
-    Written,
-)
+from disagg.protocol.destination_steps import DestinationSteps
+from disagg.protocol.messages import Abort, Busy, Complete, Drained, Outcome, PartialChecksums, Reserve
 from disagg.protocol.parked import Parked
-from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep, late_reason
-from disagg.protocol.timers import Timers, Tombstone, Tombstones, back_off
+from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
+from disagg.protocol.timers import Timers, Tombstone, Tombstones
 from disagg.protocol.types import (
     Chunk,
     Effect,
     Event,
     Limits,
     PeerRank,
+    QuarantineLease,
+    ReleaseLease,
     RequestKey,
     SendMessage,
-    StartTransfer,
     Ticket,
     brief,
     ids,
@@ -44,6 +36,7 @@ class Sends:
         self._limits = limits
         self._effects = effects
         self._timers = timers
+        self._steps = DestinationSteps(limits=limits, effects=effects, timers=timers)
         self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
         self._served: dict[RequestKey, set[str]] = {}
         self._parked = Parked(limits)
@@ -53,6 +46,8 @@ class Sends:
     def num_parked(self) -> int:
         """Messages that wait for their senders to be opened."""
         return len(self._parked)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
 
     def open(
         self,
@@ -67,7 +62,7 @@ class Sends:
     ) -> SendSession:
         """Serve one request to `peer`, whose group ranks `expected` (of `peer_group_size`) have this rank as a writer.
 
-        Raises `LocalProtocolError` where this attempt was opened before.
+        Raises `LocalProtocolError` if this attempt was opened before.
         """
         if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
             raise LocalProtocolError(f"request {key}: this attempt was already sent to {peer!r}; use a new attempt number")
@@ -83,9 +78,9 @@ class Sends:
         return session
 
     def send(self, session: SendSession, chunk: Chunk, now: float) -> None:
-        """Send the rows of `chunk` to every destination: those that have reserved now, the others when they do.
+        """Send the rows of `chunk` to every destination: to those that have reserved now, to the others when they do.
 
-        Raises `LocalProtocolError` after `finish`. On a request that has ended it does nothing.
+        Raises `LocalProtocolError` after `finish`. Does nothing on a request that has ended.
         """
         if session.finished:
             raise LocalProtocolError(f"request {session.key}: nothing can be sent after finish()")
@@ -93,8 +88,8 @@ class Sends:
             return
         session.chunks.append(chunk)
         for peer, destination in session.destinations.items():
-            self._start_chunks(session, peer, destination)
-            self._progress(session, peer, destination, now)
+            self._steps.start_chunks(session, peer, destination)
+            self._steps.progress(session, peer, destination, now)
 
     def finish(self, session: SendSession, payload: bytes, now: float) -> None:
         """Nothing more will be sent. Raises `LocalProtocolError` the second time."""
@@ -102,35 +97,35 @@ class Sends:
             raise LocalProtocolError(f"request {session.key}: finish() was already called")
         session.finished, session.payload = True, payload
         for peer, destination in session.destinations.items():
-            self._progress(session, peer, destination, now)
+            self._steps.progress(session, peer, destination, now)
         self._settle(session)
 
     def abort(self, session: SendSession, error: DisaggError, now: float) -> None:
-        """End the request towards every destination, also those that have not reserved yet; once ended, nothing changes.
+        """End the request towards every destination, also those that have not reserved yet. Does nothing once it has ended.
 
-        The server is told at once; the lease follows when nothing reads the rows any more.
+        The server gets its event at once; the lease is released when nothing reads the rows any more.
         """
         if session.reported:
             return
         session.error = error
         self._report(session)
         for peer, destination in session.destinations.items():
-            self._fail_destination(session, peer, destination, brief(error), now)
+            self._steps.fail(session, peer, destination, brief(error), now)
         self._settle(session)
 
-    def foretell(self, ticket: Ticket) -> Complete | None:
-        """What its destination will be told if a transfer that is under way succeeds, and nothing else happens before: for who
-        tells it now, can show it that moment, and says at `settled` whether that was seen. `None` where the transfer is not the
-        last, or its sums are still to come.
+    def complete_early(self, ticket: Ticket) -> Complete | None:
+        """The complete message that follows if a transfer under way succeeds and nothing else happens before.
+
+        The caller may send it early, in a form that counts once the transfer has finished, and tells `settled` whether the
+        receiver has seen that. `None` if the transfer is not the last of its request, or its checksums are still missing.
         """
-        session = self.sessions.get((ticket.peer.instance, ticket.key))
-        destination = session.destinations.get(ticket.peer) if session else None
+        session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or destination.state is not SendState.ACTIVE or not session.finished:
             return None
-        if destination.in_flight != {ticket.chunk} or destination.unsettled or self._reserve_of(destination).verify != "off":
+        if destination.in_flight != {ticket.chunk} or destination.unsettled or destination.reserved.verify != "off":
             return None
-        destination.foretold = self._complete_of(session, destination)
-        return destination.foretold
+        destination.early_complete = session.complete(destination)
+        return destination.early_complete
 
     def settled(
         self,
@@ -143,41 +138,41 @@ class Sends:
         sums: tuple[PartialChecksums, ...] = (),
         known: bool = False,
     ) -> None:
-        """A started transfer is over: done, failed with `error`, or (`unsettled`) not provably over. `packed` of its bytes
-        went into the receiver's ring; `sums` are those that the reserve asked for. `known`: the receiver sees that it is done,
-        so what was foretold is not said, unless that is not answered.
+        """A transfer that was started is done, failed with `error`, or (`unsettled`) not provably finished.
 
-        A transfer that was reported unsettled may be reported again once it has settled.
+        `packed` of its bytes went through the receiver's ring. `sums` are the checksums that the reserve asked for. `known`: the
+        receiver has seen that it is done, so an early complete message is not sent again unless it stays unanswered. A transfer
+        that was unsettled may be reported again once it has settled.
         """
-        session = self.sessions.get((ticket.peer.instance, ticket.key))
-        destination = session.destinations.get(ticket.peer) if session else None
+        session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None:
             return
         if ticket.chunk not in destination.in_flight and ticket.chunk not in destination.unsettled:
             return
         if not known:
-            destination.foretold = None
+            destination.early_complete = None
         destination.in_flight.discard(ticket.chunk)
+        destination.unsettled.discard(ticket.chunk)
         if packed:
             destination.packed[ticket.chunk] = packed
         if sums:
             destination.sums[ticket.chunk] = sums
-        destination.unsettled.discard(ticket.chunk)
         if unsettled:
             destination.unsettled.add(ticket.chunk)
-            session.lease.quarantine(error)
+            self._effects.append(QuarantineLease(session.lease, error))
         if error:
             destination.landed.pop(ticket.chunk, None)
             destination.cause = destination.cause if destination.reason else Cause.TRANSFER
-            self._fail_destination(session, ticket.peer, destination, brief(error), now)
-        self._progress(session, ticket.peer, destination, now)
+            self._steps.fail(session, ticket.peer, destination, brief(error), now)
+        self._steps.progress(session, ticket.peer, destination, now)
         self._settle(session)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def on_reserve(self, peer: PeerRank, message: Reserve, now: float) -> None:
         key = key_of(message)
-        session = self.sessions.get((peer.instance, key))
+        session, known = self._find(peer, key)
         ended = self._ended.get(peer, key) or self._ended.get(peer.instance, key)
-        known = session.destinations.get(peer) if session else None
         if known is not None:
             if known.reserve is None:
                 self._refuse(peer, message, known.reason)
@@ -186,7 +181,7 @@ class Sends:
         elif ended is not None:
             self._refuse(peer, message, ended.reason or "this attempt has ended")
         elif message.source_group != self._group:
-            self._refuse(peer, message, f"reserve of source group {message.source_group} came to group {self._group}")
+            self._refuse(peer, message, f"expected a reserve of source group {self._group}, found {message.source_group}")
         elif session is not None:
             self._accept(session, peer, message, now)
         elif self._served.get(key):
@@ -194,20 +189,87 @@ class Sends:
         else:
             self._park(peer, key, message, now)
 
-    def _accept(self, session: SendSession, peer: PeerRank, message: Reserve, now: float) -> None:
-        if peer.rank // session.peer_group_size != message.destination_group or not session.may_reserve(peer):
-            self._refuse(peer, message, f"{peer} of group {message.destination_group} is no destination of this request here")
+    def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
+        key = key_of(message)
+        session, destination = self._find(peer, key)
+        if session is None or destination is None or destination.reserve is None:
+            if self._ended.get(peer, key) is None:
+                self._ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
+            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
+            self._parked.drop(peer, key)
+            if session is not None and session.may_reserve(peer):
+                self._end_unreserved(session, peer, message.reason)
+            elif session is None and self._ended.get(peer.instance, key) is None:
+                self._parked.put(peer, key, message, now)
             return
-        session.destination_group = message.destination_group
-        destination = session.destinations[peer] = Destination()
-        self._step(destination, SendStep.RESERVED)
-        destination.reserve = message
-        if session.error is not None:
-            self._fail_destination(session, peer, destination, brief(session.error), now)
+        if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
+            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
+            return
+        if destination.state is SendState.DRAINED or (destination.ended and destination.quiet):
+            self._steps.send(session, peer, destination, session.drained(destination), now)
         else:
-            self._start_chunks(session, peer, destination)
-        self._progress(session, peer, destination, now)
+            destination.knows_failure = True
+            self._steps.fail(session, peer, destination, message.reason, now, knows=True)
         self._settle(session)
+
+    def on_outcome(self, peer: PeerRank, message: Outcome, now: float) -> None:
+        session, destination = self._find(peer, key_of(message))
+        if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
+            return
+        destination.knows_failure |= not message.ok
+        # The receiver may answer an early complete message before this side knows that the transfer has finished.
+        destination.early_outcome |= message.ok and destination.early_complete is not None
+        if destination.state is SendState.ACTIVE and not message.ok:
+            self._steps.fail(session, peer, destination, message.reason, now, knows=True)
+        if destination.step(SendStep.OUTCOME):
+            destination.ok = message.ok
+            destination.reason = "" if message.ok else destination.reason or message.reason
+        self._settle(session)
+
+    # -- peers and time ----------------------------------------------------------------------------------------------
+
+    def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
+        """Its share of every request ends. Source rows stay leased while a transfer to it may still read them."""
+        self._parked.drop_peer(peer)
+        for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
+            destination = session.destinations.get(peer)
+            if destination is not None and destination.step(SendStep.PEER_LOST):
+                destination.lost_at = epoch
+                if not destination.reason:
+                    destination.reason, destination.cause = f"{peer} is gone: {cause}", Cause.PEER_LOST
+                self._settle(session)
+
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
+        """Nothing is in flight any more to the peer that was lost at that epoch: that is proved."""
+        for session in list(self.sessions.values()):
+            destination = session.destinations.get(peer)
+            if destination is not None and destination.state is SendState.LOST and destination.lost_at == epoch:
+                destination.in_flight.clear()
+                destination.unsettled.clear()
+                self._settle(session)
+
+    def tick(self, session: SendSession, now: float) -> None:
+        """Judge the deadline of one session, and resend what was not answered."""
+        if now >= session.deadline and not session.reported:
+            self.abort(session, RequestTimeout(session.late_reason()), now)
+        for peer, destination in session.destinations.items():
+            if not destination.waiting or now < destination.retry_at:
+                continue
+            self._steps.resend(session, peer, destination, now)
+
+    def expire(self, now: float) -> None:
+        """Forget reserves that were not served in time. Their receivers have deadlines of their own."""
+        self._parked.expire(now)
+
+    @property
+    def next_expiry(self) -> float:
+        return self._parked.next_expiry
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _find(self, peer: PeerRank, key: RequestKey) -> tuple[SendSession | None, Destination | None]:
+        session = self.sessions.get((peer.instance, key))
+        return session, session.destinations.get(peer) if session is not None else None
 
     def _park(self, peer: PeerRank, key: RequestKey, message: Reserve, now: float) -> None:
         parked = self._parked.get(peer, key)
@@ -219,134 +281,37 @@ class Sends:
             self._effects.append(SendMessage(peer, busy))
 
     def _refuse(self, peer: PeerRank, message: Reserve, reason: str) -> None:
-        """Nothing of this reservation was or will be written."""
+        """Nothing of this reservation was written, nor will be."""
         named = ids(key_of(message))
         self._effects.append(SendMessage(peer, Abort(**named, nonce=message.nonce, reason=reason, from_writer=True)))
         self._effects.append(SendMessage(peer, Drained(**named, nonce=message.nonce, reason=reason)))
 
-    def _start_chunks(self, session: SendSession, peer: PeerRank, destination: Destination) -> None:
-        """Start every chunk that this destination has not had yet."""
-        if destination.state is not SendState.ACTIVE or destination.reserve is None:
+    def _accept(self, session: SendSession, peer: PeerRank, message: Reserve, now: float) -> None:
+        if peer.rank // session.peer_group_size != message.destination_group or not session.may_reserve(peer):
+            self._refuse(
+                peer, message, f"{peer} of group {message.destination_group} is not a destination of this request here"
+            )
             return
-        for chunk in session.chunks[destination.started :]:
-            destination.started += 1
-            found = []
-            for name, need in destination.reserve.need.items():
-                part = chunk.written(name, need)
-                if part is not None:
-                    found.append(part)
-            if not found:
-                continue
-            destination.in_flight.add(chunk.number)
-            written = destination.landed[chunk.number] = tuple(found)
-            ticket = Ticket(peer, session.key, chunk.number)
-            self._effects.append(StartTransfer(ticket, chunk, destination.reserve, written))
-
-    def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        """Say what has landed, or that all is quiet."""
-        if destination.state is SendState.ACTIVE and session.finished and destination.quiet:
-            self._step(destination, SendStep.LANDED)
-            if destination.answered:
-                self._step(destination, SendStep.OUTCOME)
-                destination.ok = True
-            else:
-                self._say_complete(session, peer, destination, now)
-        elif destination.state is SendState.ABORTING and destination.quiet:
-            self._step(destination, SendStep.QUIET)
-            self._say_drained(session, peer, destination, now)
-
-    def _say_complete(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        self._schedule(session, destination, now)
-        complete = self._complete_of(session, destination)
-        foretold, destination.foretold = destination.foretold, None
-        if complete != foretold:
-            self._effects.append(SendMessage(peer, complete))
-
-    def _complete_of(self, session: SendSession, destination: Destination) -> Complete:
-        return Complete(
-            **ids(session.key),
-            nonce=self._reserve_of(destination).nonce,
-            written=_joined(w for number in sorted(destination.landed) for w in destination.landed[number]),
-            payload=session.payload,
-            packed=tuple(sorted(destination.packed.items())),
-            sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
-        )
-
-    @staticmethod
-    def _reserve_of(destination: Destination) -> Reserve:
-        assert destination.reserve is not None
-        return destination.reserve
-
-    def _say_drained(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        self._schedule(session, destination, now)
-        drained = Drained(**ids(session.key), nonce=self._reserve_of(destination).nonce, reason=destination.reason)
-        self._effects.append(SendMessage(peer, drained))
-
-    def _fail_destination(
-        self, session: SendSession, peer: PeerRank, destination: Destination, reason: str, now: float, *, told: bool = False
-    ) -> None:
-        """This destination's attempt ends; `told`: the receiver said so itself."""
-        if not self._step(destination, SendStep.FAILURE):
-            return
-        destination.reason = destination.reason or reason
-        destination.told = told
-        if not told:
-            self._say_abort(session, peer, destination, now)
-        self._progress(session, peer, destination, now)
-
-    def _say_abort(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        self._schedule(session, destination, now)
-        nonce, reason = self._reserve_of(destination).nonce, destination.reason
-        abort = Abort(**ids(session.key), nonce=nonce, reason=reason, from_writer=True)
-        self._effects.append(SendMessage(peer, abort))
-
-    def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
-        key = key_of(message)
-        session = self.sessions.get((peer.instance, key))
-        destination = session.destinations.get(peer) if session else None
-        if session is None or destination is None or destination.reserve is None:
-            if self._ended.get(peer, key) is None:
-                self._ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
-            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
-            self._parked.drop(peer, key)
-            if session is not None and session.may_reserve(peer):
-                self._unreserved_end(session, peer, message.reason)
-            elif session is None and self._ended.get(peer.instance, key) is None:
-                self._parked.put(peer, key, message, now)
-            return
-        if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
-            self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
-            return
-        if destination.state is SendState.DRAINED or (destination.ended and destination.quiet):
-            self._say_drained(session, peer, destination, now)
+        session.destination_group = message.destination_group
+        destination = session.destinations[peer] = Destination()
+        destination.step(SendStep.RESERVED)
+        destination.reserve = message
+        if session.error is not None:
+            self._steps.fail(session, peer, destination, brief(session.error), now)
         else:
-            destination.told = True
-            self._fail_destination(session, peer, destination, message.reason, now, told=True)
+            self._steps.start_chunks(session, peer, destination)
+        self._steps.progress(session, peer, destination, now)
         self._settle(session)
 
-    def _unreserved_end(self, session: SendSession, peer: PeerRank, reason: str) -> None:
-        """A destination that gave up before its reserve got here."""
+    def _end_unreserved(self, session: SendSession, peer: PeerRank, reason: str) -> None:
+        """A destination gave up before its reserve arrived."""
         session.destination_group = peer.rank // session.peer_group_size
         destination = session.destinations.setdefault(peer, Destination(reason=reason))
-        if self._step(destination, SendStep.FAILURE):
+        if destination.step(SendStep.FAILURE):
             self._settle(session)
 
-    def on_outcome(self, peer: PeerRank, message: Outcome, now: float) -> None:
-        session = self.sessions.get((peer.instance, key_of(message)))
-        destination = session.destinations.get(peer) if session else None
-        if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
-            return
-        destination.told |= not message.ok
-        destination.answered |= message.ok and destination.foretold is not None  # before this side knows, it may be
-        if destination.state is SendState.ACTIVE and not message.ok:
-            self._fail_destination(session, peer, destination, message.reason, now, told=True)
-        if self._step(destination, SendStep.OUTCOME):
-            destination.ok = message.ok
-            destination.reason = "" if message.ok else destination.reason or message.reason
-        self._settle(session)
-
     def _settle(self, session: SendSession) -> None:
-        """Release the source rows when nothing reads them any more; report when every destination has ended."""
+        """Release the source rows when nothing reads them any more, and report when every destination has ended."""
         destinations = session.destinations.values()
         if session.error is None and len(session.destinations) < len(session.expected):
             return  # some are not known yet
@@ -360,9 +325,10 @@ class Sends:
                 session.error = RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
             if session.finished or session.error is not None:
                 self._report(session)
-        if not read and (session.finished or session.error is not None):
-            session.lease.release()
-        if session.reported and ended and session.lease.released:
+        if not read and not session.released and (session.finished or session.error is not None):
+            session.released = True
+            self._effects.append(ReleaseLease(session.lease))
+        if session.reported and ended and session.released:
             self._bury(session)
 
     def _report(self, session: SendSession) -> None:
@@ -378,67 +344,3 @@ class Sends:
         if not self._served[session.key]:
             del self._served[session.key]
         self._ended.put(session.peer, session.key, Tombstone(None, reason=brief(session.error)))
-
-    def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
-        """Its share of every request ends; source rows stay leased while a transfer to it may still read them."""
-        self._parked.drop_peer(peer)
-        for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
-            destination = session.destinations.get(peer)
-            if destination is not None and self._step(destination, SendStep.PEER_LOST):
-                destination.lost_at = epoch
-                if not destination.reason:
-                    destination.reason, destination.cause = f"{peer} is gone: {cause}", Cause.PEER_LOST
-                self._settle(session)
-
-    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """It is proved that nothing to the peer that was lost at that epoch is in flight any more."""
-        for session in list(self.sessions.values()):
-            destination = session.destinations.get(peer)
-            if destination is not None and destination.state is SendState.LOST and destination.lost_at == epoch:
-                destination.in_flight.clear()
-                destination.unsettled.clear()
-                self._settle(session)
-
-    def tick(self, session: SendSession, now: float) -> None:
-        """Judge the deadline of one session, and say again what was not answered."""
-        if now >= session.deadline and not session.reported:
-            self.abort(session, RequestTimeout(late_reason(session)), now)
-        for peer, destination in session.destinations.items():
-            if not destination.waiting or now < destination.retry_at:
-                continue
-            if destination.state is SendState.COMPLETED:
-                self._say_complete(session, peer, destination, now)
-            elif destination.state is SendState.ABORTING:
-                self._say_abort(session, peer, destination, now)
-            else:
-                self._say_drained(session, peer, destination, now)
-
-    def expire(self, now: float) -> None:
-        """Forget reserves that nobody served in time; their receivers have their own deadlines."""
-        self._parked.expire(now)
-
-    @property
-    def next_expiry(self) -> float:
-        return self._parked.next_expiry
-
-    def _schedule(self, session: SendSession, destination: Destination, now: float) -> None:
-        back_off(destination, self._limits, now)
-        self._timers.arm(session)
-
-    def _step(self, destination: Destination, step: SendStep) -> bool:
-        state = SEND_TABLE.get((destination.state, step))
-        if state is not None:
-            destination.state = state
-        return state is not None
-
-
-def _joined(written: Iterable[Written]) -> tuple[Written, ...]:
-    """The same, with what goes on where another ends, in the same layers, as one: a request may be sent in very many chunks."""
-    joined: dict[tuple[str, tuple[int, ...] | None], list[Written]] = {}
-    for each in written:
-        parts = joined.setdefault((each.component, each.layers), [])
-        if parts and parts[-1].stop == each.start:
-            parts[-1] = Written(each.chunk, each.component, each.layers, parts[-1].start, each.stop)
-        else:
-            parts.append(each)
-    return tuple(part for parts in joined.values() for part in parts)

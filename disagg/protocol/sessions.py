@@ -1,76 +1,71 @@
-"""When bytes move: one protocol for every backend, without I/O and without a clock.
+"""One rank's side of every request, without I/O and without a clock.
 
-`Sessions` is one rank's side. Calls, messages, settled transfers and the time go in; effects come out of `effects`, for
-the caller to carry out: messages to send, transfers to start, events for the server. What a request may do next is a
-row of `RECEIVE_TABLE` or `SEND_TABLE`; a step that is in neither changes nothing.
+Calls, messages, settled transfers and the time go in. Effects come out of `effects`, for the caller to carry out: messages to
+send, transfers to start, slots to unpack, leases to release, events for the server. What a request may do next is a row of
+`RECEIVE_TABLE` or `SEND_TABLE`; a step that is in neither changes nothing.
 
-The receiver is the arbiter of its rank: it says which tokens it needs, accounts for what each elected writer says has
-landed, and pronounces the outcome. A failed transfer fails the attempt: data is never re-sent, control messages are.
+The receiver is the arbiter of its rank: it tells which tokens it needs, accounts for what each elected writer reports, and
+pronounces the outcome. A failed transfer fails the attempt: control messages are resent, data never.
 """
 
 from __future__ import annotations
 
+import functools
+import secrets
 from collections import deque
+from collections.abc import Callable
 
-from disagg.protocol.messages import Abort, Busy, Complete, Drained, Outcome, RequestMessage, Reserve
-from disagg.protocol.receive_session import RECEIVE_TABLE, Coverage, Expected, ReceiveSession, ReceiveState, ReceiveStep
+from disagg.protocol.credits import Credits, Rings
+from disagg.protocol.messages import (
+    Abort,
+    Busy,
+    Complete,
+    Credit,
+    Drained,
+    Filled,
+    Outcome,
+    RequestMessage,
+    Reserve,
+    SlotsFilled,
+)
+from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
-from disagg.protocol.send_session import SEND_TABLE, SendSession, SendState, SendStep
+from disagg.protocol.send_session import SendSession
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
-from disagg.protocol.types import (
-    Chunk,
-    Effect,
-    Event,
-    Limits,
-    PeerRank,
-    RequestKey,
-    SendMessage,
-    StartTransfer,
-    StartVerify,
-    Ticket,
-)
-
-__all__ = [
-    "RECEIVE_TABLE",
-    "SEND_TABLE",
-    "Chunk",
-    "Coverage",
-    "Effect",
-    "Event",
-    "Expected",
-    "Limits",
-    "PeerRank",
-    "ReceiveSession",
-    "ReceiveState",
-    "ReceiveStep",
-    "RequestKey",
-    "SendMessage",
-    "SendSession",
-    "SendState",
-    "SendStep",
-    "Sessions",
-    "StartTransfer",
-    "StartVerify",
-    "Ticket",
-]
+from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
 
 
 class Sessions:
-    """One rank's side of every request it sends or receives. Not thread-safe: one thread owns it."""
+    """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
 
-    def __init__(self, *, group: int = 0, limits: Limits | None = None) -> None:
+    `rings` are what this rank grants to its writers, `draw` returns that many random bits.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int = 0,
+        limits: Limits | None = None,
+        rings: Rings | None = None,
+        draw: Callable[[int], int] = secrets.randbits,
+    ) -> None:
         limits = limits or Limits()
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
         self.receives = Receives(group=group, limits=limits, effects=self.effects, timers=self._timers)
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers)
+        self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
 
-    def on_message(self, peer: PeerRank, message: RequestMessage | Busy, now: float) -> None:
-        """Take one message of an accepted peer. What fits no request changes nothing, or is answered."""
+    def on_message(self, peer: PeerRank, message: RequestMessage | Busy | Credit, now: float) -> None:
+        """Take one message of an accepted peer. A message that fits no request changes nothing, or is answered."""
         match message:
             case Reserve():
                 self.sends.on_reserve(peer, message, now)
+            case SlotsFilled():
+                begin = functools.partial(self.receives.begin_unpack, peer, message)
+                for filled in message.slots:
+                    self.credits.on_filled(peer, filled, begin)
             case Complete():
                 self.receives.on_complete(peer, message, now)
             case Abort(from_writer=True):
@@ -81,19 +76,37 @@ class Sessions:
                 self.receives.on_drained(peer, message, now)
             case Outcome():
                 self.sends.on_outcome(peer, message, now)
-            case _:
-                assert isinstance(message, Busy)
+            case Credit():
+                self.credits.on_credit(peer, message)
+            case Busy():
                 self.receives.on_busy(peer, message, now)
+
+    def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
+        """A slot of the destination's ring has been written: tell it, if its request is still known."""
+        session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
+        destination = session.destinations.get(ticket.peer) if session is not None else None
+        if destination is not None:
+            self.credits.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
+
+    def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:
+        """A slot has been unpacked into its session's rows, or could not be."""
+        self.credits.unpacked(slot)
+        filled = slot.filled
+        self.receives.end_unpack(slot.session, slot.peer, chunk=filled.chunk, nbytes=filled.nbytes, now=now, error=error)
 
     def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
         """The peer's process or its connection is gone for good at this epoch."""
         self.receives.peer_lost(peer, cause, now, epoch=epoch)
         self.sends.peer_lost(peer, cause, epoch=epoch)
+        self.credits.peer_lost(peer)
 
-    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """It is proved that nothing of a peer that was lost at that epoch can touch memory here, nor from here there."""
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0, renewed: bool = False) -> None:
+        """A peer that was lost at that epoch is proved quiet: nothing of it can touch memory here, nor anything from here its
+        memory. `renewed`: the same process has a new connection.
+        """
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
+        self.credits.peer_quiet(peer, epoch, renewed=renewed)
 
     def tick(self, now: float) -> None:
         """Retry and judge deadlines. Call it after everything that has arrived was handed in: what arrived counts."""
@@ -105,7 +118,12 @@ class Sessions:
                 self.sends.tick(session, now)
             self._timers.arm(session)
         self.sends.expire(now)
+        self.credits.tick(now)
 
     def next_tick(self) -> float:
-        """The earliest time at which `tick` may have something to do; infinity where nothing is open."""
-        return min(self._timers.next, self.sends.next_expiry)
+        """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
+        return min(self._timers.next, self.sends.next_expiry, self.credits.next_tick)
+
+    def flush(self) -> None:
+        """Send what was collected to leave together: filled slots and credits."""
+        self.credits.flush()

@@ -12,7 +12,17 @@ import msgspec
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.leases import Lease
 from disagg.core.rows import Rows, Slot
-from disagg.protocol.messages import Busy, PartialChecksums, RequestMessage, Reserve, TokenRange, Verify, Written
+from disagg.protocol.messages import (
+    Busy,
+    Credit,
+    Filled,
+    PartialChecksums,
+    RequestMessage,
+    Reserve,
+    TokenRange,
+    Verify,
+    Written,
+)
 
 NEVER = float("inf")
 
@@ -102,7 +112,7 @@ class SendMessage(msgspec.Struct, frozen=True):
     """Effect: send `message` to `peer`."""
 
     peer: PeerRank
-    message: RequestMessage | Busy
+    message: RequestMessage | Busy | Credit
 
 
 class StartTransfer(msgspec.Struct, frozen=True):
@@ -114,8 +124,41 @@ class StartTransfer(msgspec.Struct, frozen=True):
     written: tuple[Written, ...]
 
 
+class UnpackSlot(msgspec.Struct, frozen=True):
+    """Effect: scatter the `filled` slot at `address` into the rows of `session`, a `ReceiveSession`, then call
+    `Sessions.unpacked`. `grant` is the `GrantedRing` of the slot.
+    """
+
+    peer: PeerRank
+    session: Any
+    filled: Filled
+    address: int
+    grant: Any
+
+
+class CreditSlots(msgspec.Struct, frozen=True):
+    """Effect: uses of slots, `(slot, sequence number)`, of the peer's ring at address `ring` have been unpacked."""
+
+    peer: PeerRank
+    ring: int
+    slots: tuple[tuple[int, int], ...]
+
+
+class ReleaseLease(msgspec.Struct, frozen=True):
+    """Effect: nothing touches the rows of a lease any more."""
+
+    lease: Lease
+
+
+class QuarantineLease(msgspec.Struct, frozen=True):
+    """Effect: the rows of a lease are not proved quiet, for this reason."""
+
+    lease: Lease
+    reason: str
+
+
 class Event(msgspec.Struct, frozen=True, weakref=True):
-    """Effect, and what the server sees: a request of this rank has ended."""
+    """Effect, and what the server gets: a request of this rank has ended."""
 
     key: RequestKey
     peer: str
@@ -128,7 +171,7 @@ class Event(msgspec.Struct, frozen=True, weakref=True):
 
 
 class StartVerify(msgspec.Struct, frozen=True):
-    """Effect: compare the sums of what a request's rows hold with `sums` of its writers, then call `verified`."""
+    """Effect: compare the checksums of a request's rows with `sums`, those of its writers, then call `verified`."""
 
     key: RequestKey
     peer: str
@@ -138,7 +181,7 @@ class StartVerify(msgspec.Struct, frozen=True):
     sums: Mapping[PeerRank, tuple[PartialChecksums, ...]]
 
 
-Effect = SendMessage | StartTransfer | StartVerify | Event
+Effect = SendMessage | StartTransfer | StartVerify | UnpackSlot | CreditSlots | ReleaseLease | QuarantineLease | Event
 
 
 def key_of(message: RequestMessage) -> RequestKey:

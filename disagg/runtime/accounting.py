@@ -1,4 +1,4 @@
-"""What became of each request, as one line of a log and one count of the metrics, and what a manager holds right now."""
+"""Each ended request as a line of the log and a count of the metrics, and what a manager holds right now."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from disagg.core.errors import Cause
-from disagg.core.leases import Lease, LeaseState
+from disagg.core.leases import LeaseState
 from disagg.core.memory import ITEMSIZE
+from disagg.core.phases import Phases
 from disagg.core.rows import Rows, Slot
 from disagg.layout.tables import Axis, ComponentLayout
 from disagg.protocol.messages import TokenRange
@@ -22,37 +23,52 @@ from disagg.runtime.metrics import Ended, Metrics
 from disagg.transfer.jobs import Settled
 
 logger = logging.getLogger("disagg.requests")
-"""One line per request: INFO where it went well, WARNING where it failed."""
+"""One line per request: INFO if it succeeded, WARNING if it failed."""
 
 
-@dataclass
-class Work:
-    """What one request's transfers have come to, on this rank."""
+class Work(Phases, kw_only=True):
+    """Transfers of one request, or of all, on this rank: bytes written, pieces posted, and time by phase."""
 
     nbytes: int = 0
     pieces: int = 0
-    bind_s: float = 0.0
-    pack_s: float = 0.0
-    post_s: float = 0.0
-    wire_s: float = 0.0
-    unpack_s: float = 0.0
 
     def add(self, settled: Settled) -> None:
         """Add a transfer that has settled."""
         self.nbytes += 0 if settled.error else settled.nbytes
         self.pieces += settled.pieces
-        self.bind_s += settled.bind_s
-        self.pack_s += settled.pack_s
-        self.post_s += settled.post_s
-        self.wire_s += settled.wire_s
+        self.add_phases(settled)
+
+
+class Stats(Work, kw_only=True):
+    """All transfers that this rank has started since its manager was built. Of the requests that it has received, `verified`
+    were compared with what was sent, and `mismatches` of these differed.
+    """
+
+    transfers: int = 0
+    failures: int = 0
+    nbytes_packed: int = 0
+    verified: int = 0
+    mismatches: int = 0
+
+    @property
+    def nbytes_by_way(self) -> dict[str, int]:
+        """Bytes written directly, and packed through the peer's ring."""
+        return {"direct": self.nbytes - self.nbytes_packed, "packed": self.nbytes_packed}
+
+    def add(self, settled: Settled) -> None:
+        """Add a transfer that has settled."""
+        super().add(settled)
+        self.transfers += 1
+        self.failures += bool(settled.error)
+        self.nbytes_packed += 0 if settled.error else settled.packed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
     """One request that has ended on this rank. As text: `name=value` pairs, which `logging` also gets as `record.request`.
 
-    `nbytes`: this rank's share, written to its receivers or received from its writers; 0 where it failed before. Times are
-    in seconds: `total_s` from the call to the end, the others summed over this rank's own transfers of it.
+    `nbytes` is this rank's share, written to its receivers or received from its writers, or 0 if it failed before. Times are in
+    seconds: `total_s` from the call to the end, the others summed over this rank's own transfers of the request.
     """
 
     rank: str
@@ -88,7 +104,7 @@ def _plain(value: object) -> str:
 
 
 def account(record: RequestRecord, metrics: Metrics | None) -> None:
-    """Count a request that has ended, and write its line."""
+    """Count a request that has ended, and log its line."""
     level = logging.WARNING if record.cause else logging.INFO
     if logger.isEnabledFor(level):
         logger.log(level, "%s", record, extra={"request": dict(vars(record))})
@@ -105,12 +121,12 @@ def account(record: RequestRecord, metrics: Metrics | None) -> None:
 
 
 def wanted(metrics: Metrics | None, cause: Cause | None) -> bool:
-    """Whether anyone would see the record of a request."""
+    """Whether the record of a request would be logged or counted."""
     return metrics is not None or logger.isEnabledFor(logging.INFO if cause is None else logging.WARNING)
 
 
 class HeldSize:
-    """How many bytes of a request lie in the memory of a rank that owns `layout`."""
+    """The bytes of a request that a rank with `layout` holds."""
 
     def __init__(self, layout: ComponentLayout) -> None:
         self._constant = 0
@@ -130,7 +146,7 @@ class HeldSize:
                 self._by_token[same] = tensor.token, self._by_token[same][1] + nbytes
 
     def nbytes(self, need: TokenRange) -> int:
-        """Of its tokens `[start, stop)`; of its slot, where it has one."""
+        """Bytes of the tokens `[start, stop)`, and of the slot if the component has one."""
         start, stop = need
         total = self._constant
         for axis, nbytes in self._by_token:
@@ -140,14 +156,14 @@ class HeldSize:
 
 
 class Quarantine(enum.Enum):
-    """Why rows are quarantined, as a word that can be counted; the lease's reason says it in full."""
+    """Why rows are quarantined, as a label. The lease's reason has the details."""
 
     PEER_LOST = "peer_lost"
-    """A peer is gone that may still write to them, or to which a transfer may still read them."""
+    """A peer is gone. It may still write to them, or a transfer to it may still read them."""
     UNSETTLED = "unsettled"
-    """The engine cannot tell whether a transfer is over."""
+    """The engine cannot tell whether a transfer has finished."""
     SILENT = "silent"
-    """A peer that is there has not said that it stopped."""
+    """A connected peer has not confirmed that it stopped."""
     ENDED = "ended"
     """The manager was closed, or a thread of it died."""
 
@@ -156,7 +172,7 @@ Session = ReceiveSession | SendSession
 
 
 def quarantine_of(session: Session, *, ended: bool) -> Quarantine:
-    """Why the rows of a session are quarantined; `ended`: its manager is."""
+    """Why the rows of a session are quarantined. `ended`: its manager has ended."""
     if ended:
         return Quarantine.ENDED
     if isinstance(session, ReceiveSession):
@@ -168,11 +184,11 @@ def quarantine_of(session: Session, *, ended: bool) -> Quarantine:
     return Quarantine.UNSETTLED
 
 
-def quarantined(sessions: Mapping[Lease, Session], *, ended: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Rows, and requests, that are quarantined, by reason; every reason is there."""
+def quarantined(sessions: Iterable[Session], *, ended: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Quarantined rows, and requests that have some, by reason. Every reason is a key."""
     rows, requests = ({reason.value: 0 for reason in Quarantine} for _ in range(2))
-    for lease, session in tuple(sessions.items()):
-        if lease.state is LeaseState.QUARANTINED:
+    for session in sessions:
+        if session.lease.state is LeaseState.QUARANTINED:
             reason = quarantine_of(session, ended=ended).value
             rows[reason] += num_rows(session)
             requests[reason] += 1

@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -38,12 +39,12 @@ _REFUSALS = {
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`. `board`: what that peer shows."""
+    """A message that a peer sent on a connection that it opened: answer it with `reply`. `page` is the completion page of that peer."""
 
     connection: bytes
     user: str
     data: bytes
-    board: CompletionPageView | None = None
+    page: CompletionPageView | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -62,6 +63,20 @@ class _Dialled:
     unsent: list[bytes] = field(default_factory=list)
 
 
+class Wire(Protocol):
+    """What the control thread needs of its channel."""
+
+    def connect(self, address: str, *, public_key: str | None = None) -> None: ...
+    def disconnect(self, address: str) -> None: ...
+    def send(self, address: str, data: bytes) -> bool: ...
+    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool: ...
+    def completion_page(self, address: str) -> CompletionPage | None: ...
+    def wake(self) -> None: ...
+    def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool: ...
+    def flush(self) -> None: ...
+    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
+
+
 class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
@@ -77,7 +92,7 @@ class Channel:
         keys: KeyPair | None = None,
         insecure: bool = False,
         allow: Callable[[str], bool] = lambda _: False,
-        looks: bool = False,
+        polls: bool = False,
     ) -> None:
         host, port = parse_address(listen, what="listen")
         if keys is None and not insecure and not is_loopback(host):
@@ -95,7 +110,7 @@ class Channel:
         self._dialled: dict[str, _Dialled] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
         self._board = CompletionPage.make()
-        self._lanes = Listener(looks=looks)
+        self._lanes = Listener(polls=polls)
         try:
             if keys is not None:
                 self._authenticator = _authenticator(self._context, allow)
@@ -164,15 +179,15 @@ class Channel:
         dialled.unsent.append(data)
         return True
 
-    def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool:
+    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
         """Queue `data` for a connection that a peer opened, with the offer of a `lane` if it was let in; whether it is still
         there and had room.
         """
-        offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if lane else []
+        offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if offer_local else []
         return _send(self._router, [connection, data, *offer])
 
-    def board(self, address: str) -> CompletionPage | None:
-        """Where something can be shown to who is dialled at `address`; `None` where it does not look."""
+    def completion_page(self, address: str) -> CompletionPage | None:
+        """The completion page that the peer at `address` polls, or `None` if it does not."""
         dialled = self._dialled.get(address)
         return self._board if dialled is not None and dialled.lane is not None and dialled.lane.shows else None
 

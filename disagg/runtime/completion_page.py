@@ -54,11 +54,11 @@ class CompletionPage:
     def fileno(self) -> int:
         return self._descriptor
 
-    def notice(self, sign: _native.Flag | _native.CudaEvent) -> tuple[_native.CompletionSignal, tuple[int, int]]:
+    def signal(self, completion: _native.Flag | _native.CudaEvent) -> tuple[_native.CompletionSignal, tuple[int, int]]:
         """What sets a word of this board once `sign` shows, and what that will be: `(index, value)`."""
         value = next(self._values)
         index = value % NUM_WORDS
-        return _native.CompletionSignal(sign, self._words, index, value), (index, value)
+        return _native.CompletionSignal(completion, self._words, index, value), (index, value)
 
     def close(self) -> None:
         """Nobody else is given it any more; its memory is there for as long as it is in use."""

@@ -1,4 +1,4 @@
-"""What a rank says of itself to peers, how it judges what they say, and what it knows of each once they agree."""
+"""The handshake of two ranks: introduction, validation of the peer's layout, and the connection of the engine."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from disagg.backends.abilities import Gathering
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.core.rings import Ring
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
 from disagg.protocol.peer_state import Identity
 from disagg.protocol.types import PeerRank
-from disagg.runtime.breakeven import BreakEven, Threshold
-from disagg.runtime.streams import PreparedPlan, StreamOf, prepare, stream_maker
+from disagg.runtime.streams import MakeStream, PreparedPlan, prepare, stream_maker
 from disagg.transfer.pool_memory import PoolMemory
-from disagg.transfer.staging import RemoteRing, Ring
+from disagg.transfer.staging import RemoteRing
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A rank that transfers may go to or come from: its engine at one epoch, the plans in both directions, its ring, what is
-    summed of what goes to it, the outgoing plan as the engine has it, where it computes addresses itself, how streams of
-    the plans are packed and unpacked, which pieces are, and from which length on the engine collects them itself.
+    """A connected rank of a peer: the engine's peer at one epoch, the plans in both directions, and the peer's ring.
+
+    `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
+    of the two plans. `gathers_from` is as in `Gathering`.
     """
 
     epoch: int
@@ -39,14 +40,13 @@ class RemoteRank:
     ring: RemoteRing | None
     checksum_plans: Callable[[], dict[str, ChecksumPlan]]
     prepared: PreparedPlan | None
-    pack: StreamOf
-    unpack: StreamOf
-    threshold: Threshold
+    pack: MakeStream
+    unpack: MakeStream
     gathers_from: int | None
 
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
-"""The ring of a peer rank, at an epoch and a generation of its connection."""
+"""Grants a ring to a peer rank, at an epoch and a generation of its connection."""
 
 
 @dataclass
@@ -56,7 +56,10 @@ class _Instance:
 
 
 class Handshake:
-    """Judges hellos and welcomes, compares plans, connects the engine. One thread changes it; any may look."""
+    """Validates hellos and welcomes, compares plans, and connects the engine. One thread changes it; any may read it.
+
+    `packs`: whether this side has staging buffers, so that small pieces may be packed.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,6 @@ class Handshake:
         grant: Grant,
         memory: PoolMemory,
         packs: bool,
-        break_even: BreakEven,
     ) -> None:
         self._identity = identity
         self._local = local
@@ -75,7 +77,6 @@ class Handshake:
         self._grant = grant
         self._memory = memory
         self._packs = packs
-        self._break_even = break_even
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -84,7 +85,7 @@ class Handshake:
         return PeerRank(self._identity.instance, self._identity.rank)
 
     def agreement(self, instance: str) -> Agreement | None:
-        """What was agreed with a peer instance."""
+        """The plan agreement with a peer instance."""
         found = self._instances.get(instance)
         return found.agreement if found is not None else None
 
@@ -94,17 +95,12 @@ class Handshake:
         return found.ranks.get(peer.rank) if found is not None else None
 
     def num_connected(self, instance: str) -> int:
-        """How many ranks of a peer instance are connected."""
+        """The number of connected ranks of a peer instance."""
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def thresholds(self, instance: str) -> dict[int, Threshold]:
-        """Below which size pieces travel packed, to each connected rank of a peer instance."""
-        found = self._instances.get(instance)
-        return {number: rank.threshold for number, rank in sorted(found.ranks.copy().items())} if found is not None else {}
-
     def hello(self, generation: int, dial: int) -> Hello:
-        """This rank's introduction on the connection of that number, of that generation."""
+        """This rank's introduction on its connection number `dial`, of that generation."""
         me = self._identity
         return Hello(
             version=PROTOCOL_VERSION,
@@ -138,11 +134,18 @@ class Handshake:
             backend=self._backend.name,
             endpoint=b"" if siblings else self._backend.endpoint(),
             generation=hello.generation,
-            ring=None if siblings else self._grant(PeerRank(hello.instance, hello.rank), hello.epoch, hello.generation),
+            ring=None if siblings else self._grant_ring(hello),
         )
 
+    def _grant_ring(self, hello: Hello) -> RingGrant | None:
+        peer = PeerRank(hello.instance, hello.rank)
+        ring = self._grant(peer, hello.epoch, hello.generation)
+        if ring is None and self._packs:
+            logger.warning("%s: no ring is left for %s: its small pieces will travel one by one", self.me, peer)
+        return ring
+
     def validate_welcome(self, welcome: Welcome) -> int:
-        """Judge a peer's welcome, and give its number of ranks; raises `DisaggError` as `accept_hello` does."""
+        """Validate a peer's welcome and return its number of ranks. Raises `DisaggError` as `accept_hello` does."""
         who = PeerRank(welcome.instance, welcome.rank)
         self._check_model(welcome)
         if welcome.version != PROTOCOL_VERSION:
@@ -165,7 +168,7 @@ class Handshake:
                 raise RemoteProtocolError(f"{what}: {found!r} at {who}, {expected!r} at {self.me}")
 
     def _agree(self, theirs: Hello | Welcome) -> Agreement:
-        """The agreement with an instance; computed once per table."""
+        """The agreement with an instance, computed once per table."""
         known = self._instances.get(theirs.instance)
         if known is None or known.agreement.table_bytes != theirs.table:
             try:
@@ -177,13 +180,13 @@ class Handshake:
             raise RemoteProtocolError(f"rank {theirs.rank} of {theirs.instance!r}, whose table has {known.agreement.num_ranks}")
         return known.agreement
 
-    def reaching(self, peer: PeerRank, welcome: Welcome, *, host: str) -> Callable[[], RemoteRank]:
-        """What connects the engine to a rank that has answered from `host`, and plans towards it. It may take as long as the
-        engine waits for a peer, so it is for another thread; raises `DisaggError` where it cannot be.
+    def connecting(self, peer: PeerRank, welcome: Welcome) -> Callable[[], RemoteRank]:
+        """A function that connects the engine to a rank and plans towards it. It may take as long as the engine waits for a
+        peer, so another thread calls it. It raises `DisaggError` if the rank cannot be reached.
         """
-        return functools.partial(self._reach, self._instances[peer.instance].agreement, peer, welcome, host)
+        return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome)
 
-    def _reach(self, agreement: Agreement, peer: PeerRank, welcome: Welcome, host: str) -> RemoteRank:
+    def _connect(self, agreement: Agreement, peer: PeerRank, welcome: Welcome) -> RemoteRank:
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
         plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
@@ -199,29 +202,23 @@ class Handshake:
         except DisaggError:
             self._backend.disconnect(engine)
             raise
-        threshold = self._break_even.unmeasured
-        if prepared is None:
-            link = self._backend.transport, host, frozenset(region.device for region in regions)
-            threshold = self._break_even.towards(engine, remote_ring, who=f"{self.me} to {peer}", link=link)
         gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
-        return RemoteRank(
-            welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, threshold, gathers_from
-        )
+        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, gathers_from)
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
-        """Transfers may go to a rank, and come from it."""
+        """Make a rank available for transfers."""
         self._instances[peer.instance].ranks[peer.rank] = rank
         logger.info("%s: %s is ready", self.me, peer)
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
-        """Let go of the engine's connection to a rank."""
+        """Close the engine's connection to a rank."""
         try:
             self._backend.disconnect(rank.engine)
         except DisaggError as error:
             logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:
-        """Forget a rank at an epoch; its engine, to be fenced, or `None` where it was not connected."""
+        """Forget a rank at an epoch. Returns the engine's peer, to be fenced, or `None` if it was not connected."""
         instance = self._instances.get(peer.instance)
         rank = instance.ranks.get(peer.rank) if instance is not None else None
         if instance is None or rank is None or rank.epoch != epoch:

@@ -44,11 +44,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a lane begins, and what opens it; whether its reader `looks` without a sleep, at a board as well."""
+    """Where a lane begins, and what opens it; whether its reader `polls` without a sleep, at a board as well."""
 
     name: str
     secret: bytes
-    looks: bool = False
+    polls: bool = False
 
 
 _OFFER = msgspec.msgpack.Decoder(Offer)
@@ -63,11 +63,11 @@ class Source(NamedTuple):
 
 class Listener:
     """The receiving ends of lanes. Used by one thread; `fileno`s of it and of its lanes are for that thread to poll.
-    `looks`: that thread does so without a sleep at times, and peers are to show their boards.
+    `polls`: that thread does so without a sleep at times, and peers are to show their boards.
     """
 
-    def __init__(self, *, looks: bool = False) -> None:
-        self._looks = looks
+    def __init__(self, *, polls: bool = False) -> None:
+        self._looks = polls
         self._name = f"disagg-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.bind(f"\0{self._name}")
@@ -83,12 +83,12 @@ class Listener:
 
     def offer(self, source: Source) -> bytes:
         """What is to be told to the peer of a connection; the same as long as the connection lives."""
-        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES), looks=self._looks)
+        offer = self._offers.get(source) or Offer(self._name, secrets.token_bytes(SECRET_NBYTES), polls=self._looks)
         self._offers[source] = offer
         self._offers.move_to_end(source)
         while len(self._offers) > MAX_OFFERS:
             self._offers.popitem(last=False)
-        return msgspec.msgpack.encode(offer if offer.looks else (offer.name, offer.secret))
+        return msgspec.msgpack.encode(offer if offer.polls else (offer.name, offer.secret))
 
     def accept(self) -> Iterator[int]:
         """Take connections of this user's processes; the descriptors to poll from now on."""
@@ -109,7 +109,7 @@ class Listener:
         return list(self._unproved)[: max(0, len(self._unproved) - MAX_UNPROVED)]
 
     def board(self, source: Source) -> CompletionPageView | None:
-        """What a peer shows, as long as it has a lane; `None` where that is nothing, or nobody here looks."""
+        """What a peer shows, as long as it has a lane; `None` where that is nothing, or nobody here polls."""
         found = self._boards.get(source)
         return found[1] if found is not None else None
 
@@ -208,7 +208,7 @@ class Lane:
 
     @classmethod
     def open(cls, offer: bytes, board: CompletionPage | None = None) -> Lane | None:
-        """The lane that was offered, its reader shown `board` if it looks; `None` where this process cannot reach it: it is
+        """The lane that was offered, its reader shown `board` if it polls; `None` where this process cannot reach it: it is
         another host's, say.
         """
         try:
@@ -220,7 +220,7 @@ class Lane:
             opened.connect(f"\0{wanted.name}")
             if _user_of(opened) != os.geteuid():
                 raise PermissionError
-            shown = [board.fileno()] if board is not None and wanted.looks else []
+            shown = [board.fileno()] if board is not None and wanted.polls else []
             socket.send_fds(opened, [wanted.secret], shown)
         except (OSError, ValueError):
             opened.close()

@@ -1,4 +1,4 @@
-"""Compares what was sent with what has arrived: the writer sums its rows, the receiver its own, in a thread of their own."""
+"""Compares the bytes sent with the bytes received, by checksums that writers and receivers compute of their own rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,19 +17,23 @@ import numpy as np
 from disagg.core import _native
 from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
+from disagg.layout.agreement import LocalRank
 from disagg.layout.checksums import ChecksumPlan, Digest, Sums, Words, checksum_rows, difference, page_range
 from disagg.protocol.messages import PartialChecksums, Verify
-from disagg.protocol.types import RequestKey, StartTransfer, StartVerify
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import RequestKey, StartTransfer, StartVerify, Ticket
+from disagg.runtime.accounting import Stats
+from disagg.runtime.handshake import RemoteRank
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.0005
 MAX_THREADS = 4
-"""Of the processor's, for one sum."""
+"""Native threads for one checksum."""
 
 
 def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialChecksums, ...]:
-    """What a writer says of one chunk. Raises `LayoutError` for rows that are none of its pools."""
+    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools."""
     found = []
     for written in start.written:
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
@@ -49,7 +54,10 @@ def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, diges
 
 
 def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: Digest) -> None:
-    """Raises `VerificationFailed`, naming component, layer and page, where the rows do not hold what the writers summed."""
+    """Compare received rows with the writers' checksums.
+
+    Raises `VerificationFailed`, naming component, layer and page, if they differ.
+    """
     sample = _sample(start.key, start.verify)
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
@@ -69,12 +77,12 @@ def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: D
 
 def _add(total: Words, column: bytes, what: str) -> None:
     if len(column) != total.nbytes:
-        raise VerificationFailed(f"{what}: expected {len(total)} sums, found {len(column)} bytes")
+        raise VerificationFailed(f"{what}: expected {len(total)} checksums, found {len(column)} bytes")
     total += np.frombuffer(column, dtype="<u8")
 
 
 def _sample(key: RequestKey, verify: Verify) -> bytes | None:
-    """What chooses the pages of an attempt; `None`: all of them."""
+    """The seed that chooses the pages of an attempt; `None` means all pages."""
     return key.request_id + key.attempt.to_bytes(4, "little") if verify == "sample" else None
 
 
@@ -88,7 +96,7 @@ def _num_threads() -> int:
 
 
 Summed = Callable[[Hashable, Any, DisaggError | None], None]
-"""What is told of a sum: whose it is, the sum, and the error where there is none."""
+"""Called with the token of a job, its result, and its error, one of the two being `None`."""
 
 
 class _Job(NamedTuple):
@@ -99,13 +107,13 @@ class _Job(NamedTuple):
 
 
 class ChecksumWorker:
-    """One supervised thread that sums; it begins with its first job. `on_summed` and `on_death` are called in it."""
+    """One supervised thread that computes checksums. It starts with its first job, and calls `on_summed` and `on_death`."""
 
     def __init__(self, *, name: str, on_summed: Summed, on_death: Callable[[BaseException], None]) -> None:
         self._on_summed, self._on_death = on_summed, on_death
         self._jobs: deque[_Job | None] = deque()
         self._wake = _native.Alarm()
-        self._thread = threading.Thread(target=self._run, name=f"disagg-sums-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"disagg-checksums-{name}", daemon=True)
         self._started = False
 
     def submit(
@@ -116,7 +124,7 @@ class ChecksumWorker:
         ready: ReadyEvent | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Have `run` called once `ready` has passed, for as long as it is `wanted`; to be called by one thread only."""
+        """Call `run` once `ready` has passed, unless it is not `wanted` any more. Only one thread may call this."""
         if not self._started:
             self._started = True
             self._thread.start()
@@ -125,11 +133,11 @@ class ChecksumWorker:
 
     @property
     def depth(self) -> int:
-        """Jobs that nobody has begun."""
+        """Jobs that have not begun."""
         return len(self._jobs)
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more and end."""
+        """Take no more jobs and end."""
         self._jobs.append(None)
         self._wake.set()
         if self._started:
@@ -150,7 +158,7 @@ class ChecksumWorker:
                     self._jobs.append(job)  # others first
                     self._wake.wait(READY_POLL_S)
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
-            logger.exception("sum thread died")
+            logger.exception("checksum thread died")
             self._on_death(error)
 
     def _next(self) -> _Job | None:
@@ -165,5 +173,98 @@ class ChecksumWorker:
         except DisaggError as error:
             return None, error
         except Exception as error:  # one request's error ends that request only
-            logger.exception("a sum failed")
+            logger.exception("a checksum failed")
             return None, VerificationFailed(f"{type(error).__name__}: {error}")
+
+
+@dataclass
+class _Pending:
+    """A chunk whose checksums are being computed: its packed bytes, once it has settled, and its checksums or their error."""
+
+    packed: int | None = None
+    sums: tuple[PartialChecksums, ...] | None = None
+    error: str = ""
+
+
+class Verification:
+    """The checksums of requests that ask for them. The control thread calls all of this but the worker's callback.
+
+    `command` runs a function in the control thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        sessions: Sessions,
+        local: LocalRank,
+        digest: Digest,
+        stats: Stats,
+        command: Callable[[Callable[[float], None]], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._sessions = sessions
+        self._local = local
+        self._digest = digest
+        self._stats = stats
+        self._command = command
+        self._pending: dict[Ticket, _Pending] = {}
+        self._worker = ChecksumWorker(name=name, on_summed=self._on_summed, on_death=on_death)
+
+    @property
+    def depth(self) -> int:
+        """Checksums that have not begun."""
+        return self._worker.depth
+
+    def stop(self, timeout_s: float) -> None:
+        self._worker.stop(timeout_s)
+
+    def start(self, rank: RemoteRank, start: StartTransfer) -> None:
+        """Compute the checksums of a chunk, if its reserve asks for them."""
+        ticket = start.ticket
+        if start.reserve.verify == "off":
+            return
+        self._pending[ticket] = _Pending()
+        self._worker.submit(
+            ticket,
+            lambda: checksum_sent(rank.checksum_plans(), start, self._digest),
+            ready=start.chunk.ready,
+            wanted=lambda: ticket in self._pending,
+        )
+
+    def verify(self, start: StartVerify) -> None:
+        """Compare received rows with their writers' checksums."""
+        self._worker.submit(start, lambda: verify_rows(self._local.checksum_plans, start, self._digest))
+
+    def settled(self, ticket: Ticket, *, packed: int, error: str, now: float) -> bool:
+        """A transfer has settled. Returns whether its checksums are still missing: it is reported to the protocol with them."""
+        if error:
+            self._pending.pop(ticket, None)
+        pending = self._pending.get(ticket)
+        if pending is None:
+            return False
+        pending.packed = packed
+        self._report(ticket, pending, now)
+        return True
+
+    def _on_summed(self, token: Any, sums: Any, error: DisaggError | None) -> None:
+        """In the worker's thread: hand the result to the control thread."""
+
+        def take(now: float) -> None:
+            if isinstance(token, StartVerify):
+                self._stats.verified += 1
+                self._stats.mismatches += isinstance(error, VerificationFailed)
+                self._sessions.receives.verified(token.peer, token.key, now, error=error)
+            elif token in self._pending:
+                pending = self._pending[token]
+                pending.sums, pending.error = sums, str(error or "")
+                self._report(token, pending, now)
+
+        self._command(take)
+
+    def _report(self, ticket: Ticket, pending: _Pending, now: float) -> None:
+        """Report a chunk as settled once both its transfer and its checksums are done."""
+        if pending.packed is None or not (pending.sums is not None or pending.error):
+            return
+        del self._pending[ticket]
+        self._sessions.sends.settled(ticket, now=now, error=pending.error, packed=pending.packed, sums=pending.sums or ())

@@ -364,8 +364,8 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
-    def board(self, address: str) -> CompletionPage | None:
-        return self.inner.board(address)
+    def completion_page(self, address: str) -> CompletionPage | None:
+        return self.inner.completion_page(address)
 
     def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool:
         return self.inner.busy_poll(seconds, signs)
@@ -379,8 +379,8 @@ class FaultyChannel:
     def send(self, address: str, data: bytes) -> bool:
         return self._pass_on(data, lambda: self.inner.send(address, data))
 
-    def reply(self, connection: bytes, data: bytes, *, lane: bool = False) -> bool:
-        return self._pass_on(data, lambda: self.inner.reply(connection, data, lane=lane))
+    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
+        return self._pass_on(data, lambda: self.inner.reply(connection, data, offer_local=offer_local))
 
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Jobs of the transfer worker, and its reports."""
+"""Jobs of the transfer worker, and what it reports of them. The worker knows neither messages nor requests."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from disagg.backends.base import RemotePeer
 from disagg.core import _native
 from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.events import ReadyEvent
+from disagg.core.phases import Phases
 from disagg.core.spans import SpanBatch
 from disagg.transfer.staging import RemoteRing
 
-QUICK_NBYTES = 1 << 20
-"""What is bound, and what is posted or unpacked, in the thread that hands it over; more is left to the worker's own."""
+SMALL_NBYTES = 1 << 20
+"""Up to this many bytes are posted or unpacked in the thread that hands them over."""
 
 
 class PendingWork(Protocol):
-    """Work that goes on without this thread; what was begun first passes first. As a `Transfer` it may have a `sign` that says
-    when it is over.
+    """Work that continues without this thread, in the order in which it was started. Like a `Transfer` it may have a
+    `completion`, which native code can poll without the GIL.
     """
 
     def query(self) -> bool:
-        """Whether it is done; raises `BackendError` where it will never be."""
+        """Whether the work is done. Raises `BackendError` if it has failed."""
 
 
 class PackedStream(Protocol):
-    """One side's bytes of a request, in an order that both sides know. Ranges are inside `total`."""
+    """One side's bytes of a request, in an order that both sides derive from their plans. Offsets lie within `total`."""
 
     @property
     def total(self) -> int: ...
@@ -37,63 +38,49 @@ class PackedStream(Protocol):
     def num_pieces(self) -> int: ...
 
     def gather(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
-        """Pack the bytes `[offset, offset + nbytes)` into a slot. `None`: done on return; else when that has passed."""
+        """Pack the bytes `[offset, offset + nbytes)` into a staging buffer. `None` if done on return."""
 
     def scatter(self, offset: int, nbytes: int, staging_address: int, /) -> PendingWork | None:
-        """Unpack a slot into the bytes `[offset, offset + nbytes)`; done as `gather` is."""
+        """Unpack a staging buffer into the bytes `[offset, offset + nbytes)`. `None` if done on return."""
 
 
 class ListedStream(PackedStream, Protocol):
-    """A stream that can say which copies packing it takes."""
+    """A stream that can list the copies that packing it takes."""
 
     def copies(self, offset: int, nbytes: int, staging_address: int, /) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, destinations and lengths of what `gather` would copy."""
 
 
-class SourcePacked(Protocol):
-    """Bytes of a request that are packed in the order in which they lie at their destination, and written right there."""
-
-    @property
-    def total(self) -> int: ...
-
-    def gather(self, offset: int, nbytes: int, staging_address: int, /) -> None:
-        """Pack the bytes `[offset, offset + nbytes)` into a slot; done on return."""
-
-    def copies(self, offset: int, nbytes: int, staging_address: int, /) -> CopyBatch:
-        """From the slot to where these bytes belong."""
-
-
 class BoundTransfer(msgspec.Struct, frozen=True):
-    """What a job comes to: pieces that go one by one, over `prepared` span classes where those are given; a stream that is
-    packed at the source alone; and one that goes packed through the peer's ring, `parts` of which say what is in it.
-    `listed` is that one, where the engine is to collect its pieces from where they lie.
+    """The copies of a job. `direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through the
+    peer's ring, and `parts` tells the peer what it holds. `gathered` is the same stream, if the engine gathers its pieces
+    itself.
     """
 
     direct: CopyBatch | SpanBatch
     stream: PackedStream | None = None
     parts: Any = ()
     prepared: PreparedSpans | None = None
-    source: SourcePacked | None = None
-    listed: ListedStream | None = None
+    gathered: ListedStream | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.direct.total_nbytes + sum(packed.total for packed in (self.stream, self.source) if packed is not None)
+        return self.direct.total_nbytes + self.ring_nbytes
 
     @property
     def ring_nbytes(self) -> int:
-        """What goes through the peer's ring."""
+        """Bytes that go through the peer's ring."""
         return self.stream.total if self.stream is not None else 0
 
     @property
-    def is_quick(self) -> bool:
-        """Whether posting it holds nobody up: it is little, or an engine that computes addresses does the rest by itself."""
-        return self.prepared is not None or self.nbytes <= QUICK_NBYTES
+    def is_small(self) -> bool:
+        """Whether posting takes little time: few bytes, or an engine that computes the addresses itself."""
+        return self.prepared is not None or self.nbytes <= SMALL_NBYTES
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Copies to make: `bind` gives them, and may raise; they are posted once `ready` has passed, and not after `cancelled()`.
-    `num_rows`: so many page ids and slots there are to bind.
+    """Copies to make. `bind` computes them and may raise. They are posted once `ready` has passed, unless `cancelled()`.
+    `num_rows` counts the page ids and slots to bind.
     """
 
     ticket: Hashable
@@ -106,7 +93,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Unpack(msgspec.Struct, frozen=True):
-    """A slot of this side's ring to be scattered: `nbytes` of `stream()`, from `offset` on, lie at `address`."""
+    """A slot of this side's ring to scatter: `nbytes` of `stream()` from `offset` on lie at `address`."""
 
     token: Any
     stream: Callable[[], PackedStream]
@@ -116,7 +103,7 @@ class Unpack(msgspec.Struct, frozen=True):
 
 
 class SlotFilled(msgspec.Struct, frozen=True):
-    """Report: a slot of the peer's ring at address `ring` holds `nbytes` of the job's stream, from `offset` on."""
+    """Report: slot `slot` of the peer's ring at address `ring` holds `nbytes` of the job's stream, from `offset` on."""
 
     ticket: Hashable
     ring: int
@@ -127,17 +114,17 @@ class SlotFilled(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """Report: the engine has begun to copy a job that takes it a while; its receiver may want to be awake in time. `sign` says
-    when it is over, if there is one.
+class CopyBegun(msgspec.Struct, frozen=True):
+    """Report: the engine has begun a long copy. Its receiver may want to be awake when it ends. `completion` tells the end,
+    if the engine has one.
     """
 
     ticket: Hashable
-    sign: _native.Flag | _native.CudaEvent | None = None
+    completion: _native.Flag | _native.CudaEvent | None = None
 
 
 class Unpacked(msgspec.Struct, frozen=True):
-    """Report: a slot was scattered, or could not be."""
+    """Report: a slot was scattered, or could not be, for the reason `error`."""
 
     token: Any
     nbytes: int
@@ -145,9 +132,9 @@ class Unpacked(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Settled(msgspec.Struct):
-    """Report: what became of a job. `unsettled`: the engine cannot tell yet; another report follows when it can. Of `nbytes`,
-    `packed` went through the peer's ring, `source_packed` were packed here alone.
+class Settled(Phases, kw_only=True):
+    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. Of `nbytes`, `packed`
+    bytes went through the peer's ring.
     """
 
     ticket: Hashable
@@ -155,12 +142,13 @@ class Settled(msgspec.Struct):
     unsettled: bool = False
     nbytes: int = 0
     packed: int = 0
-    source_packed: int = 0
     pieces: int = 0
-    bind_s: float = 0.0
-    pack_s: float = 0.0
-    post_s: float = 0.0
-    wire_s: float = 0.0
+
+    def count_post(self, seconds: float, nbytes: int, *, pieces: int = 1) -> None:
+        """Add one post of `nbytes` bytes."""
+        self.post_s += seconds
+        self.nbytes += nbytes
+        self.pieces += pieces
 
 
-Report = Settled | SlotFilled | Begun | Unpacked
+Report = Settled | SlotFilled | CopyBegun | Unpacked

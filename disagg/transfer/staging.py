@@ -1,7 +1,7 @@
-"""Memory between pages: slots that a sender packs pieces into, and rings of slots that a receiver unpacks from.
+"""Staging memory: buffers that a sender packs pieces into, and rings of slots that a receiver unpacks from.
 
-Engines pay for each piece, so small pieces travel packed. A receiver keeps one ring per peer rank; the writer fills free
-slots with large writes and says what is in them; the receiver scatters them into pages and gives the slots back. A late
+Engines pay for each piece, so small pieces travel packed. A receiver keeps one ring per peer rank. The writer fills free slots
+with large writes and tells the receiver what they hold; the receiver scatters them into pages and gives the slots back. A late
 write of a peer that was given up lands in its retired ring, never in pages.
 """
 
@@ -13,7 +13,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from disagg.backends.base import StagingShape
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
+from disagg.core.rings import Ring
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,14 +29,14 @@ HUGE_PAGE_NBYTES = 2 << 20
 
 
 def _arena(nbytes: int) -> Bytes:
-    """Memory of its own, in huge pages where the system has them: an engine that copies through the kernel looks up every
-    page, which for small ones costs more than the copy itself.
+    """Private memory, in huge pages if the system has them. An engine that copies through the kernel looks up every page, which
+    costs more than the copy itself if pages are small.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # A child would otherwise make the system copy what an engine has pinned.
+    # After a fork the system would otherwise copy memory that an engine has pinned.
     memory.madvise(mmap.MADV_DONTFORK)
     whole = np.frombuffer(memory, dtype=np.uint8)
     start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
@@ -48,31 +48,31 @@ def _region(arena: Bytes | None) -> MemoryRegion:
     return MemoryRegion(int(arena.__array_interface__["data"][0]), arena.nbytes)
 
 
-Beside = Callable[[int], MemoryRegion | None]
-"""Gives memory of so many bytes on the device that the pools are on; `None` for host memory."""
+AllocateOnDevice = Callable[[int], MemoryRegion | None]
+"""Allocates a number of bytes on the device of the pools; `None` means host memory."""
 
 
 def on_host(_nbytes: int) -> None:
-    """Slots and rings are in host memory."""
+    """Allocate nothing on a device: slots and rings are in host memory."""
 
 
 def _touch(arena: Bytes) -> None:
-    """Have the system give memory for every page now, and not at the first transfer."""
+    """Fault in every page now, and not at the first transfer."""
     arena[:: mmap.PAGESIZE] = 0
 
 
 class SlotPool:
-    """Slots of this side's memory to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
+    """Staging buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
 
-    On the host memory is only taken for spares that are used.
+    Host memory of a spare is only touched when the spare is used.
     """
 
-    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
+    def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         self.slot_nbytes = shape.slot_nbytes
         self.at_once = shape.at_once
         active = shape.slot_nbytes * shape.num_slots
         nbytes = active + shape.slot_nbytes * shape.spares
-        region = beside(nbytes)
+        region = allocate_on_device(nbytes)
         self._arena = _arena(nbytes) if region is None else None
         self.region = _region(self._arena) if region is None else region
         if self._arena is not None:
@@ -82,48 +82,35 @@ class SlotPool:
         self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
 
     def take(self) -> int | None:
-        """The address of a free slot: the one given back last, which is the likeliest to be in a cache."""
+        """The address of a free buffer, or `None`. The one given back last is the most likely to be in a cache."""
         return self._free.pop() if self._free else None
 
     def replace(self) -> bool:
-        """Put a spare in the place of a slot that is held for long; whether there was one."""
+        """Let a spare take the place of a buffer that is held for long. Returns whether there was one."""
         if not self._spares:
             return False
         self._free.append(self._spares.pop())
         return True
 
     def give_back(self, address: int, *, replaced: bool = False) -> None:
-        """The engine has let go of the slot; where it was replaced, it is a spare from now on."""
+        """The engine has finished with the buffer. If it was replaced, it becomes a spare."""
         (self._spares if replaced else self._free).append(address)
 
 
-@dataclass(frozen=True)
-class Ring:
-    """`num_slots` slots of `slot_nbytes` from `address`, in the memory of the side that unpacks them."""
-
-    address: int
-    slot_nbytes: int
-    num_slots: int
-
-    def slot(self, number: int) -> int:
-        """The address of a slot."""
-        return self.address + number * self.slot_nbytes
-
-
 class RingPool:
-    """The rings of a receiver: one for each peer rank that asks, as long as there are any. Used by one thread."""
+    """The rings of a receiver: one for each peer rank, as long as any are left. Used by one thread."""
 
-    def __init__(self, shape: StagingShape, beside: Beside = on_host) -> None:
+    def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         slots = shape.ring_slots()
         nbytes = shape.slot_nbytes * sum(slots)
-        region = beside(nbytes)
+        region = allocate_on_device(nbytes)
         self._arena = _arena(nbytes) if region is None else None
         self.region = _region(self._arena) if region is None else region
         starts = (self.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
         self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
 
     def take(self) -> Ring | None:
-        """The largest ring that nobody has; `None` where all are taken: that peer's pieces then travel one by one."""
+        """The largest free ring, or `None` if all are taken: that peer's pieces then travel one by one."""
         if not self._free:
             return None
         ring = max(self._free, key=lambda free: free.num_slots)
@@ -134,19 +121,21 @@ class RingPool:
         return ring
 
     def give_back(self, ring: Ring) -> None:
-        """It is proved that nobody writes into the ring any more."""
+        """The ring is proved quiet: no peer writes into it any more."""
         self._free.append(ring)
 
 
 class RemoteRing:
-    """A peer's ring, as its writer sees it: which slots are free. Thread-safe."""
+    """A peer's ring as its writer sees it: which slots are free. Thread-safe.
+
+    Raises `RemoteProtocolError` for a ring outside the regions that the peer has registered.
+    """
 
     def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...], *, first: int = 0) -> None:
         stop = ring.address + ring.slot_nbytes * ring.num_slots
         if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
             raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
         self.ring = ring
-        """Whole slots, by local address and slot number, that have been posted before; the worker's."""
         self._lock = threading.Lock()
         self._free = deque(range(ring.num_slots))
         self._outstanding: dict[int, int] = {}
@@ -154,21 +143,11 @@ class RemoteRing:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody waits for."""
+        """Slots that no credit is awaited for."""
         return len(self._free)
 
-    def lend(self) -> int | None:
-        """A slot to be written to without anybody being told, before the ring is used; never the only one."""
-        with self._lock:
-            return self._free.pop() if len(self._free) > 1 else None
-
-    def restore(self, slot: int) -> None:
-        """A slot that was lent, and to which nothing is written any more."""
-        with self._lock:
-            self._free.append(slot)
-
     def take(self) -> tuple[int, int] | None:
-        """A free slot and the sequence number of this use of it."""
+        """A free slot and the sequence number of this use, or `None`."""
         with self._lock:
             if not self._free:
                 return None
@@ -178,7 +157,7 @@ class RemoteRing:
             return slot, self._sequence
 
     def credit(self, slot: int, sequence: int) -> bool:
-        """The peer has unpacked that use of a slot; whether it was outstanding."""
+        """The peer has unpacked this use of a slot. Returns whether a credit for it was awaited."""
         with self._lock:
             if self._outstanding.get(slot) != sequence:
                 return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -124,15 +123,8 @@ class ResidentRank:
             boot_id=boot_id(),
             now=time.monotonic(),
             versions=versions(self.manager.backend.name),
-            thresholds=self._thresholds(),
+            thresholds={"declared" if self.config.pack_below is None else "set": [self.manager.health().pack_below]},
         )
-
-    def _thresholds(self) -> dict[str, list[int]]:
-        found = defaultdict(list)
-        for peer in self.manager.health().peers.values():
-            for threshold in peer.pack_below.values():
-                found[threshold.origin.value].append(threshold.nbytes)
-        return dict(found)
 
 
 def boot_id() -> str:

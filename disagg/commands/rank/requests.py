@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import select
@@ -12,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from disagg.commands.cases.content import Content
@@ -20,7 +20,7 @@ from disagg.commands.cases.places import rows_of, streams
 from disagg.core.errors import DisaggError
 from disagg.core.rows import Pages, Rows
 from disagg.manager import KVManager
-from disagg.runtime.loop import Stats
+from disagg.runtime.accounting import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Requests:
         self._waiting = deque(command.items)
         self._started: dict[int, float] = {}
         self._results: list[Result] = []
-        self._before = dataclasses.asdict(manager.stats)
+        self._before = msgspec.structs.asdict(manager.stats)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
 
@@ -58,7 +58,7 @@ class Requests:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        after = dataclasses.asdict(self._manager.stats)
+        after = msgspec.structs.asdict(self._manager.stats)
         delta = {name: after[name] - self._before[name] for name in after if isinstance(after[name], int | float)}
         return RunReport(
             results=tuple(self._results),

@@ -1,0 +1,160 @@
+"""Engine connections to peer ranks: made in threads of their own, lost, and fenced until the lost rank is proved quiet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.backends.base import Backend, Fence, RemotePeer
+from disagg.core.errors import DisaggError
+from disagg.protocol.peer_state import Lost, Ready
+from disagg.protocol.peers import PeerTable
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import NEVER, PeerRank
+from disagg.runtime.handshake import Handshake, RemoteRank
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTING = 1
+"""Ranks that the engine connects to at a time. With eight, a process with NIXL's engine ended with SIGSEGV while it connected to
+three ranks, once in a dozen rounds of chaos.
+"""
+FENCE_S, MAX_FENCE_S = 0.025, 5.0
+"""Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second."""
+MAX_FENCING = 4096
+"""Lost ranks that are fenced. Beyond this the oldest are given up: their rows stay quarantined."""
+
+
+@dataclass
+class _Fencing:
+    """A lost rank's engine peer, and when it is next fenced."""
+
+    engine: RemotePeer
+    next_at: float
+    renewed: bool
+    delay_s: float = FENCE_S
+
+
+class Connections:
+    """The control thread calls all of this but `_run`. `command` runs a function in the control thread; `on_connected` is called
+    there for each rank that transfers may go to.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        handshake: Handshake,
+        peers: PeerTable,
+        sessions: Sessions,
+        command: Callable[[Callable[[float], None]], None],
+        on_connected: Callable[[PeerRank], None],
+    ) -> None:
+        self._backend = backend
+        self._handshake = handshake
+        self._peers = peers
+        self._sessions = sessions
+        self._command = command
+        self._on_connected = on_connected
+        self._connecting: dict[PeerRank, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
+        self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
+        self._lost: dict[PeerRank, int] = {}
+        self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
+        self.num_losses: Counter[str] = Counter()
+
+    @property
+    def num_fencing(self) -> int:
+        """Lost ranks that are not proved quiet yet."""
+        return len(self._fencing)
+
+    @property
+    def next_fence(self) -> float:
+        """When a lost rank is next fenced."""
+        return min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
+
+    # -- connecting --------------------------------------------------------------------------------------------------
+
+    def connect(self, ready: Ready) -> None:
+        """Connect the engine to a rank in a thread of its own: a peer that does not answer there delays no other."""
+        connect = self._handshake.connecting(ready.peer, ready.welcome)
+        name = f"disagg-connect-{self._handshake.me}-{ready.peer}"
+        thread = threading.Thread(target=self._run, args=(ready, connect), name=name, daemon=True)
+        self._connecting[ready.peer] = thread
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads that connect."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self, ready: Ready, connect: Callable[[], RemoteRank]) -> None:
+        """In a thread of its own."""
+        rank, problem = None, ""
+        with self._semaphore:
+            try:
+                rank = connect()
+            except DisaggError as error:
+                problem = str(error)
+            except Exception as error:  # concerns one peer only
+                logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
+                problem = f"{type(error).__name__}: {error}"
+        thread = threading.current_thread()
+        self._command(lambda now: self._finish(ready, thread, rank, problem, now))
+
+    def _finish(self, ready: Ready, thread: threading.Thread, rank: RemoteRank | None, problem: str, now: float) -> None:
+        if self._connecting.get(ready.peer) is not thread:  # the peer was lost meanwhile, or connects again
+            if rank is not None:
+                self._handshake.discard(ready.peer, rank)
+            return
+        del self._connecting[ready.peer]
+        if rank is None:
+            logger.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
+            self._peers.refuse(ready.peer, problem, now)
+            return
+        self._handshake.add(ready.peer, rank)
+        if self._lost.pop(ready.peer, None) == ready.epoch:
+            self._fencing.pop((ready.peer, ready.epoch), None)
+            self._sessions.receives.peer_back(ready.peer, now)
+        self._on_connected(ready.peer)
+
+    # -- losing ------------------------------------------------------------------------------------------------------
+
+    def lose(self, lost: Lost, now: float) -> None:
+        """A rank is gone: its requests end, and its engine is fenced until it is proved quiet."""
+        level = logging.INFO if lost.announced else logging.WARNING
+        logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
+        self.num_losses[lost.peer.instance] += 1
+        self._lost[lost.peer] = lost.epoch
+        self._connecting.pop(lost.peer, None)
+        self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
+        engine = self._handshake.disconnect(lost.peer, lost.epoch)
+        if engine is not None:
+            if len(self._fencing) >= MAX_FENCING:
+                del self._fencing[next(iter(self._fencing))]
+            self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now, lost.renewed)
+            self.fence(now)
+
+    def fence(self, now: float) -> None:
+        """Fence the lost ranks that are due. Those that are proved quiet give back rows and rings."""
+        for (peer, epoch), fencing in list(self._fencing.items()):
+            if now < fencing.next_at:
+                continue
+            fencing.delay_s = min(fencing.delay_s * 2, MAX_FENCE_S)
+            fencing.next_at = now + fencing.delay_s
+            try:
+                fence = self._backend.fence(fencing.engine, epoch=epoch)
+            except DisaggError as error:
+                logger.warning("%s: fencing %s: %s", self._handshake.me, peer, error)
+                continue
+            if fence is Fence.QUIET:
+                del self._fencing[peer, epoch]
+                self._sessions.peer_quiet(peer, epoch=epoch, renewed=fencing.renewed)
+                logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)

@@ -1,0 +1,238 @@
+"""What arrives goes to the protocol, and its effects are carried out. Only the control thread calls this."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from disagg.core.errors import RemoteProtocolError, RequestAborted
+from disagg.core.events import ReadyEvent
+from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.protocol.messages import (
+    Busy,
+    CopyBegun,
+    Credit,
+    EarlyComplete,
+    Message,
+    Reject,
+    RequestMessage,
+    SlotsFilled,
+    Welcome,
+    decode,
+    encode,
+)
+from disagg.protocol.peer_state import Connect, Disconnect, Lost, Ready, ReplyOn, SendHello, SendTo
+from disagg.protocol.peers import PeerTable
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import (
+    CreditSlots,
+    Event,
+    PeerRank,
+    QuarantineLease,
+    ReleaseLease,
+    SendMessage,
+    StartTransfer,
+    StartVerify,
+    UnpackSlot,
+    key_of,
+)
+from disagg.runtime.channel import Inbound, Reply, Wire
+from disagg.runtime.connections import Connections
+from disagg.runtime.early_completion import EarlyCompletion
+from disagg.runtime.handshake import Handshake
+from disagg.runtime.request_table import RequestTable
+from disagg.runtime.transfers import Transfers
+from disagg.runtime.verification import Verification
+from disagg.transfer.worker import TransferWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """Joins the channel, the peer table, the sessions and the transfers of one rank."""
+
+    def __init__(
+        self,
+        *,
+        channel: Wire,
+        peers: PeerTable,
+        handshake: Handshake,
+        sessions: Sessions,
+        connections: Connections,
+        transfers: Transfers,
+        worker: TransferWorker,
+        verification: Verification,
+        early: EarlyCompletion,
+        requests: RequestTable,
+        on_peers_changed: Callable[[], None],
+    ) -> None:
+        self.channel = channel
+        self._peers = peers
+        self._handshake = handshake
+        self._sessions = sessions
+        self._connections = connections
+        self._transfers = transfers
+        self._worker = worker
+        self._verification = verification
+        self._early_completion = early
+        self._requests = requests
+        self._on_peers_changed = on_peers_changed
+        self._warnings = RateLimitedLog(logger)
+        self._not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
+        self._ended: list[Event] = []
+        self.num_refused_messages = self.num_rejected_hellos = 0
+
+    @property
+    def num_not_ready(self) -> int:
+        """Receives whose rows wait for their event."""
+        return len(self._not_ready)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def take(self, arrived: Inbound | Reply, now: float) -> bool:
+        """Take one message. Returns whether it was about a request. A message that cannot be decoded, or breaks the protocol, is
+        refused and changes nothing.
+        """
+        try:
+            message = decode(arrived.data)
+            if isinstance(arrived, Reply):
+                self._peers.on_reply(arrived.address, message, now)
+                return False
+            peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
+            if peer is None:
+                return False
+            self._take_request_message(peer, message, arrived, now)
+        except RemoteProtocolError as error:
+            self._refuse(error)
+            return False
+        return True
+
+    def _take_request_message(self, peer: PeerRank, message: Message, arrived: Inbound, now: float) -> None:
+        if isinstance(message, CopyBegun | EarlyComplete):
+            self._requests.begin(peer.instance, key_of(message))
+            if isinstance(message, EarlyComplete) and arrived.page is not None:
+                if (peer.instance, key_of(message)) in self._sessions.receives.sessions:
+                    self._early_completion.expect(peer, message, arrived.page, now)
+        elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
+            return  # the engine is not connected yet; the writer reports the slots again
+        elif isinstance(message, RequestMessage | Busy | Credit):
+            self._sessions.on_message(peer, message, now)
+
+    def take_early_completions(self) -> bool:
+        """Take complete messages whose copy has finished. Returns whether there were any."""
+        taken = False
+        for peer, complete in self._early_completion.take(self._sessions.receives.sessions):
+            taken = True
+            try:
+                self._sessions.on_message(peer, complete, time.monotonic())
+            except RemoteProtocolError as error:
+                self._refuse(error)
+        return taken
+
+    def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
+        """Reserve a session's rows once `ready` has passed."""
+        self._not_ready.append((session, ready))
+
+    def take_ready(self, now: float) -> None:
+        """Reserve rows whose event has passed."""
+        waiting, self._not_ready = self._not_ready, []
+        for session, ready in waiting:
+            if session.error is not None:
+                continue
+            try:
+                passed = ready.query()
+            except Exception as error:  # of the server's own event
+                logger.exception("%s: the event of a receiver's rows", self._handshake.me)
+                what = f"the event of the rows failed: {type(error).__name__}: {error}"
+                self._sessions.receives.abort(session, RequestAborted(what), now)
+                continue
+            if passed:
+                self._sessions.receives.ready(session, now)
+            else:
+                self._not_ready.append((session, ready))
+
+    def _refuse(self, error: RemoteProtocolError) -> None:
+        self.num_refused_messages += 1
+        self._warnings.warning("%s: refused a message: %s", self._handshake.me, error)
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, now: float) -> None:
+        """Carry out every effect, take the worker's reports, and end requests last of all: that may yield the GIL."""
+        self.carry_out_peers(now)
+        self._carry_out_sessions(now)
+        for report in self._worker.run_small():
+            self._transfers.take(report, now)
+        if self._early_completion.has_begun:
+            for peer, message in self._early_completion.announce_begun(now):
+                self.send(peer, message)
+        self._carry_out_sessions(now)
+        self._sessions.flush()
+        self._carry_out_sessions(now)
+        self.channel.flush()
+        self._transfers.count_settled()
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._requests.end(ended)
+
+    def carry_out_peers(self, now: float) -> None:
+        """Carry out the effects of the peer table."""
+        while self._peers.effects:
+            match self._peers.effects.popleft():
+                case Connect(address, public_key):
+                    self.channel.connect(address, public_key=public_key)
+                case Disconnect(address):
+                    self.channel.disconnect(address)
+                case SendHello(address, generation, dial):
+                    self.channel.send(address, encode(self._handshake.hello(generation, dial)))
+                case SendTo(address, message):
+                    self.channel.send(address, encode(message))
+                case ReplyOn(connection, message):
+                    if isinstance(message, Reject) and not message.hello_first:
+                        self.num_rejected_hellos += 1
+                        self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
+                    self.channel.reply(connection, encode(message), offer_local=isinstance(message, Welcome))
+                case Ready() as ready:
+                    self._connections.connect(ready)
+                case Lost() as lost:
+                    self._connections.lose(lost, now)
+                    self._early_completion.peer_lost(lost.peer)
+                    self._transfers.lost(lost.peer, lost.cause, now)
+                    self._on_peers_changed()
+
+    def _carry_out_sessions(self, now: float) -> None:
+        effects = self._sessions.effects
+        while effects:
+            match effects.popleft():
+                case SendMessage(peer, message):
+                    self.send(peer, message)
+                case StartTransfer() as start:
+                    self._transfers.start(start)
+                case UnpackSlot() as slot:
+                    self._transfers.unpack(slot, now)
+                case CreditSlots() as credited:
+                    self._transfers.credit(credited)
+                case StartVerify() as verify:
+                    self._verification.verify(verify)
+                case ReleaseLease(lease):
+                    lease.release()
+                case QuarantineLease(lease, reason):
+                    lease.quarantine(reason)
+                case Event() as event:
+                    self._ended.append(event)
+
+    def send(self, peer: PeerRank, message: Message) -> None:
+        """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all checks,
+        only fails the request that waits for it.
+        """
+        link = self._peers.link(peer)
+        if link is None:
+            return
+        try:
+            data = encode(message)
+        except Exception:
+            logger.exception("%s: a %s for %s could not be encoded", self._handshake.me, type(message).__name__, peer)
+            return
+        self.channel.send(link.address, data)

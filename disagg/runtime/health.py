@@ -1,0 +1,85 @@
+"""The state of a manager at one moment: for the server, and for whoever scrapes its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.core.leases import LeaseState
+from disagg.runtime.accounting import quarantined, states
+from disagg.runtime.metrics import Snapshot
+from disagg.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class PeerHealth:
+    """One configured peer: whether all its ranks are ready, and if not, why."""
+
+    ready: bool
+    problem: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
+
+    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason. If
+    there are more than `Limits.max_quarantined`, `renewal_due` says so: close this manager and build another over the same
+    pools, since the end of an engine is a proof for most.
+    """
+
+    ok: bool
+    problem: str
+    peers: dict[str, PeerHealth]
+    num_receiving: int
+    num_sending: int
+    quarantined: dict[str, int]
+    pack_below: int = 0
+    renewal_due: str = ""
+
+
+def health_of(runtime: Runtime) -> Health:
+    """The state now. Never blocks; any thread may call it."""
+    counts: dict[str, int] = {}
+    for session in runtime.requests.leased_sessions():
+        lease = session.lease
+        if lease.state is LeaseState.QUARANTINED:
+            counts[lease.reason] = counts.get(lease.reason, 0) + 1
+    total, limit = sum(counts.values()), runtime.limits.max_quarantined
+    return Health(
+        ok=not runtime.problem,
+        problem=runtime.problem,
+        peers={name: PeerHealth(runtime.is_ready(name), runtime.peer_problem(name)) for name in list(runtime.peers.instances)},
+        num_receiving=len(runtime.sessions.receives.sessions),
+        num_sending=len(runtime.sessions.sends.sessions),
+        quarantined=counts,
+        pack_below=runtime.pack_below,
+        renewal_due=f"requests with quarantined rows: {total}, of {limit} at most" if total > limit else "",
+    )
+
+
+def snapshot_of(runtime: Runtime) -> Snapshot:
+    """What the metrics show now. Never blocks; called in a scraper's thread."""
+    sessions, stats, dispatch = runtime.sessions, runtime.stats, runtime.dispatch
+    names = list(runtime.peers.instances)
+    rows, requests = quarantined(runtime.requests.leased_sessions(), ended=runtime.problem != "")
+    return Snapshot(
+        healthy=not runtime.problem,
+        peers_ready={name: runtime.is_ready(name) for name in names},
+        peer_ranks={name: runtime.handshake.num_connected(name) for name in names},
+        pack_below=dict.fromkeys(names, runtime.pack_below),
+        peer_losses={name: runtime.connections.num_losses[name] for name in names},
+        requests=states(list(sessions.receives.sessions.values()), list(sessions.sends.sessions.values())),
+        quarantined_rows=rows,
+        quarantined_requests=requests,
+        queue_depths=runtime.queue_depths(),
+        refusals={
+            "connection": runtime.channel.refused,
+            "hello": dispatch.num_rejected_hellos,
+            "message": dispatch.num_refused_messages,
+        },
+        transfer_nbytes=stats.nbytes_by_way,
+        phase_seconds={phase: getattr(stats, f"{phase}_s") for phase in ("bind", "pack", "post", "wire", "unpack")},
+        transfers=stats.transfers,
+        transfer_failures=stats.failures,
+        pieces=stats.pieces,
+    )

@@ -1,0 +1,203 @@
+"""Every request of this rank that is open, or whose lease is not released, in one table."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
+from disagg.core.leases import Lease
+from disagg.layout.agreement import LocalRank
+from disagg.protocol.types import Event, RequestKey
+from disagg.requests import Receiver, Sender
+from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
+from disagg.runtime.metrics import Metrics
+
+Place = tuple[str, str, RequestKey]
+"""Direction, peer and attempt: the key of a request."""
+
+
+@dataclass
+class Request:
+    """One request. `handle` is the server's; `session` is its protocol session once it was opened; `ended` is set once the server
+    has its event, and the record stays until the lease is released.
+    """
+
+    handle: Receiver | Sender
+    session: Session | None = None
+    work: Work | None = None
+    ended: bool = False
+
+
+class RequestTable:
+    """Ends requests: the log, the metrics, the server's events, and threads that wait. Calls may come from any thread, but
+    `opened`, `work_of` and `end` only from the control thread, or after its end.
+
+    `fileno` is readable while there are events.
+    """
+
+    def __init__(self, *, name: str, local: LocalRank, group_rank: int) -> None:
+        self._name = name
+        held = local.table.ranks[group_rank].by_name
+        self._sizes = {component: HeldSize(layout) for component, layout in held.items()}
+        self._requests: dict[Place, Request] = {}
+        self._events: deque[Event] = deque()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.metrics: Metrics | None = None
+
+    # -- the server's threads ----------------------------------------------------------------------------------------
+
+    def add(self, handle: Receiver | Sender) -> None:
+        """Register a request. Raises `LocalProtocolError` if the same attempt is under way."""
+        request = Request(handle)
+        if self._requests.setdefault(_place(handle), request) is not request:
+            raise LocalProtocolError(f"request {handle.key}: this attempt is under way; use a new attempt number")
+
+    def fileno(self) -> int:
+        return self._event_fd
+
+    @property
+    def num_events(self) -> int:
+        return len(self._events)
+
+    def take_events(self) -> list[Event]:
+        """Every event since the last call."""
+        try:
+            os.eventfd_read(self._event_fd)
+        except OSError:  # nothing to read, or closed
+            pass
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def open_handles(self) -> list[Receiver | Sender]:
+        """Handles of the requests that have not ended."""
+        return [request.handle for request in tuple(self._requests.values()) if not request.ended]
+
+    def leased_sessions(self) -> list[Session]:
+        """Sessions whose lease is not released."""
+        return [request.session for request in tuple(self._requests.values()) if request.session is not None]
+
+    # -- the control thread ------------------------------------------------------------------------------------------
+
+    def opened(self, handle: Receiver | Sender, session: Session) -> None:
+        """A request has its session. Its record stays until the session's lease is released."""
+        place = _place(handle)
+        self._requests[place].session = session
+        session.lease.on_release(functools.partial(self._on_release, place))
+
+    def work_of(self, direction: str, session: Session) -> Work:
+        """The record of a request's transfers."""
+        request = self._requests.get((direction, session.peer, session.key))
+        if request is None:
+            return Work()
+        if request.work is None:
+            request.work = Work()
+        return request.work
+
+    def begin(self, peer: str, key: RequestKey) -> None:
+        """A copy has begun for a request that is received: have its waiting threads ready."""
+        request = self._requests.get((Receiver.direction, peer, key))
+        if request is not None:
+            request.handle.begin()
+
+    def end(self, events: Sequence[Event]) -> None:
+        """Requests have ended: log and count them, then wake the threads that wait, which may take the GIL."""
+        ended: list[Receiver | Sender] = []
+        try:
+            for event in events:
+                place = event.direction, event.peer, event.key
+                request = self._requests.get(place)
+                if request is None or request.ended:
+                    continue
+                request.ended = True
+                try:
+                    self._account(event, request)
+                finally:
+                    request.handle.end(event)
+                    ended.append(request.handle)
+                    self._events.append(event)
+                    if request.session is None or event.lease.released:
+                        self._requests.pop(place, None)
+        finally:
+            if ended:
+                os.eventfd_write(self._event_fd, 1)
+                for handle in ended:
+                    handle.wake()
+                ended[-1].yield_to_waiter()
+
+    def end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
+        """A request could not be opened, so nothing ever touched its rows."""
+        lease = Lease()
+        lease.release()
+        self.end([_failed(handle, error, lease)])
+
+    def fail_all(self, reason: str) -> None:
+        """The manager has ended: every request fails, and leases that are not released are quarantined."""
+        for request in tuple(self._requests.values()):
+            if request.session is not None:
+                request.session.lease.quarantine(reason)
+            if request.ended:
+                continue
+            error = RequestAborted(reason, cause=Cause.ENDED)
+            if request.session is None:
+                self.end_unopened(request.handle, error)
+            else:
+                self.end([_failed(request.handle, error, request.session.lease)])
+
+    def release_all(self) -> None:
+        """The engine's end proves all rows quiet."""
+        for session in self.leased_sessions():
+            session.lease.release()
+
+    def close(self) -> None:
+        os.close(self._event_fd)
+
+    def _on_release(self, place: Place) -> None:
+        request = self._requests.get(place)
+        if request is not None and request.ended:
+            self._requests.pop(place, None)
+
+    # -- accounting --------------------------------------------------------------------------------------------------
+
+    def _account(self, event: Event, request: Request) -> None:
+        cause = None if event.error is None else event.error.cause
+        if wanted(self.metrics, cause):
+            account(self._record(event, request.handle, request.work or Work(), cause), self.metrics)
+
+    def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
+        nbytes = work.nbytes
+        if isinstance(handle, Receiver):
+            nbytes = self._needed_nbytes(handle.need) if event.ok else 0
+        return RequestRecord(
+            rank=self._name,
+            request_id=event.key.request_id.hex(),
+            attempt=event.key.attempt,
+            direction=event.direction,
+            peer=event.peer,
+            outcome="ok" if cause is None else "failed",
+            cause="" if cause is None else cause.value,
+            nbytes=nbytes,
+            pieces=work.pieces,
+            total_s=time.monotonic() - handle.opened_at,
+            bind_s=work.bind_s,
+            pack_s=work.pack_s,
+            post_s=work.post_s,
+            wire_s=work.wire_s,
+            unpack_s=work.unpack_s,
+            lease=event.lease.state.value,
+            error="" if event.error is None else str(event.error),
+        )
+
+    def _needed_nbytes(self, needs: Mapping[str, tuple[int, int]]) -> int:
+        return sum(self._sizes[name].nbytes(need) for name, need in needs.items())
+
+
+def _place(handle: Receiver | Sender) -> Place:
+    return handle.direction, handle.peer, handle.key
+
+
+def _failed(handle: Receiver | Sender, error: DisaggError, lease: Lease) -> Event:
+    return Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag)

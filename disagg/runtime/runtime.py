@@ -1,0 +1,308 @@
+"""Everything that runs in one manager, built from its settings and joined."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from disagg.backends import registry
+from disagg.backends.abilities import QuietWhenClosed
+from disagg.backends.base import Backend, BackendOptions
+from disagg.core.address import advertised_address
+from disagg.core.errors import DisaggError
+from disagg.core.memory import merge_regions
+from disagg.core.topology import Topology
+from disagg.layout.agreement import LocalRank, ModelId
+from disagg.layout.placement import Component
+from disagg.protocol.peer_state import ConnectionLimits, Identity
+from disagg.protocol.peers import PeerTable
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import Limits, PeerRank
+from disagg.requests import Receiver, Sender
+from disagg.runtime.accounting import Session, Stats
+from disagg.runtime.channel import Channel, Wire
+from disagg.runtime.connections import Connections
+from disagg.runtime.dispatch import Dispatch
+from disagg.runtime.early_completion import EarlyCompletion
+from disagg.runtime.handshake import Handshake
+from disagg.runtime.keys import KeyPair
+from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
+from disagg.runtime.request_table import RequestTable
+from disagg.runtime.transfers import Transfers
+from disagg.runtime.verification import Verification
+from disagg.transfer.pool_memory import PoolMemory
+from disagg.transfer.staging import RingPool, SlotPool
+from disagg.transfer.worker import TransferWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """Checked settings of one manager; `KVManager` has the meaning of each."""
+
+    name: str
+    topology: Topology
+    model: ModelId
+    backend: str | Callable[[BackendOptions], Backend]
+    options: BackendOptions
+    listen: str
+    advertise: str | None
+    leader: str | None
+    keys: KeyPair | None
+    insecure: bool
+    pack_below: int | None
+    limits: Limits
+    connection_limits: ConnectionLimits | None
+
+
+class Runtime:
+    """The threads and the state of one manager. `start` starts them; `close` ends them and gives back everything.
+
+    Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
+    """
+
+    def __init__(self, settings: RuntimeSettings, components: Sequence[Component]) -> None:
+        self.local = LocalRank.of(settings.topology, components)
+        self.limits = settings.limits
+        self.stats = Stats()
+        self.changed = threading.Condition()
+        self.allowed_keys = {settings.keys.public} if settings.keys is not None else set()
+        self._closed = False
+        self._opened = contextlib.ExitStack()
+        with contextlib.ExitStack() as opened:
+            self._open(settings, components, opened)
+            self._opened = opened.pop_all()
+        self.requests = RequestTable(name=str(self.handshake.me), local=self.local, group_rank=settings.topology.group_rank)
+        self._opened.callback(self.requests.close)
+        self.commands = CommandQueue(self.channel)
+        self._build()
+
+    def _open(self, settings: RuntimeSettings, components: Sequence[Component], opened: contextlib.ExitStack) -> None:
+        """Open what must be closed again, and register memory with the engine."""
+        self.memory = PoolMemory([region for component in components for region in component.regions])
+        opened.callback(self.memory.close)
+        self.channel = Channel(
+            settings.listen,
+            keys=settings.keys,
+            insecure=settings.insecure,
+            allow=self.allowed_keys.__contains__,
+            polls=self.memory.spin_s > 0,
+        )
+        opened.callback(self.channel.close)
+        backend, options = settings.backend, settings.options
+        self.backend = backend(options) if callable(backend) else registry.load(backend, options, gpu=self.memory.has_gpu)
+        opened.callback(self.backend.close)
+        shape = self.memory.staging(self.backend.staging, pack_below=settings.pack_below)
+        self._slots = SlotPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
+        rings = RingPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
+        staging = [pool.region for pool in (self._slots, rings) if pool is not None]
+        self.backend.register(merge_regions([*self.memory.regions, *staging]))
+        self.pack_below = shape.pack_below
+        self.address = advertised_address(settings.advertise, self.channel.address)
+        identity = Identity(
+            instance=settings.name,
+            rank=settings.topology.rank,
+            num_ranks=settings.topology.num_ranks,
+            epoch=secrets.randbits(62),
+            model=settings.model.name,
+            revision=settings.model.revision,
+            table=self.local.table.encode(),
+            address=self.address,
+            leader=settings.leader is None,
+        )
+        self.sessions = Sessions(group=settings.topology.dp_rank, limits=settings.limits, rings=rings)
+        self.handshake = Handshake(
+            identity,
+            self.local,
+            self.backend,
+            grant=self.sessions.credits.grant,
+            memory=self.memory,
+            packs=self._slots is not None,
+        )
+        self.peers = PeerTable(
+            identity,
+            leader=settings.leader,
+            own_key=settings.keys.public if settings.keys is not None else None,
+            accept_hello=self.handshake.accept_hello,
+            validate_welcome=self.handshake.validate_welcome,
+            limits=settings.connection_limits,
+        )
+
+    def _build(self) -> None:
+        """Join the parts that run in threads."""
+        name = str(self.handshake.me)
+        self.worker = TransferWorker(
+            self.backend,
+            name=name,
+            slots=self._slots,
+            caller_steps=self.memory.spin_s > 0,
+            on_reports=self.channel.wake,
+            on_death=self._fail,
+        )
+        self.verification = Verification(
+            name=name,
+            sessions=self.sessions,
+            local=self.local,
+            digest=self.memory.digest,
+            stats=self.stats,
+            command=self.commands.put,
+            on_death=self._fail,
+        )
+        self._early_completion = EarlyCompletion(self.channel, self.peers, self.sessions.sends)
+        self.transfers = Transfers(
+            sessions=self.sessions,
+            handshake=self.handshake,
+            worker=self.worker,
+            verification=self.verification,
+            early=self._early_completion,
+            requests=self.requests,
+            stats=self.stats,
+            pack_below=self.pack_below,
+            send=lambda peer, message: self.dispatch.send(peer, message),
+        )
+        self.connections = Connections(
+            backend=self.backend,
+            handshake=self.handshake,
+            peers=self.peers,
+            sessions=self.sessions,
+            command=self.commands.put,
+            on_connected=self._on_connected,
+        )
+        self.dispatch = Dispatch(
+            channel=self.channel,
+            peers=self.peers,
+            handshake=self.handshake,
+            sessions=self.sessions,
+            connections=self.connections,
+            transfers=self.transfers,
+            worker=self.worker,
+            verification=self.verification,
+            early=self._early_completion,
+            requests=self.requests,
+            on_peers_changed=self.notify,
+        )
+        self.loop = Loop(
+            name=name,
+            channel=self.channel,
+            commands=self.commands,
+            dispatch=self.dispatch,
+            peers=self.peers,
+            sessions=self.sessions,
+            connections=self.connections,
+            early=self._early_completion,
+            worker=self.worker,
+            spin_s=self.spin_s,
+            on_death=self._on_death,
+        )
+
+    def start(self) -> None:
+        """Start the threads, and join the instance at its leader."""
+        self.worker.start()
+        self.loop.start()
+        self.commands.put(self.peers.join)
+
+    def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
+        """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
+        self.commands.put(run, on_error)
+
+    def open(self, handle: Receiver | Sender, run: Callable[[float], Session]) -> None:
+        """Register a request and have its session opened by `run(now)`. A failure ends the request, also if the control thread
+        dies just now.
+
+        Raises `LocalProtocolError` if the same attempt is under way.
+        """
+        self.requests.add(handle)
+        self.commands.put(
+            lambda now: self.requests.opened(handle, run(now)),
+            lambda error: self.requests.end_unopened(handle, error),
+        )
+        if self.loop.over:
+            self.requests.fail_all(self.problem)
+
+    def add_on_close(self, close: Callable[[], None]) -> None:
+        """Call `close` when the runtime closes, before anything that was opened earlier."""
+        self._opened.callback(close)
+
+    def close(self) -> None:
+        """Say goodbye, end what is under way, stop the threads and the engine. Call it once."""
+        self._closed = True
+        self.loop.stop("the manager was closed")
+        self.connections.join(JOIN_TIMEOUT_S)
+        self.worker.stop(JOIN_TIMEOUT_S)
+        self.verification.stop(JOIN_TIMEOUT_S)
+        self.requests.fail_all("the manager was closed")
+        self.notify()
+        self._opened.close()
+        if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
+            self.requests.release_all()
+
+    def abandon(self) -> None:
+        """Give back everything before `start`."""
+        self._opened.close()
+
+    def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
+        """Put something between this rank and its control channel; once."""
+        wire = wrap(self.channel)
+        self.loop.channel = self.dispatch.channel = self._early_completion.channel = wire
+
+    # -- state, for any thread ---------------------------------------------------------------------------------------
+
+    @property
+    def spin_s(self) -> float:
+        """How long a thread polls without a sleep after the last activity, in seconds."""
+        return self.memory.spin_s
+
+    @property
+    def problem(self) -> str:
+        """Why the manager has ended; empty while it works."""
+        return self.loop.problem or ("the manager was closed" if self._closed else "")
+
+    def is_ready(self, name: str) -> bool:
+        """Whether every rank of a peer instance is connected."""
+        instance = self.peers.instances.get(name)
+        return instance is not None and instance.ready and self.handshake.num_connected(name) == instance.num_ranks
+
+    def peer_problem(self, name: str) -> str:
+        """Why a peer instance is not ready; empty if it is."""
+        instance = self.peers.instances.get(name)
+        if instance is None:
+            return "it is not configured; add_peer() it"
+        return "" if self.is_ready(name) else instance.problem
+
+    def queue_depths(self) -> dict[str, int]:
+        """Items that wait, by queue."""
+        return {
+            "commands": len(self.commands),
+            "transfers": self.worker.depth,
+            "rows_not_ready": self.dispatch.num_not_ready,
+            "parked_reserves": self.sessions.sends.num_parked,
+            "early_transfers": self.transfers.num_unconnected,
+            "sums": self.verification.depth,
+            "fences": self.connections.num_fencing,
+            "events": self.requests.num_events,
+        }
+
+    def notify(self) -> None:
+        """Wake the threads that wait for a change of peers or health."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- the runtime's own threads -----------------------------------------------------------------------------------
+
+    def _on_connected(self, peer: PeerRank) -> None:
+        self.transfers.connected(peer)
+        self.notify()
+
+    def _on_death(self, problem: str) -> None:
+        """The control thread has died: no session changes any more."""
+        self.requests.fail_all(problem)
+        self.notify()
+
+    def _fail(self, error: BaseException) -> None:
+        """The worker's or the checksum thread has died."""
+        self.loop.fail(error)

@@ -1,0 +1,176 @@
+"""Transfers of requests: effects of the protocol become jobs of the transfer worker, and its reports calls of the protocol."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from disagg.core.rows import Pages, Rows
+from disagg.protocol.messages import Filled, Message
+from disagg.protocol.receive_session import ReceiveSession, ReceiveState
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import CreditSlots, PeerRank, StartTransfer, Ticket, UnpackSlot
+from disagg.runtime.accounting import Stats
+from disagg.runtime.early_completion import EarlyCompletion
+from disagg.runtime.handshake import Handshake
+from disagg.runtime.paths import bind_incoming, bind_outgoing, bind_prepared
+from disagg.runtime.request_table import RequestTable
+from disagg.runtime.verification import Verification
+from disagg.transfer.jobs import CopyBegun, Job, Report, Settled, SlotFilled, Unpack, Unpacked
+from disagg.transfer.worker import TransferWorker
+
+
+class Transfers:
+    """Starts transfers and takes the worker's reports, in the control thread. `send` sends a message to a peer."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        handshake: Handshake,
+        worker: TransferWorker,
+        verification: Verification,
+        early: EarlyCompletion,
+        requests: RequestTable,
+        stats: Stats,
+        pack_below: int,
+        send: Callable[[PeerRank, Message], None],
+    ) -> None:
+        self._sessions = sessions
+        self._handshake = handshake
+        self._worker = worker
+        self._verification = verification
+        self._early_completion = early
+        self._requests = requests
+        self._stats = stats
+        self._pack_below = pack_below
+        self._send = send
+        self._unconnected: dict[PeerRank, list[StartTransfer]] = {}
+        self._settled: list[tuple[Settled, Any]] = []
+
+    @property
+    def num_unconnected(self) -> int:
+        """Transfers that wait for their peer's engine."""
+        return sum(map(len, tuple(self._unconnected.values())))
+
+    # -- effects -----------------------------------------------------------------------------------------------------
+
+    def start(self, start: StartTransfer) -> None:
+        """Submit a transfer to the worker, or keep it until its rank is connected."""
+        ticket = start.ticket
+        session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+        if session is None:
+            return
+        rank = self._handshake.rank(ticket.peer)
+        if rank is None:
+            self._unconnected.setdefault(ticket.peer, []).append(start)
+            return
+        destination = session.destinations[ticket.peer]
+        if rank.prepared is not None:
+            bind = functools.partial(bind_prepared, rank.prepared, rank.plan, start)
+        else:
+            bind = functools.partial(
+                bind_outgoing,
+                rank.plan,
+                start,
+                pack_below=self._pack_below,
+                has_ring=rank.ring is not None,
+                gathers_from=rank.gathers_from,
+                make_stream=rank.pack,
+            )
+        job = Job(
+            ticket,
+            rank.engine,
+            bind,
+            lambda: destination.reason != "",
+            start.chunk.ready,
+            rank.ring,
+            num_rows=_num_rows(start.chunk.rows.values()),
+        )
+        self._worker.submit(job)
+        self._verification.start(rank, start)
+
+    def unpack(self, slot: UnpackSlot, now: float) -> None:
+        """Submit a filled slot to the worker, to be scattered into its session's rows."""
+        session: ReceiveSession = slot.session
+        rank = self._handshake.rank(slot.peer)
+        if rank is None:
+            self._sessions.unpacked(slot, now, error=f"{slot.peer} is gone")
+            return
+        filled, key = slot.filled, (slot.peer, slot.filled.chunk)
+        if key not in session.streams:  # the worker binds a chunk's stream when it unpacks the first slot of it
+            bind = functools.partial(
+                bind_incoming, rank.incoming, filled.parts, session.rows, session.need, make_stream=rank.unpack
+            )
+            session.streams[key] = functools.cache(bind)
+        self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
+
+    def credit(self, effect: CreditSlots) -> None:
+        """Slots of the peer's ring are free again."""
+        rank = self._handshake.rank(effect.peer)
+        if rank is not None and rank.ring is not None and effect.ring == rank.ring.ring.address:
+            for slot, sequence in effect.slots:
+                rank.ring.credit(slot, sequence)
+
+    # -- peers -------------------------------------------------------------------------------------------------------
+
+    def connected(self, peer: PeerRank) -> None:
+        """Start what waited for this rank."""
+        for start in self._unconnected.pop(peer, []):
+            self.start(start)
+
+    def lost(self, peer: PeerRank, cause: str, now: float) -> None:
+        """Fail what waited for this rank."""
+        for start in self._unconnected.pop(peer, []):
+            self._sessions.sends.settled(start.ticket, now=now, error=f"{peer} is gone: {cause}")
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def take(self, report: Report, now: float) -> None:
+        """Take one report of the worker."""
+        if isinstance(report, Unpacked):
+            self._take_unpacked(report, now)
+            return
+        ticket: Any = report.ticket
+        if isinstance(report, SlotFilled):
+            filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes, report.ring)
+            self._sessions.slot_filled(ticket, filled, now)
+        elif isinstance(report, CopyBegun):
+            message = self._early_completion.begun(ticket, report.completion, now)
+            if message is not None:
+                self._send(ticket.peer, message)
+        else:
+            self._take_settled(ticket, report, now)
+
+    def _take_unpacked(self, report: Unpacked, now: float) -> None:
+        slot: UnpackSlot = report.token
+        session: ReceiveSession = slot.session
+        self._stats.unpack_s += report.seconds
+        if session.state is ReceiveState.OPEN:
+            self._requests.work_of("receive", session).unpack_s += report.seconds
+        self._sessions.unpacked(slot, now, error=report.error)
+
+    def _take_settled(self, ticket: Ticket, report: Settled, now: float) -> None:
+        known = self._early_completion.settled(ticket, error=report.error)
+        if not report.unsettled:
+            session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
+            self._settled.append((report, session if session is not None and not session.reported else None))
+        if self._verification.settled(ticket, packed=report.packed, error=report.error, now=now):
+            return
+        self._sessions.sends.settled(
+            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, known=known
+        )
+
+    def count_settled(self) -> None:
+        """Add what has settled since the last call to the statistics. This comes last: it delays no message."""
+        for report, session in self._settled:
+            self._stats.add(report)
+            if session is not None:
+                self._requests.work_of("send", session).add(report)
+        self._settled.clear()
+
+
+def _num_rows(given: Iterable[Rows]) -> int:
+    """The number of page ids and slots to bind."""
+    return sum(len(rows.ids) if isinstance(rows, Pages) else 1 for rows in given)

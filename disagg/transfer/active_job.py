@@ -1,0 +1,172 @@
+"""One job that has been bound: what it has in flight, from its first post to its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from disagg.backends.abilities import SpanWriter
+from disagg.backends.base import Backend, Op, Transfer, TransferStatus
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import DisaggError
+from disagg.transfer.jobs import BoundTransfer, CopyBegun, Job, PendingWork, Report, Settled
+from disagg.transfer.packed_write import CANCELLED, PackedWrite
+from disagg.transfer.staging import SlotPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONG_NBYTES = 16 << 20
+"""From this size on the receiver is told that the copy has begun, if the engine computes the addresses."""
+
+
+class ActiveJob:
+    """A bound job. `step` posts its copies, fills slots of the peer's ring, and polls what is in flight. Its end is reported."""
+
+    def __init__(
+        self,
+        job: Job,
+        bound: BoundTransfer,
+        *,
+        backend: Backend,
+        slots: SlotPool | None,
+        report: Settled,
+        reports: deque[Report],
+    ) -> None:
+        self.job = job
+        self.bound = bound
+        self.is_unsettled = False
+        self.started_at = time.perf_counter()
+        self._backend = backend
+        self._report = report
+        self._reports = reports
+        self._posted = False
+        self._direct: Transfer | None = None
+        self._packed: PackedWrite | None = None
+        if bound.stream is not None:
+            assert job.ring is not None
+            assert slots is not None
+            self._packed = PackedWrite(job, bound, backend=backend, ring=job.ring, slots=slots, report=report, reports=reports)
+
+    def in_flight(self) -> bool:
+        """Whether the engine or a packer works on any of it."""
+        return self._direct is not None or (self._packed is not None and self._packed.in_flight())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._posted and self._has_packed and not self.in_flight()
+
+    @property
+    def _has_packed(self) -> bool:
+        return self._packed is None or self._packed.is_complete
+
+    def under_way(self) -> list[PendingWork | Transfer | None]:
+        """What it waits for."""
+        waiting: list[PendingWork | Transfer | None] = list(self._packed.under_way) if self._packed is not None else []
+        if self._direct is not None:
+            waiting.append(self._direct)
+        return waiting
+
+    def is_ready(self) -> bool | None:
+        """Whether its event has passed. `None` if the event failed, which has ended the job."""
+        ready = self.job.ready
+        if ready is None or self.job.cancelled():
+            return True
+        return attempt(lambda: bool(ready.query()), self._report, self._reports)
+
+    def step(self) -> int:
+        """Post, pack, and poll. Returns how much has changed."""
+        posted = self._post_direct()
+        if not self._has_packed:
+            self._end_if_cancelled()
+        packed = self._pack()
+        return posted + packed + self._poll()
+
+    def _post_direct(self) -> int:
+        if self._posted:
+            return 0
+        self._posted = True
+        if self._end_if_cancelled():
+            return 1
+        if len(self.bound.direct) or self._has_packed:
+            self._direct = attempt(self._submit, self._report, self._reports)
+            if self.bound.prepared is not None and self.bound.nbytes >= LONG_NBYTES and not self._report.error:
+                self._reports.append(CopyBegun(self.job.ticket, getattr(self._direct, "sign", None)))
+        return 1
+
+    def _submit(self) -> Transfer:
+        copies, started = self.bound.direct, time.perf_counter()
+        if isinstance(copies, CopyBatch):
+            transfer = self._backend.submit(Op.WRITE, self.job.peer, copies)
+        else:
+            assert isinstance(self._backend, SpanWriter)
+            assert self.bound.prepared is not None
+            transfer = self._backend.submit_spans(self.bound.prepared, copies)
+        self._report.count_post(time.perf_counter() - started, copies.total_nbytes, pieces=len(copies))
+        return transfer
+
+    def _pack(self) -> int:
+        if self._packed is None or self._packed.is_complete:
+            return 0
+        packed = self._packed.pack()
+        if self._report.error and not self.in_flight():
+            self._end()
+        return packed
+
+    def _end_if_cancelled(self) -> bool:
+        """Whether the job has an error by now; if nothing is in flight, it has ended."""
+        if self.job.cancelled():
+            self._report.error = self._report.error or CANCELLED
+            if not self.in_flight():
+                self._end()
+        return self._report.error != ""
+
+    def _poll(self) -> int:
+        """Take what has settled; report the end of the job once nothing is left. Returns how much has settled."""
+        if not self.in_flight():
+            return 0
+        settled = 0
+        if self._direct is not None and self._poll_transfer(self._direct):
+            self._direct = None
+            settled += 1
+        if self._packed is not None:
+            settled += self._packed.poll(self._poll_transfer)
+        if not self.in_flight() and self._has_packed:
+            self._end()
+        return settled
+
+    def _poll_transfer(self, transfer: Transfer) -> bool:
+        """Whether a transfer has settled; its error becomes the job's."""
+        status = transfer.poll()
+        if status is TransferStatus.PENDING:
+            return False
+        if status is not TransferStatus.DONE:
+            self._report.error = self._report.error or transfer.error or "the transfer failed"
+        if status is TransferStatus.UNSETTLED:
+            if not self.is_unsettled:
+                self.is_unsettled = True
+                self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
+            return False
+        transfer.close()
+        return True
+
+    def _end(self) -> None:
+        self._report.wire_s = time.perf_counter() - self.started_at
+        self._reports.append(self._report)
+
+
+def attempt(run: Callable[[], T], report: Settled, reports: deque[Report]) -> T | None:
+    """The result of `run`, or `None` after an error, which ends this job only: its report then has the error."""
+    try:
+        return run()
+    except DisaggError as error:
+        report.error = str(error)
+    except Exception as error:
+        logger.exception("a transfer could not be posted")
+        report.error = f"{type(error).__name__}: {error}"
+    reports.append(report)
+    return None

@@ -1,0 +1,211 @@
+"""One job's packed stream on its way through the peer's ring, slot by slot."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.backends.base import Backend, Op, Transfer, TransferStatus
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import DisaggError
+from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled
+from disagg.transfer.staging import RemoteRing, SlotPool
+
+CANCELLED = "the attempt ended before everything was sent"
+SLOW_SLOT_S = 0.25
+"""A packed write that takes longer has a spare take the place of its staging buffer, so that one slow peer does not hold up
+the others."""
+
+
+@dataclass
+class _SlotWrite:
+    """A packed write under way into one slot of the peer's ring. `local` is the staging buffer, or `None` if the engine
+    gathers the pieces itself. `packing` runs first, if packing is asynchronous, then `transfer`.
+    """
+
+    local: int | None
+    filled: SlotFilled
+    started_at: float
+    packing: PendingWork | None = None
+    transfer: Transfer | None = None
+    replaced: bool = False
+
+
+class PackedWrite:
+    """Packs a job's stream into staging buffers, writes them into the peer's ring, and reports the slots as filled.
+
+    Once the job's `report` has an error, nothing more is packed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        bound: BoundTransfer,
+        *,
+        backend: Backend,
+        ring: RemoteRing,
+        slots: SlotPool,
+        report: Settled,
+        reports: deque[Report],
+    ) -> None:
+        assert bound.stream is not None
+        self._job = job
+        self._bound = bound
+        self._stream = bound.stream
+        self._backend = backend
+        self._ring = ring
+        self._slots = slots
+        self._report = report
+        self._reports = reports
+        self._offset = 0
+        self._writes: list[_SlotWrite] = []
+        self._filled: list[SlotFilled] = []  # written and not reported yet
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything has been packed, or nothing more will be."""
+        return self._offset >= self._stream.total or self._report.error != ""
+
+    def in_flight(self) -> bool:
+        return bool(self._writes)
+
+    @property
+    def under_way(self) -> list[PendingWork | Transfer | None]:
+        """What each slot waits for."""
+        return [write.packing or write.transfer for write in tuple(self._writes)]
+
+    def pack(self) -> int:
+        """Fill slots of the peer's ring, once enough are free to be worth a report. Returns how many."""
+        if self.is_complete:
+            return 0
+        wanted = self._slots_per_report
+        left = -(-(self._stream.total - self._offset) // self._ring.ring.slot_nbytes)
+        if self._ring.num_free < min(wanted, left):
+            return 0
+        packed = 0
+        while packed < wanted and self._pack_slot():
+            packed += 1
+        return packed
+
+    @property
+    def _slots_per_report(self) -> int:
+        return min(self._slots.at_once, max(1, self._ring.ring.num_slots // 2))
+
+    def _pack_slot(self) -> bool:
+        """Gather the next bytes of the stream into a slot. `False` if none are left, or no buffer or slot is free."""
+        if self._job.cancelled():
+            self._report.error = self._report.error or CANCELLED
+        if self.is_complete:
+            return False
+        gathers_here = self._bound.gathered is None
+        local = self._slots.take() if gathers_here else None
+        if local is None and gathers_here:
+            return False
+        remote = self._ring.take()
+        if remote is None:
+            self._give_back(local)
+            return False
+        number, sequence = remote
+        ring = self._ring.ring
+        nbytes = min(ring.slot_nbytes, self._slots.slot_nbytes, self._stream.total - self._offset)
+        filled = SlotFilled(self._job.ticket, ring.address, number, sequence, self._bound.parts, self._offset, nbytes)
+        write = _SlotWrite(local, filled, time.perf_counter())
+        try:
+            if local is None:
+                write.transfer = self._post_gathered(ring.slot(number), nbytes)
+            else:
+                write.packing = self._stream.gather(self._offset, nbytes, local)
+                if write.packing is None:
+                    write.transfer = self._post(write)
+        except DisaggError as error:
+            self._drop(write, error)
+            return False
+        self._offset += nbytes
+        self._writes.append(write)
+        return True
+
+    def _post_gathered(self, address: int, nbytes: int) -> Transfer:
+        """Have the engine gather the next pieces of the stream into a slot of the ring, as one batch."""
+        assert self._bound.gathered is not None
+        started = time.perf_counter()
+        copies = CopyBatch.of_columns(*self._bound.gathered.copies(self._offset, nbytes, address))
+        transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
+        self._report.count_post(time.perf_counter() - started, nbytes)
+        self._report.packed += nbytes
+        return transfer
+
+    def _post(self, write: _SlotWrite) -> Transfer:
+        """Write a packed staging buffer into its slot of the ring."""
+        assert write.local is not None
+        filled = write.filled
+        started = time.perf_counter()
+        self._report.pack_s += started - write.started_at
+        self._report.packed += filled.nbytes
+        copies = CopyBatch.one(write.local, self._ring.ring.slot(filled.slot), filled.nbytes)
+        transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
+        self._report.count_post(time.perf_counter() - started, filled.nbytes)
+        return transfer
+
+    def poll(self, poll_transfer: Callable[[Transfer], bool]) -> int:
+        """Advance every slot, and report filled ones once there are enough. Returns how many settled.
+
+        `poll_transfer` returns whether a transfer has settled, and records its error in the report.
+        """
+        writes, self._writes, settled = self._writes, [], 0
+        packing = False
+        for write in writes:
+            packing = packing or (write.packing is not None and not self._finish_packing(write))
+            if packing:
+                self._writes.append(write)
+            elif write.transfer is None:
+                settled += 1
+            elif not poll_transfer(write.transfer):
+                if write.local is not None and not write.replaced and time.perf_counter() - write.started_at > SLOW_SLOT_S:
+                    write.replaced = self._slots.replace()
+                self._writes.append(write)
+            else:
+                self._settle(write, write.transfer)
+                settled += 1
+        if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots_per_report):
+            self._reports += self._filled
+            self._filled.clear()
+        return settled
+
+    def _finish_packing(self, write: _SlotWrite) -> bool:
+        """Whether packing has ended. The slot is then posted, or dropped if nothing more is to be posted."""
+        assert write.packing is not None
+        try:
+            if not write.packing.query():
+                return False
+            write.packing = None
+            if self._job.cancelled():
+                self._report.error = self._report.error or CANCELLED
+            if self._report.error:
+                self._drop(write)
+            else:
+                write.transfer = self._post(write)
+        except DisaggError as error:
+            write.packing = None
+            self._drop(write, error)
+        return True
+
+    def _settle(self, write: _SlotWrite, transfer: Transfer) -> None:
+        """The engine has finished with a slot. If it was written, it will be reported as filled."""
+        if transfer.poll() is TransferStatus.DONE:
+            self._give_back(write.local, replaced=write.replaced)
+            self._filled.append(write.filled)
+        else:
+            self._drop(write)
+
+    def _drop(self, write: _SlotWrite, error: Exception | None = None) -> None:
+        """Free both sides' slots: nothing was written from this one, nor will be."""
+        if error is not None:
+            self._report.error = self._report.error or str(error)
+        self._give_back(write.local, replaced=write.replaced)
+        self._ring.credit(write.filled.slot, write.filled.sequence)
+
+    def _give_back(self, local: int | None, *, replaced: bool = False) -> None:
+        if local is not None:
+            self._slots.give_back(local, replaced=replaced)

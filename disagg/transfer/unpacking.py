@@ -1,0 +1,87 @@
+"""Slots that peers have filled in this side's rings, scattered into the rows where their bytes belong."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from disagg.core.errors import DisaggError, RemoteProtocolError
+from disagg.transfer.jobs import PendingWork, Report, Unpack, Unpacked
+
+MAX_PER_STEP = 8
+"""Slots scattered before the first is reported: a report costs both sides as much as copying several slots."""
+
+
+@dataclass
+class _Scattering:
+    unpack: Unpack
+    work: PendingWork
+    started_at: float
+
+
+class Unpacker:
+    """Scatters slots in order. One thread at a time calls `step`; any may call the rest."""
+
+    def __init__(self, reports: deque[Report]) -> None:
+        self._reports = reports
+        self._waiting: deque[Unpack] = deque()
+        self._scattering: deque[_Scattering] = deque()
+
+    def add(self, slots: Iterable[Unpack]) -> None:
+        """Take slots that have arrived."""
+        self._waiting.extend(slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Slots that no step has begun to scatter."""
+        return len(self._waiting)
+
+    @property
+    def nbytes_waiting(self) -> int:
+        """Bytes of the slots that no step has begun to scatter."""
+        return sum(unpack.nbytes for unpack in tuple(self._waiting))
+
+    @property
+    def under_way(self) -> list[PendingWork]:
+        """Scatters that have begun and not ended."""
+        return [scattering.work for scattering in tuple(self._scattering)]
+
+    def step(self) -> int:
+        """Begin to scatter up to `MAX_PER_STEP` slots and report those that are done. Returns how many changed."""
+        changed = min(len(self._waiting), MAX_PER_STEP)
+        for _ in range(changed):
+            unpack, started_at = self._waiting.popleft(), time.perf_counter()
+            try:
+                work = scatter(unpack)
+            except DisaggError as error:
+                self._report(unpack, started_at, str(error))
+                continue
+            if work is None:
+                self._report(unpack, started_at)
+            else:
+                self._scattering.append(_Scattering(unpack, work, started_at))
+        while self._scattering:
+            first, problem = self._scattering[0], ""
+            try:
+                if not first.work.query():
+                    break
+            except DisaggError as error:
+                problem = str(error)
+            self._scattering.popleft()
+            self._report(first.unpack, first.started_at, problem)
+            changed += 1
+        return changed
+
+    def _report(self, unpack: Unpack, started_at: float, error: str = "") -> None:
+        self._reports.append(Unpacked(unpack.token, unpack.nbytes, error, time.perf_counter() - started_at))
+
+
+def scatter(unpack: Unpack) -> PendingWork | None:
+    """Start to scatter one slot. Raises `RemoteProtocolError` if the slot claims bytes that its stream does not have."""
+    stream = unpack.stream()
+    if not 0 <= unpack.offset < unpack.offset + unpack.nbytes <= stream.total:
+        found = f"[{unpack.offset}, +{unpack.nbytes})"
+        raise RemoteProtocolError(f"packed stream of {stream.total} bytes: expected a range of it, found {found}")
+    return stream.scatter(unpack.offset, unpack.nbytes, unpack.address)
