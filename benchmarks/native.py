@@ -21,7 +21,7 @@ from disagg.layout.binding import Stream, bind, bind_rows
 from disagg.layout.ownership import EVERYTHING
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.state.align import group_concurrent_contiguous
-from harness.twins import bind_numpy
+from harness.reference_core import bind_numpy
 
 Addresses = npt.NDArray[np.uint64]
 POOL_NBYTES = 1 << 29

@@ -1,1 +1,1 @@
-"""Test harnesses that are not shipped: simulator, chaos, fuzz, soak, reference kernels."""
+"""Test programs and reference implementations that are not shipped."""

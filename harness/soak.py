@@ -1,8 +1,8 @@
-"""Soak: very many small requests over a real engine between two processes, and whether anything grows.
+"""Soak test: many small requests over a real engine between two processes, to find anything that grows.
 
-Both processes are looked at as they go: resident memory, open descriptors, threads, files in `/dev/shm`. Every request's
-bytes are checked. What has ended is remembered for a while (`Limits.max_tombstones`), so memory grows until that is full; a
-run is good when from then on nothing does::
+Samples the resident memory, open descriptors, threads and files in `/dev/shm` of both processes, and checks the bytes of
+every request. Memory grows until the list of ended requests (`Limits.max_tombstones`) is full. A run is good if nothing
+grows after that::
 
     python -m harness.soak --backend nixl --requests 200000 --json soak.json
 """
@@ -37,12 +37,12 @@ TOKENS = 2 * PAGE
 SAMPLES = 40
 FIGURES = ("rss_mib", "fds", "threads", "shm")
 MAX_GROWTH_MIB = 8.0
-"""Of resident memory over the last third of the requests; the allocator's own moods are about one."""
+"""Maximum growth of resident memory over the last third of the requests. The allocator alone causes about 1 MiB."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One process after some number of requests. `shm` counts this user's files in `/dev/shm`."""
+    """One process after `requests` requests. `shm` counts this user's files in `/dev/shm`."""
 
     requests: int
     rss_mib: float
@@ -51,15 +51,15 @@ class Sample:
     shm: int
 
 
-def look(requests: int) -> Sample:
-    """This process now."""
+def sample(requests: int) -> Sample:
+    """A sample of this process, after `requests` requests."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     shm = sum(1 for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid())
     return Sample(requests, round(resident, 2), len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), shm)
 
 
-class Side:
-    """One rank with `WINDOW` times the pages of a request."""
+class SoakRank:
+    """One of the two ranks, with pages for `WINDOW` requests."""
 
     def __init__(self, name: str, peer: str, *, backend: str, transport: str, tombstones: int) -> None:
         self.name, self.peer = name, peer
@@ -76,50 +76,50 @@ class Side:
         )
         self.samples: list[Sample] = []
         self.failed: list[str] = []
-        self.wrong = 0
+        self.num_wrong = 0
         self.seconds = 0.0
 
     def run(self, total: int) -> None:
-        """Send or receive that many requests, `WINDOW` at a time."""
+        """Send or receive `total` requests, up to `WINDOW` at a time."""
         self.manager.wait_ready(self.peer)
         poller = select.poll()
         poller.register(self.manager.fileno(), select.POLLIN)
-        places, begun, ended, began = list(range(WINDOW)), 0, 0, time.monotonic()
+        free, begun, ended, began = list(range(WINDOW)), 0, 0, time.monotonic()
         every = max(1, total // SAMPLES)
         while ended < total:
-            while places and begun < total:
-                self._begin(begun, places.pop())
+            while free and begun < total:
+                self._begin(begun, free.pop())
                 begun += 1
             poller.poll(1000)
             for event in self.manager.events():
-                places.append(self._end(event))
+                free.append(self._end(event))
                 ended += 1
                 if ended % every == 0:
-                    self.samples.append(look(ended))
+                    self.samples.append(sample(ended))
         self.seconds = time.monotonic() - began
 
-    def _begin(self, number: int, place: int) -> None:
+    def _begin(self, number: int, index: int) -> None:
         request_id = number.to_bytes(16, "big")
-        rows = {"kv": Pages(np.array([2 * place, 2 * place + 1], dtype=np.int32))}
+        rows = {"kv": Pages(np.array([2 * index, 2 * index + 1], dtype=np.int32))}
         if self.name == "decode":
             need = {"kv": (0, TOKENS)}
-            self.manager.receiver(request_id, peer=self.peer, rows=rows, need=need, tag=(number, place))
+            self.manager.receiver(request_id, peer=self.peer, rows=rows, need=need, tag=(number, index))
             return
         for pair in self.pools.values():
             for tensor in pair:
-                tensor[2 * place : 2 * place + 2] = number
-        sender = self.manager.sender(request_id, peer=self.peer, tag=(number, place))
+                tensor[2 * index : 2 * index + 2] = number
+        sender = self.manager.sender(request_id, peer=self.peer, tag=(number, index))
         sender.send(rows, tokens=(0, TOKENS))
         sender.finish()
 
     def _end(self, event: Event) -> int:
-        number, place = event.tag
+        number, index = event.tag
         if not event.ok:
             self.failed.append(str(event.error))
         elif self.name == "decode":
-            pages = slice(2 * place, 2 * place + 2)
-            self.wrong += any((tensor[pages] != number).any() for pair in self.pools.values() for tensor in pair)
-        return int(place)
+            pages = slice(2 * index, 2 * index + 2)
+            self.num_wrong += any((tensor[pages] != number).any() for pair in self.pools.values() for tensor in pair)
+        return int(index)
 
     def report(self) -> dict[str, Any]:
         health = self.manager.health()
@@ -129,36 +129,36 @@ class Side:
             "seconds": round(self.seconds, 2),
             "failed": len(self.failed),
             "first_failure": self.failed[0] if self.failed else "",
-            "wrong": self.wrong,
+            "wrong": self.num_wrong,
             "left": health.num_receiving + health.num_sending + sum(health.quarantined.values()),
             "samples": [asdict(sample) for sample in self.samples],
         }
 
 
 def growth(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """How much each figure has grown over the last third, by its median at either end (three samples each)."""
+    """Growth of each figure over the last third: the difference of the medians of three samples at either end."""
     tail = samples[-max(6, len(samples) // 3) :]
     ends = {name: [sorted(s[name] for s in part)[1] for part in (tail[:3], tail[-3:])] for name in FIGURES}
     return {name: round(after - before, 2) for name, (before, after) in ends.items()}
 
 
 def child(options: argparse.Namespace) -> None:
-    """The decode side: its address to standard output, its report when it is done."""
-    side = Side("decode", "prefill", backend=options.backend, transport=options.transport, tombstones=options.tombstones)
-    sys.stdout.write(side.manager.address + "\n")
+    """Run the decode rank. Writes its address to standard output, and its report at the end."""
+    rank = SoakRank("decode", "prefill", backend=options.backend, transport=options.transport, tombstones=options.tombstones)
+    sys.stdout.write(rank.manager.address + "\n")
     sys.stdout.flush()
-    side.manager.add_peer("prefill", address=sys.stdin.readline().strip())
-    side.run(options.requests)
-    sys.stdout.write(json.dumps(side.report()) + "\n")
+    rank.manager.add_peer("prefill", address=sys.stdin.readline().strip())
+    rank.run(options.requests)
+    sys.stdout.write(json.dumps(rank.report()) + "\n")
     sys.stdout.flush()
     sys.stdin.readline()
-    side.manager.close()
+    rank.manager.close()
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Both sides' reports."""
+    """Run both ranks and return their reports."""
     arguments = [f"--{name}={getattr(options, name)}" for name in ("backend", "transport", "requests", "tombstones")]
-    side = Side("prefill", "decode", backend=options.backend, transport=options.transport, tombstones=options.tombstones)
+    rank = SoakRank("prefill", "decode", backend=options.backend, transport=options.transport, tombstones=options.tombstones)
     other = subprocess.Popen(
         [sys.executable, "-m", "harness.soak", "--child", *arguments],
         stdin=subprocess.PIPE,
@@ -168,17 +168,17 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     assert other.stdin is not None
     assert other.stdout is not None
     try:
-        side.manager.add_peer("decode", address=other.stdout.readline().strip())
-        other.stdin.write(side.manager.address + "\n")
+        rank.manager.add_peer("decode", address=other.stdout.readline().strip())
+        other.stdin.write(rank.manager.address + "\n")
         other.stdin.flush()
-        side.run(options.requests)
-        reports = [side.report(), json.loads(other.stdout.readline())]
+        rank.run(options.requests)
+        reports = [rank.report(), json.loads(other.stdout.readline())]
         with suppress(OSError):
             other.stdin.write("\n")
             other.stdin.flush()
         other.wait(60)
     finally:
-        side.manager.close()
+        rank.manager.close()
         other.kill()
         other.wait()
         other.stdin.close()
@@ -187,13 +187,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 if nothing failed, was wrong, was left over or grew."""
-    parser = argparse.ArgumentParser(prog="python -m harness.soak", description="Very many small requests")
-    parser.add_argument("--backend", default="nixl", metavar="NAME")
-    parser.add_argument("--transport", default="auto", metavar="NAME")
-    parser.add_argument("--requests", type=int, default=100_000, metavar="N")
+    """Run the test. Returns 0 if nothing failed, was wrong, was left over or grew."""
+    parser = argparse.ArgumentParser(prog="python -m harness.soak", description="Run many small requests and report growth")
+    parser.add_argument("--backend", default="nixl", metavar="NAME", help="engine")
+    parser.add_argument("--transport", default="auto", metavar="NAME", help="transport of the engine")
+    parser.add_argument("--requests", type=int, default=100_000, metavar="N", help="number of requests")
     parser.add_argument("--tombstones", type=int, default=Limits().max_tombstones, metavar="N", help="Limits.max_tombstones")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports to FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

@@ -19,7 +19,7 @@ from disagg.layout.binding import bind, bind_rows, span_shapes
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
-from harness.twins_gpu import SpanLaunch, span_pieces
+from harness.reference_kernels import SpanLaunch, span_pieces
 
 TILES = (16, 48, 256, 4096)
 

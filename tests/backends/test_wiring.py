@@ -36,7 +36,7 @@ from disagg.runtime.channel import Channel
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.transfer import worker as transfers
 from disagg.transfer.pool_memory import GATHERED_NBYTES, GPU_STAGING, SPIN_S, GpuGather, GpuPacker, PoolMemory
-from harness.twins_gpu import SpanLaunch, span_pieces
+from harness.reference_kernels import SpanLaunch, span_pieces
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, clear, cluster, receive, send
 

@@ -30,7 +30,7 @@ from disagg.core.errors import (
 )
 from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from harness.twins_gpu import SpanLaunch, span_pieces
+from harness.reference_kernels import SpanLaunch, span_pieces
 from tests.gpu.targets import GUARD, REGION_NBYTES, Bytes, Memory, Piece, Target, batch, settle
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.backends.nvlink import backend as nvlink
 from disagg.core.copies import CopyBatch
-from harness import twins_gpu as twin
+from harness import reference_kernels as twin
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([256, 512, 1000, 4096, 4097, 9001]))
 

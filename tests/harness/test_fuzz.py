@@ -1,4 +1,4 @@
-"""Everything that reads what a peer has sent, fed damaged inputs; and a live control port that strangers and peers abuse."""
+"""Damaged inputs for everything that reads a peer's bytes, and for a live control port."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from disagg.core.errors import RemoteProtocolError
 from disagg.layout.agreement import decode_placements
 from disagg.protocol.messages import decode, encode
 from disagg.runtime.keys import KeyPair
-from harness import fuzz
-from harness.fuzz import SHARES, Finding, Target, targets
+from harness.fuzz import runs
+from harness.fuzz.port import bombard
+from harness.fuzz.runs import SHARES, accepts, fuzz
+from harness.fuzz.targets import Finding, Target, targets
 from tests.manager.test_keys import introduce as introduce_with_keys
 from tests.manager.test_keys import start
 from tests.manager.test_peers import until
@@ -29,8 +31,8 @@ TARGETS = targets()
 
 @pytest.mark.parametrize("name", SHARES)
 def test_damaged_inputs_are_refused_as_documented(name: str) -> None:
-    """The short form of `python -m harness.fuzz`, which takes a million."""
-    result = fuzz.fuzz(name, range(1000), seed=20)
+    """A short `python -m harness.fuzz`."""
+    result = fuzz(name, range(1000), seed=20)
     assert result.inputs == 1000
     assert 0 < result.accepted < 1000
 
@@ -42,7 +44,7 @@ def test_any_bytes_are_refused_as_documented(name: str, data: st.DataObject) -> 
     valid = data.draw(st.sampled_from(list(target.valid)))
     cut = data.draw(st.integers(0, len(valid)))
     given_bytes = valid[:cut] + data.draw(st.binary(max_size=40)) + valid[cut + data.draw(st.integers(0, 8)) :]
-    fuzz._reads(target, given_bytes)
+    accepts(target, given_bytes)
 
 
 def test_a_finding_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,16 +52,16 @@ def test_a_finding_names_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(data) != len(b"valid"):
             raise KeyError("unexpected")
 
-    monkeypatch.setattr(fuzz, "targets", lambda: {"x": Target([b"valid"], read, (RemoteProtocolError,))})
+    monkeypatch.setattr(runs, "targets", lambda: {"x": Target([b"valid"], read, (RemoteProtocolError,))})
     with pytest.raises(Finding, match=r"x:\d+ of seed 3, \d+ bytes: KeyError"):
-        fuzz.fuzz("x", range(100), seed=3)
-    monkeypatch.setattr(fuzz, "targets", lambda: {"x": Target([b""], read, (RemoteProtocolError,))})
+        fuzz("x", range(100), seed=3)
+    monkeypatch.setattr(runs, "targets", lambda: {"x": Target([b""], read, (RemoteProtocolError,))})
     with pytest.raises(KeyError):
-        fuzz.fuzz("x", range(100), seed=3)
+        fuzz("x", range(100), seed=3)
 
 
-def test_text_that_is_no_utf_8_is_refused_like_anything_else() -> None:
-    """Msgspec says so with an error of Python's own; from a welcome it once ended the control thread."""
+def test_text_that_is_not_utf_8_is_refused_as_a_protocol_error() -> None:
+    """Regression: msgspec raises `UnicodeDecodeError`, which in a welcome ended the control thread."""
     for reader in (lambda data: decode_endpoint("local", data), decode_placements):
         with pytest.raises(RemoteProtocolError):
             reader(b"\x93\xa2\xff\xff\xc4\x00\x90")
@@ -68,9 +70,9 @@ def test_text_that_is_no_utf_8_is_refused_like_anything_else() -> None:
 # ------------------------------------------------------------------------------------------------------- the live port
 
 
-def test_a_peer_that_was_let_in_and_then_sends_rubbish_changes_nothing() -> None:
-    """Case 39: damaged messages of every kind, over a connection whose hello was accepted and over one without."""
-    result = fuzz.bombard(4000, seed=5)
+def test_damaged_messages_of_an_accepted_peer_change_nothing() -> None:
+    """Case 39: damaged messages of every type, over connections with and without an accepted hello."""
+    result = bombard(4000, seed=5)
     assert (result.inputs, result.accepted) == (4000, 4)
 
 
@@ -78,8 +80,8 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + byte
 
 
 @pytest.mark.parametrize("keys", [False, True])
-def test_raw_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Garbage before, within and after ZMTP's greeting, with and without keys."""
+def test_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Garbage before, within and after the ZMTP greeting, with and without keys."""
     caplog.set_level(logging.WARNING)
     rng = random.Random(6)
     prefill = start("prefill-0", KeyPair.generate() if keys else None)
@@ -99,8 +101,8 @@ def test_raw_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplo
         prefill[0].manager.close()
 
 
-def ask(address: str, data: bytes, **keys: Any) -> bytes | None:
-    """What the port answers, if it answers at all."""
+def request(address: str, data: bytes, **keys: Any) -> bytes | None:
+    """Send a message to the port and return its answer; `None` if there is none."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as dealer:
@@ -114,20 +116,20 @@ def ask(address: str, data: bytes, **keys: Any) -> bytes | None:
         context.term()
 
 
-def test_whoever_is_not_let_in_learns_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a key, with an unknown one, with another's name, and with a message of someone else's said again.
+def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a key, with an unknown key, under another peer's name, and with a replayed message of another peer.
 
-    Engine descriptors leave only with a welcome, and nobody here gets one.
+    Only a welcome carries engine descriptors, and none of these peers gets one.
     """
     caplog.set_level(logging.WARNING)
     mine, theirs, third, unknown = (KeyPair.generate() for _ in range(4))
-    prefill, decode_ = start("prefill-0", mine), start("decode-0", theirs)
+    prefill, decode_ranks = start("prefill-0", mine), start("decode-0", theirs)
     try:
-        introduce_with_keys(prefill, decode_, decode_key=theirs.public, prefill_key=mine.public)
+        introduce_with_keys(prefill, decode_ranks, decode_key=theirs.public, prefill_key=mine.public)
         manager = prefill[0].manager
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_[0].manager._handshake.hello(0, 0))
+        captured = encode(decode_ranks[0].manager._handshake.hello(0, 0))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {
@@ -136,7 +138,7 @@ def test_whoever_is_not_let_in_learns_nothing_and_is_logged(caplog: pytest.LogCa
                 "curve_secretkey": pair.secret.encode(),
             }
 
-        assert ask(manager.address, captured) is None, "no key: no answer"
+        assert request(manager.address, captured) is None, "answered a client without a key"
         context = zmq.Context()
         with context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
@@ -144,22 +146,22 @@ def test_whoever_is_not_let_in_learns_nothing_and_is_logged(caplog: pytest.LogCa
                 setattr(dealer, name, value)
             dealer.connect(manager.address)
             dealer.send(captured)
-            assert not dealer.poll(300), "an unknown key: no answer"
+            assert not dealer.poll(300), "answered a client with an unknown key"
         context.term()
-        answer = ask(manager.address, captured, **curve(third))
+        answer = request(manager.address, captured, **curve(third))
         assert answer is not None
         refusal = decode(answer)
         assert "peer 'decode-0' is configured with another public key" in getattr(refusal, "reason", "")
-        reserve = ask(manager.address, TARGETS["live"].valid[4], **curve(third))
+        reserve = request(manager.address, TARGETS["live"].valid[4], **curve(third))
         assert reserve is not None
         assert "say hello first" in getattr(decode(reserve), "reason", "")
         assert manager.health().peers["decode-0"].ready
-        said = "\n".join(record.getMessage() for record in caplog.records)
-        assert f"its public key {unknown.public} is none that is known" in said
-        assert "rejected a hello: peer 'decode-0' is configured with another public key" in said
-        assert "refused a connection to" in said
+        logged = "\n".join(record.getMessage() for record in caplog.records)
+        assert f"its public key {unknown.public} is none that is known" in logged
+        assert "rejected a hello: peer 'decode-0' is configured with another public key" in logged
+        assert "refused a connection to" in logged
         assert manager._channel.refused >= 2
         assert manager._hub.rejected_hellos == 1
     finally:
-        for rank in (*prefill, *decode_):
+        for rank in (*prefill, *decode_ranks):
             rank.manager.close()

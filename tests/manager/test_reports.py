@@ -95,12 +95,12 @@ def test_what_the_engine_cannot_tell_is_quarantined_and_comes_back_when_it_can(e
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
         sender = send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
         here = receiver.wait(timeout_s=DEADLINE_S)
-        assert "a fault was ordered: not settled" in str(here.error)
-        assert made.prefill[0].manager.health().quarantined == {"a fault was ordered: not settled": 1}
+        assert "injected fault: not settled" in str(here.error)
+        assert made.prefill[0].manager.health().quarantined == {"injected fault: not settled": 1}
         until(lambda: here.lease.state is LeaseState.QUARANTINED)
         assert made.decode[0].manager.health().quarantined == {"no proof that prefill-0/0 stopped writing": 1}
         there = sender.wait(timeout_s=DEADLINE_S)
-        assert "a fault was ordered: not settled" in str(there.error)
+        assert "injected fault: not settled" in str(there.error)
         until(lambda: here.lease.released and there.lease.released)
         assert not made.decode[0].manager.health().quarantined
 

@@ -20,7 +20,7 @@ from disagg.layout.binding import bind
 from disagg.layout.ownership import EVERYTHING, Owned
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
 from disagg.testing.strategies import ownerships
-from harness.twins import bind_numpy
+from harness.reference_core import bind_numpy
 
 MAX_INT64 = 2**63 - 1
 REUSED = Columns()

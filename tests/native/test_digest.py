@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core import _native
-from harness.twins import digest_numpy
+from harness.reference_core import digest_numpy
 
 Content = npt.NDArray[np.generic]
 DTYPES = ("uint8", "float16", "float32", "float64")

@@ -17,7 +17,7 @@ from disagg.core.rows import Pages
 from disagg.layout.binding import Stream, bind_rows
 from disagg.layout.ownership import EVERYTHING
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass
-from harness.twins import bind_numpy, gather_numpy, scatter_numpy
+from harness.reference_core import bind_numpy, gather_numpy, scatter_numpy
 
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from((64, 128, 256, 512, 1024, 4096, 4097, 5000)))
 

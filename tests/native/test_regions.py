@@ -14,7 +14,7 @@ from disagg.backends.endpoint import RegionIndex
 from disagg.core import _native
 from disagg.core.errors import NotRegistered
 from disagg.core.memory import Device, MemoryRegion
-from harness.twins import locate_numpy
+from harness.reference_core import locate_numpy
 
 Addresses = npt.NDArray[np.uint64]
 Row = tuple[int, int, int]

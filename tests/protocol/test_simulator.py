@@ -1,4 +1,4 @@
-"""Whole schedules: each control message mistreated in turn, random ones, and protocols that are broken on purpose."""
+"""Whole schedules: faults in every control message, random schedules, and protocols broken on purpose."""
 
 from __future__ import annotations
 
@@ -18,48 +18,42 @@ from disagg.protocol.send_session import Destination, SendSession
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Tombstones
 from disagg.protocol.types import Event, Limits, PeerRank
-from harness.simulator import (
-    NUM_LAYERS,
-    Behaviour,
-    FixedFates,
-    Loss,
-    Piece,
-    Scenario,
-    Script,
-    Violation,
-    Way,
-    World,
-    main,
-    random_world,
-)
+from harness.simulator.command import main
+from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
+from harness.simulator.model import NUM_LAYERS, Violation
+from harness.simulator.scenario import Loss, Piece, Scenario, Script
+from harness.simulator.schedules import random_simulation
+from harness.simulator.simulation import Simulation
 
 P0, D0 = PeerRank("P", 0), PeerRank("D", 0)
 LIMITS = Limits(parked_reserve_s=15.0)
 CHUNKS = (Piece(0.0, (0, 3)), Piece(0.3, (3, 5)), Piece(0.5, state=True))
 
 
-def endings(world: World) -> dict[str, bool]:
-    """How each rank was told that its request ended."""
-    return {f"{name.instance}{name.rank}": event.ok for name, host in world.hosts.items() for event in host.told.values()}
+def endings(simulation: Simulation) -> dict[str, bool]:
+    """Whether each rank's request succeeded."""
+    return {
+        f"{name.instance}{name.rank}": event.ok for name, host in simulation.hosts.items() for event in host.events.values()
+    }
 
 
-def run(script: Script | tuple[Script, ...], fates: FixedFates | None = None, **scenario: Any) -> World:
+def run(script: Script | tuple[Script, ...], faults: FixedFaults | None = None, **scenario: Any) -> Simulation:
     scripts = script if isinstance(script, tuple) else (script,)
-    return World(Scenario(scripts=scripts, **scenario), fates or FixedFates()).run()
+    return Simulation(Scenario(scripts=scripts, **scenario), faults or FixedFaults()).run()
 
 
-# ------------------------------------------------------------------------------------------------------- without trouble
+# -------------------------------------------------------------------------------------------------------- without faults
 
 
 @pytest.mark.parametrize("num_senders", [1, 2, 3])
 @pytest.mark.parametrize("num_receivers", [1, 2, 3])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("replicated", [False, True])
-def test_without_trouble_every_rank_succeeds(num_senders: int, num_receivers: int, tp: int, *, replicated: bool) -> None:
+def test_without_faults_every_rank_succeeds(num_senders: int, num_receivers: int, tp: int, *, replicated: bool) -> None:
     script = Script(prompt=7, hit=3, replicated=replicated, pieces=(Piece(0, (0, 4)), Piece(0, (4, 7)), Piece(0, state=True)))
-    world = run(script, num_senders=num_senders, num_receivers=num_receivers, tp=tp)
-    assert len(world.hosts) == num_senders + num_receivers + 1
-    assert set(endings(world).values()) == {True}
+    simulation = run(script, num_senders=num_senders, num_receivers=num_receivers, tp=tp)
+    assert len(simulation.hosts) == num_senders + num_receivers + 1
+    assert set(endings(simulation).values()) == {True}
 
 
 @pytest.mark.parametrize(
@@ -78,13 +72,13 @@ def test_without_trouble_every_rank_succeeds(num_senders: int, num_receivers: in
     ],
     ids=["reserve late", "send late", "ready late", "whole hit", "back", "groups", "impostor", "twice", "layers", "overlap"],
 )
-def test_order_is_free(script: Script) -> None:
+def test_servers_may_act_in_any_order(script: Script) -> None:
     found = endings(run(script, num_groups=2))
     assert found.pop("E0", False) is False
     assert list(found.values()) == [True, True]
 
 
-# ------------------------------------------------------------------------------------------------------ and with trouble
+# ----------------------------------------------------------------------------------------------------------- with faults
 
 SMALL: dict[str, tuple[Script, dict[str, bool] | None]] = {
     "success": (Script(pieces=CHUNKS, finish_after_s=0.6), {"P0": True, "D0": True}),
@@ -102,7 +96,7 @@ SMALL: dict[str, tuple[Script, dict[str, bool] | None]] = {
     "never finished": (Script(finish_after_s=None, deadline_s=4.0, send_deadline_s=6.0), {"P0": False, "D0": False}),
     "never sent": (Script(send_at=None, deadline_s=4.0), {"D0": False}),
 }
-FATES: dict[str, tuple[float, ...]] = {
+MESSAGE_FAULTS: dict[str, tuple[float, ...]] = {
     "lost": (),
     "doubled": (0.001, 0.002),
     "doubled late": (0.001, 3.0),
@@ -112,36 +106,36 @@ FATES: dict[str, tuple[float, ...]] = {
 }
 
 
-@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
 @pytest.mark.parametrize("name", SMALL)
-def test_each_control_message_lost_doubled_delayed_or_reordered(name: str, fate: str) -> None:
+def test_each_control_message_lost_doubled_delayed_or_reordered(name: str, fault: str) -> None:
     script, expected = SMALL[name]
     num_messages = run(script).num_messages
     for index in range(num_messages + 2):
-        found = endings(run(script, FixedFates({index: FATES[fate]})))
+        found = endings(run(script, FixedFaults({index: MESSAGE_FAULTS[fault]})))
         assert expected is None or found == expected
 
 
 @pytest.mark.parametrize("name", ["success", "decode aborts", "prefill aborts", "decode aborts before the sender"])
-def test_any_two_control_messages_mistreated(name: str) -> None:
+def test_any_two_control_messages_with_faults(name: str) -> None:
     script, expected = SMALL[name]
     for first, second in itertools.combinations(range(run(script).num_messages + 1), 2):
-        for one, other in itertools.product(FATES.values(), repeat=2):
-            assert endings(run(script, FixedFates({first: one, second: other}))) == expected
+        for one, other in itertools.product(MESSAGE_FAULTS.values(), repeat=2):
+            assert endings(run(script, FixedFaults({first: one, second: other}))) == expected
 
 
-@pytest.mark.parametrize("fate", FATES)
-def test_each_control_message_between_two_and_two_ranks(fate: str) -> None:
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
+def test_each_control_message_with_a_fault_between_two_and_two_ranks(fault: str) -> None:
     script = Script(pieces=CHUNKS, finish_after_s=0.6)
     for index in range(run(script, num_senders=2, num_receivers=2).num_messages):
-        world = run(script, FixedFates({index: FATES[fate]}), num_senders=2, num_receivers=2)
-        assert set(endings(world).values()) == {True}
+        simulation = run(script, FixedFaults({index: MESSAGE_FAULTS[fault]}), num_senders=2, num_receivers=2)
+        assert set(endings(simulation).values()) == {True}
 
 
-@pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("abort", ["nobody", "decode", "prefill"])
+@pytest.mark.parametrize("result", TransferResult)
+@pytest.mark.parametrize("abort", ["neither", "decode", "prefill"])
 @pytest.mark.parametrize("index", range(3))
-def test_each_transfer_gone_wrong(way: Way, abort: str, index: int) -> None:
+def test_each_transfer_with_each_result(result: TransferResult, abort: str, index: int) -> None:
     when = {0: 0.35}
     script = Script(
         pieces=CHUNKS,
@@ -149,8 +143,8 @@ def test_each_transfer_gone_wrong(way: Way, abort: str, index: int) -> None:
         receive_aborts=when if abort == "decode" else {},
         send_aborts=when if abort == "prefill" else {},
     )
-    world = run(script, FixedFates(transfers={index: Behaviour(way, 0.2, 9.0, "cancelled")}))
-    assert set(endings(world).values()) == {way is Way.DONE and abort == "nobody"}
+    simulation = run(script, FixedFaults(transfers={index: Behaviour(result, 0.2, 9.0, "cancelled")}))
+    assert set(endings(simulation).values()) == {result is TransferResult.DONE and abort == "neither"}
 
 
 @pytest.mark.parametrize("at", [0.0005, 0.05, 0.105, 0.1115, 0.3, 5.0])
@@ -167,25 +161,27 @@ def test_a_peer_or_a_connection_lost_at_any_time(
         run((Script(pieces=CHUNKS), Script(reserve_at=2.0, send_at=2.0)), losses=(loss,), num_senders=2)
 
 
-def test_a_request_after_a_restart_succeeds_without_anyone_else_restarting() -> None:
+def test_after_one_rank_restarts_a_later_request_succeeds() -> None:
     loss = Loss(0.05, D0)
     later = Script(reserve_at=2.0, send_at=2.0)
-    world = run((Script(), later), losses=(loss,), num_senders=2, num_receivers=2)
-    told = {(name, event.key.request_id[-1]): event.ok for name, host in world.hosts.items() for event in host.told.values()}
-    assert all(ok for (_, request), ok in told.items() if request == 1)
-    assert len([1 for _, request in told if request == 1]) == 4
+    simulation = run((Script(), later), losses=(loss,), num_senders=2, num_receivers=2)
+    later_id = (1).to_bytes(16, "big")
+    events = [event for host in simulation.hosts.values() for event in host.events.values()]
+    assert [event.ok for event in events if event.key.request_id == later_id] == [True] * 4
 
 
-def test_deadlines_hold_while_nothing_arrives() -> None:
-    nothing: Mapping[int, tuple[float, ...]] = dict.fromkeys(range(1, 16), ())
-    world = run(Script(deadline_s=4.0, send_deadline_s=4.0), FixedFates(nothing), heal_at=30.0)
-    assert endings(world) == {"P0": False, "D0": False}
+def test_deadlines_hold_while_no_message_arrives() -> None:
+    lost: Mapping[int, tuple[float, ...]] = dict.fromkeys(range(1, 16), ())
+    simulation = run(Script(deadline_s=4.0, send_deadline_s=4.0), FixedFaults(lost), heal_at=30.0)
+    assert endings(simulation) == {"P0": False, "D0": False}
 
 
 # ------------------------------------------------------------------------------------------------------------- at random
 
 DELAYS = st.lists(st.sampled_from((0.0, 0.001, 0.1, 0.7, 2.5)), max_size=2).map(tuple)
-BEHAVIOURS = st.builds(Behaviour, st.sampled_from(Way), st.sampled_from((0.0, 0.02, 0.6)), st.sampled_from((0.1, 6.0)))
+BEHAVIOURS = st.builds(
+    Behaviour, st.sampled_from(TransferResult), st.sampled_from((0.0, 0.02, 0.6)), st.sampled_from((0.1, 6.0))
+)
 TIMES = st.sampled_from((0.0, 0.0005, 0.05, 0.2, 0.5, 1.0, 2.0))
 PIECES = st.lists(
     st.builds(
@@ -234,29 +230,29 @@ SCENARIOS = st.builds(
 )
 
 
-# Ten thousand where everything is tried for longer: 42 s on one core.
+# CI runs 10,000 examples: 42 s on one core.
 @settings(deadline=None, max_examples=10_000 if os.environ.get("CI") == "true" else settings().max_examples)
 @given(SCENARIOS, st.lists(DELAYS, max_size=12), st.lists(BEHAVIOURS, max_size=4))
 def test_any_schedule_keeps_the_promises(
     scenario: Scenario, messages: list[tuple[float, ...]], transfers: list[Behaviour]
 ) -> None:
-    World(scenario, FixedFates(dict(enumerate(messages)), dict(enumerate(transfers)))).run()
+    Simulation(scenario, FixedFaults(dict(enumerate(messages)), dict(enumerate(transfers)))).run()
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_schedules_keep_the_promises(block: int) -> None:
     for seed in range(7_000_000 + 150 * block, 7_000_000 + 150 * (block + 1)):
-        random_world(seed).run()
+        random_simulation(seed).run()
 
 
-def test_the_command_runs_schedules_and_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_runs_schedules_and_prints_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedules", "20", "--seed", "9"]) == 0
     assert capsys.readouterr().out.startswith("20 schedules, ")
     assert main(["--only", "9000003"]) == 0
     assert main(["--schedules", "20", "--seed", "9", "--pair", "--jobs", "2"]) == 0
 
 
-# --------------------------------------------------------------------------------------------------------- controls
+# ------------------------------------------------------------------------------------ protocols broken on purpose
 
 
 def release_at_abort(patch: pytest.MonkeyPatch) -> None:
@@ -291,22 +287,22 @@ def release_at_the_drain_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Receives, "tick", broken)
 
 
-def unsettled_is_quiet(patch: pytest.MonkeyPatch) -> None:
+def unsettled_is_quiescent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Destination, "quiet", property(lambda self: not self.in_flight))
 
 
-def everything_is_quiet(patch: pytest.MonkeyPatch) -> None:
+def everything_is_quiescent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Destination, "quiet", property(lambda _self: True))
 
 
-def a_lost_peer_is_quiet(patch: pytest.MonkeyPatch) -> None:
+def a_lost_peer_is_quiescent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         WriterState, "quiet", property(lambda self: self in (WriterState.COMPLETE, WriterState.QUIET, WriterState.LOST))
     )
 
 
 def success_by_count(patch: pytest.MonkeyPatch) -> None:
-    """As many tokens as needed have been sent, whichever they were."""
+    """Success once enough tokens were sent, whichever they are."""
 
     def add(self: Coverage, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
         left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self.missing))
@@ -369,26 +365,26 @@ def reports_twice(patch: pytest.MonkeyPatch) -> None:
         (release_at_abort, "released during"),
         (release_at_finish, "released during"),
         (release_at_the_drain_deadline, "released during"),
-        (unsettled_is_quiet, "released during|wrote row"),
-        (everything_is_quiet, "released during|wrote row|without"),
-        (a_lost_peer_is_quiet, "released during|wrote row"),
+        (unsettled_is_quiescent, "released during|wrote row"),
+        (everything_is_quiescent, "released during|wrote row|without"),
+        (a_lost_peer_is_quiescent, "released during|wrote row"),
         (success_by_count, "without token|without its state"),
         (success_without_coverage, "without token|without its state"),
         (success_by_one_writer, "without|released during"),
-        (no_tombstones, "wrote row|released during|still has|told"),
-        (no_retries, "never told|quarantine|after its deadline|still has"),
-        (no_report_of_failures, "never told"),
-        (reports_twice, "told twice"),
+        (no_tombstones, "wrote row|released during|still has|reported"),
+        (no_retries, "never reported|quarantine|after its deadline|still has"),
+        (no_report_of_failures, "never reported"),
+        (reports_twice, "reported twice"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_broken_protocol_is_caught(
     mutation: Callable[[pytest.MonkeyPatch], None], promise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def many_schedules() -> None:
+    def run_many_schedules() -> None:
         for seed in range(3000):
-            random_world(seed).run()
+            random_simulation(seed).run()
 
     mutation(monkeypatch)
     with pytest.raises(Violation, match=promise):
-        many_schedules()
+        run_many_schedules()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from disagg.core import _native
 from disagg.core.errors import ConfigError
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
-from harness.twins import group_concurrent_contiguous_numpy
+from harness.reference_core import group_concurrent_contiguous_numpy
 
 Run = tuple[int, int, int]
 INT64_MAX = 2**63 - 1

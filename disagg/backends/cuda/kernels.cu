@@ -9,7 +9,7 @@
 // A piece, or a part of one, is copied in words of the largest size (16 bytes at most) at which source and destination can
 // both be aligned: a few bytes up to the first such boundary, whole words, a few bytes after the last. These are its units.
 // Up to 32 pieces are taken together, one per lane, and their units are dealt out to the lanes in turn, so that lanes are
-// busy whether pieces are long or short. Mirrored for the CPU in disagg/testing/twins_gpu.py.
+// busy whether pieces are long or short. Mirrored for the CPU in harness/reference_kernels.py.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;

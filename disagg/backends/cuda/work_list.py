@@ -1,6 +1,6 @@
 """Span classes and requests as the kernel `move_spans` reads them (`kernels.cu` has the layout of every word).
 
-`harness.twins_gpu` reads the same words without a GPU.
+`harness.reference_kernels` reads the same words without a GPU.
 """
 
 from __future__ import annotations

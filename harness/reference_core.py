@@ -1,4 +1,4 @@
-"""Plain NumPy twins of the compiled core: what its functions must return, for tests and for reading."""
+"""NumPy reference implementation of the compiled core: what its functions must return."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def group_concurrent_contiguous_numpy(source: npt.ArrayLike, destination: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
-    """`(source_starts, destination_starts, lengths)`, as `disagg.state.align.group_concurrent_contiguous` gives them.
+    """`(source_starts, destination_starts, lengths)`, as from `disagg.state.align.group_concurrent_contiguous`.
 
-    Takes anything that NumPy makes a 1-D int64 array of. Raises `ValueError` where lengths differ and neither is 0.
+    Takes anything that NumPy converts to a 1-D int64 array. Raises `ValueError` if the lengths differ and neither is 0.
     """
     src, dst = np.asarray(source, dtype=np.int64), np.asarray(destination, dtype=np.int64)
     if src.size == 0 or dst.size == 0:
@@ -44,8 +44,10 @@ def group_concurrent_contiguous_numpy(source: npt.ArrayLike, destination: npt.Ar
 
 
 def locate_numpy(starts: Addresses, stops: Addresses, addresses: Addresses, nbytes: Addresses) -> tuple[Ints, int]:
-    """The region `[starts[k], stops[k])` that holds each range of memory whole, or -1; and the number of the first range that
-    none holds, or how many there are. Ranges are of at least one byte; regions ascend and do not overlap.
+    """The region `[starts[k], stops[k])` that contains each whole range of memory, or -1; and the first range in no region.
+
+    The latter is the number of ranges if every range is in a region. Ranges have at least one byte; regions ascend and do
+    not overlap.
     """
     if not len(starts):
         return np.full(len(addresses), -1, dtype=np.int64), 0
@@ -60,7 +62,7 @@ def locate_numpy(starts: Addresses, stops: Addresses, addresses: Addresses, nbyt
 
 @dataclass(frozen=True, eq=False)
 class TokenRuns:
-    """Runs of token positions that lie in one page on each side: rows and offsets in positions, int64 columns."""
+    """Runs of token positions within one page on each side: rows, and offsets in positions, as int64 columns."""
 
     source_row: Ints
     source_offset: Ints
@@ -90,7 +92,7 @@ def bind_numpy(
     num_tokens: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> CopyBatch:
-    """As `disagg.layout.binding.bind`, by expanding every position; the same copies in the same order, and the same errors."""
+    """The same copies in the same order, and the same errors, as `disagg.layout.binding.bind`, by expanding every position."""
     batches = []
     runs: dict[int, TokenRuns] = {}
     for span in plan.spans:
@@ -140,7 +142,7 @@ def _runs(source_row: Ints, source_offset: Ints, destination_row: Ints, destinat
 
 
 def _positions(tokens: tuple[int, int], granule: int, what: str) -> Ints:
-    """The positions of a range of tokens; it may come from a peer, so it is bounded before it is expanded."""
+    """The positions of a range of tokens. Checks its length before expanding it, since it may come from a peer."""
     start, stop = tokens
     if not 0 <= start <= stop <= start + MAX_TOKENS or stop >= 2**62:
         raise LayoutError(f"{what}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
@@ -148,7 +150,7 @@ def _positions(tokens: tuple[int, int], granule: int, what: str) -> Ints:
 
 
 def _locate(space: RowSpace, positions: Ints, granule: int, num_tokens: int) -> Ints:
-    """The local index, in positions, of each position whose first token is owned, else -1."""
+    """The local index of each position, in positions; -1 where its first token is not owned."""
     local = _owned(space, num_tokens).locate(positions * granule)
     return np.where(local >= 0, local // granule, -1)
 
@@ -173,7 +175,7 @@ def _slot(rows: Rows, space: RowSpace, what: str, side: str) -> int:
 def _address(
     rows: Rows, local: Ints, positions: Ints, *, space: RowSpace, side: str, granule: int, num_tokens: int, what: str
 ) -> tuple[Ints, Ints]:
-    """Page id and offset in it of each local position; raises `LayoutError` for the first that has no page."""
+    """Page id and offset in the page of each local position. Raises `LayoutError` for the first without a page."""
     if not isinstance(rows, Pages):
         raise LayoutError(f"{what}, {side}: expected Pages, found {type(rows).__name__}")
     if space.page_size % granule:
@@ -201,7 +203,7 @@ def _address(
 
 
 def expand_numpy(span: SpanClass, runs: TokenRuns, layers: Sequence[int] | None) -> CopyBatch:
-    """Addresses: bases x token runs x dims."""
+    """The copies of a span class: bases x token runs x dims."""
     chosen = slice(None) if layers is None else np.isin(span.layers, np.asarray(layers, dtype=np.int64))
     if not span.dense:
         runs = runs.singles()
@@ -221,17 +223,17 @@ def expand_numpy(span: SpanClass, runs: TokenRuns, layers: Sequence[int] | None)
     return CopyBatch(columns[0].ravel(), columns[1].ravel(), np.tile(lengths, len(columns[0])))
 
 
-# ---------------------------------------------------------------------------------------------------- packing, digests
+# ---------------------------------------------------------------------------------------------------- packing, checksums
 
 
 def gather_numpy(memory: Bytes, offsets: Addresses, nbytes: Addresses) -> Bytes:
-    """The pieces of `memory`, one behind the other."""
+    """The pieces of `memory`, concatenated."""
     pieces = [memory[start : start + size] for start, size in zip(offsets.tolist(), nbytes.tolist(), strict=True)]
     return np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
 
 
 def scatter_numpy(memory: Bytes, offsets: Addresses, nbytes: Addresses, staging: Bytes) -> None:
-    """Write `staging`, cut into pieces, into `memory`."""
+    """Write the pieces in `staging` to `memory`."""
     before = 0
     for start, size in zip(offsets.tolist(), nbytes.tolist(), strict=True):
         memory[start : start + size] = staging[before : before + size]
@@ -239,10 +241,10 @@ def scatter_numpy(memory: Bytes, offsets: Addresses, nbytes: Addresses, staging:
 
 
 def digest_numpy(elements: npt.NDArray[np.generic], coordinates: Sequence[npt.NDArray[np.int64]], *, seed: int) -> int:
-    """The digest of `elements` `[layer, token, *inner axes]`; `coordinates` are the global ones of each axis.
+    """The checksum of `elements` `[layer, token, *inner axes]`; `coordinates` are the global ones of each axis.
 
-    Modulo 2**64, the sum of every element (its bytes as a little-endian integer; one of 8 bytes is two) times the weights
-    of its coordinates: axis 0 is the layer, 1 the token, 2 the half of an element, then come the inner axes.
+    The sum, modulo 2**64, of every element times the weights of its coordinates. An element is a little-endian integer; an
+    8-byte one counts as two. Axis 0 is the layer, 1 the token, 2 the half of an element; the inner axes follow.
     """
     units = np.ascontiguousarray(elements)
     width = min(units.dtype.itemsize, 4)
@@ -256,7 +258,7 @@ def digest_numpy(elements: npt.NDArray[np.generic], coordinates: Sequence[npt.ND
 
 
 def _weights(seed: int, axis: int, positions: npt.NDArray[np.int64]) -> Addresses:
-    """An odd number for each position of an axis."""
+    """An odd weight for each position of an axis."""
     key = _mix(np.array([(seed + (axis + 1) * 0xD1B54A32D192ED03) % 2**64], dtype=np.uint64))
     steps = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return _mix(key + steps) | np.uint64(1)

@@ -1,0 +1,86 @@
+"""The instances of a chaos run, and the processes of their ranks."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.chaos.jobs import RankSettings
+
+NHD, HND = "page token kv_head dim", "page kv_head token dim"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance: its role, its tensor-parallel size, and its pages."""
+
+    name: str
+    prefills: bool
+    tp: int
+    page: int
+    axes: str
+    num_pages: int
+
+
+INSTANCES = (
+    Instance("prefill-0", True, 2, 4, NHD, 32),
+    Instance("prefill-1", True, 1, 8, HND, 16),
+    Instance("decode-0", False, 1, 16, NHD, 10),
+    Instance("decode-1", False, 2, 2, HND, 64),
+)
+
+
+class RankProcess:
+    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message."""
+
+    def __init__(self, instance: Instance, settings: RankSettings, log: Path) -> None:
+        self.instance, self.rank = instance, settings.tp_rank
+        self.name = f"{instance.name}/{settings.tp_rank}"
+        self.address = ""
+        self.transport = ""
+        self.state: dict[str, Any] = {}
+        self.log = log
+        self._errors = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+
+    def listen(self, inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]]) -> None:
+        """Put every message of the rank into `inbox`, and a message `gone` when it ends."""
+
+        def run() -> None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                with suppress(json.JSONDecodeError):  # the process was killed within a line
+                    inbox.put((self, json.loads(line)))
+            inbox.put((self, {"op": "gone"}))
+
+        threading.Thread(target=run, name=f"chaos-{self.name}", daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the rank; does nothing if it is being killed."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._errors.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()

@@ -1,0 +1,249 @@
+"""One rank of the chaos test: a process that carries out jobs and checks every byte it receives.
+
+Reads one JSON message per line from standard input and writes one per line to standard output. Ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from disagg.backends.base import StagingShape
+from disagg.core.errors import DisaggError
+from disagg.core.rows import Pages
+from disagg.core.topology import Topology
+from disagg.layout.agreement import ModelId
+from disagg.manager import KVManager
+from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.types import Event, Limits
+from disagg.requests import Receiver, Sender
+from disagg.state import paged
+from disagg.testing.faults import BackendFaults, inject
+from harness.chaos.jobs import Job, RankSettings
+from harness.chaos.pool import NUM_KV_HEADS, PagePool
+
+MAX_WAIT_S = 0.02
+SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-sums-")
+"""Threads that live as long as their manager. Threads of engines start and end with peers."""
+
+
+@dataclass
+class Holding:
+    """The pages of a request, and its handle once it has started."""
+
+    job: Job
+    pages: list[int]
+    handle: Receiver | Sender | None = None
+
+
+class Rank:
+    """A manager, its page pool, and the requests in progress."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.pool = PagePool(settings)
+        topology = Topology(tp=settings.tp, tp_rank=settings.tp_rank)
+        pairs = {layer: (tensors["k"], tensors["v"]) for layer, tensors in self.pool.tensors.items()}
+        faults = BackendFaults(**{**settings.faults, "delay_s": tuple(settings.faults.get("delay_s", (0.0, 0.05)))})
+        self.manager = KVManager(
+            name=settings.name,
+            topology=topology,
+            components=[paged.gqa(pairs, axes=settings.axes, num_kv_heads=NUM_KV_HEADS, topology=topology)],
+            model=ModelId("chaos"),
+            backend=inject(
+                settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, num_slots=4, num_rings=64)
+            ),
+            listen=settings.listen,
+            leader=settings.leader,
+            transport=settings.transport,
+            pack_below=settings.pack_below,
+            verify=settings.verify,
+            limits=Limits(retry_s=0.1, max_retry_s=1.0, drain_timeout_s=1.0),
+            connection_limits=ConnectionLimits(
+                hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=5.0
+            ),
+        )
+        self._held: dict[tuple[str, str, int], Holding] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        self._threads: set[str] = set()
+        self._leased = 0
+        self._released: deque[list[int]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._running = True
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run `action` after that time."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), action))
+
+    def run(self) -> None:
+        """Carry out messages until standard input ends, or an `exit` message arrives."""
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        poller.register(self.manager.fileno(), select.POLLIN)
+        buffered = b""
+        while self._running:
+            due = self._timers[0][0] - time.monotonic() if self._timers else MAX_WAIT_S
+            ready = dict(poller.poll(max(0.0, min(due, MAX_WAIT_S)) * 1000))
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                *lines, buffered = (buffered + data).split(b"\n")
+                for line in lines:
+                    self._on_message(json.loads(line))
+            for event in self.manager.events():
+                self._end(event)
+            while self._released:
+                self.pool.give_back(self._released.popleft())
+                self._leased -= 1
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
+            for what in self.pool.wrong:
+                write({"op": "wrong", "what": what})
+            self.pool.wrong.clear()
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "peers":
+                for name, address in message["peers"].items():
+                    self.manager.add_peer(name, address=address)
+            case "job":
+                job = msgspec.convert(message["job"], Job)
+                self.after(job.delay_s, lambda: self._begin(job))
+            case "abort":
+                self._abort(message["request_id"], message["attempt"])
+            case "ask":
+                self._report_state()
+            case "exit":
+                self._running = False
+
+    def _abort(self, request_id: str, attempt: int) -> None:
+        """Abort a request now, or skip it when its job starts."""
+        holding = next((h for key, h in self._held.items() if key[1:] == (request_id, attempt)), None)
+        if holding is not None and holding.handle is not None:
+            holding.handle.abort("another rank has no room for it")
+        self._unwanted.add((request_id, attempt))
+
+    def _report_state(self) -> None:
+        health = self.manager.health()
+        self.pool.check_canary(self.pool.free)
+        alive = {thread.name for thread in threading.enumerate() if thread.name.startswith(SUPERVISED)}
+        self._threads |= alive
+        write(
+            {
+                "op": "state",
+                "under_way": len(self._held),
+                "leased": self._leased,
+                "quarantined": sum(health.quarantined.values()),
+                "reasons": health.quarantined,
+                "free": len(self.pool.free),
+                "num_pages": self.pool.num_pages,
+                "problem": health.problem,
+                "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
+                "problems": {name: peer.problem for name, peer in health.peers.items() if not peer.ready},
+                "dead_threads": sorted(self._threads - alive),
+            }
+        )
+
+    def _begin(self, job: Job) -> None:
+        sends = job.direction == "send"
+        if (job.request_id, job.attempt) in self._unwanted:
+            self._report_end(job, "skipped", error="it was aborted before it began")
+            return
+        pages = self.pool.take(job, from_token=0 if sends else job.first)
+        if pages is None:
+            self._report_end(job, "skipped", error="no pages")
+            return
+        holding = Holding(job, pages)
+        self._held[job.direction, job.request_id, job.attempt] = holding
+        try:
+            holding.handle = self._send(holding) if sends else self._receive(holding)
+        except DisaggError as error:
+            del self._held[job.direction, job.request_id, job.attempt]
+            self.pool.give_back(pages)
+            self._report_end(job, "skipped", error=str(error))
+            return
+        if job.abort_s is not None:
+            handle = holding.handle
+            self.after(job.abort_s, lambda: handle.abort("chaos"))
+
+    def _send(self, holding: Holding) -> Sender:
+        job = holding.job
+        self.pool.fill(job, holding.pages)
+        sender = self.manager.sender(
+            bytes.fromhex(job.request_id), peer=job.peer, attempt=job.attempt, deadline_s=job.deadline_s, tag=holding
+        )
+        rows = {"kv": Pages(np.array(holding.pages, dtype=np.int32))}
+        for start, stop in itertools.pairwise((0, *job.chunks, job.tokens)):
+            sender.send(rows, tokens=(start, stop))
+        sender.finish(payload=job.request_id.encode())
+        return sender
+
+    def _receive(self, holding: Holding) -> Receiver:
+        job = holding.job
+        return self.manager.receiver(
+            bytes.fromhex(job.request_id),
+            peer=job.peer,
+            attempt=job.attempt,
+            rows={"kv": Pages(np.array(holding.pages, dtype=np.int32), job.first)},
+            need={"kv": (job.first, job.tokens)},
+            deadline_s=job.deadline_s,
+            tag=holding,
+        )
+
+    def _end(self, event: Event) -> None:
+        """Check a received request, report its end, and reuse its pages once they are released."""
+        holding: Holding = event.tag
+        job, pages = holding.job, holding.pages
+        del self._held[job.direction, job.request_id, job.attempt]
+        self._leased += 1
+        if event.ok and job.direction == "receive":
+            self.pool.check(job, pages, "at its success")
+            if event.payload != job.request_id.encode():
+                self.pool.wrong.append(f"{job.request_id}#{job.attempt}: payload {event.payload!r}")
+            self.after(job.hold_s, lambda: self._release(holding, event))
+        else:
+            event.lease.on_release(lambda: self._released.append(pages))
+        self._report_end(job, "ok" if event.ok else "failed", error=str(event.error or ""))
+
+    def _release(self, holding: Holding, event: Event) -> None:
+        """Check received pages again after the server used them, then release them."""
+        self.pool.check(holding.job, holding.pages, "some time after its success")
+        event.lease.on_release(lambda: self._released.append(holding.pages))
+
+    def _report_end(self, job: Job, outcome: str, *, error: str) -> None:
+        named = {"request_id": job.request_id, "attempt": job.attempt, "direction": job.direction}
+        write({"op": "ended", **named, "outcome": outcome, "error": error})
+
+
+def write(message: dict[str, Any]) -> None:
+    """Write one message to standard output."""
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    """Run one rank with the settings in the first argument."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    settings = msgspec.json.decode(sys.argv[1], type=RankSettings)
+    rank = Rank(settings)
+    write({"op": "up", "address": rank.manager.address, "transport": rank.manager.backend.transport})
+    rank.run()
+    rank.manager.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Valid inputs: ranks of a few models, messages and benchmark commands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from disagg.commands.cases.instructions import (
+    AskHealth,
+    Block,
+    Check,
+    Clear,
+    Direction,
+    Fill,
+    Item,
+    Move,
+    Peer,
+    Start,
+)
+from disagg.commands.cases.sides import Side
+from disagg.layout.agreement import LocalRank
+from disagg.layout.placement import Component
+from disagg.models.families import load_model
+from disagg.models.pools import allocate
+from disagg.protocol.messages import (
+    Abort,
+    Busy,
+    Complete,
+    Credit,
+    Drained,
+    Filled,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Member,
+    Message,
+    Outcome,
+    PagesRow,
+    Part,
+    Reject,
+    Reserve,
+    RingGrant,
+    SlotRow,
+    Welcome,
+    Written,
+)
+from disagg.protocol.types import RequestKey
+
+KEY = RequestKey(bytes(range(16)), 3)
+IDS: Mapping[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
+
+
+@functools.cache
+def components(model: str, side: str, rank: int) -> tuple[LocalRank, tuple[Component, ...]]:
+    """A rank of a model, and its components over allocated memory."""
+    parsed = Side.parse(side)
+    topology = parsed.topology(rank)
+    allocated = tuple(allocate(load_model(model, num_layers=4), topology, parsed.pool_shape(4, num_slots=2)).components)
+    return LocalRank.of(topology, allocated), allocated
+
+
+RANKS = (("tiny", "tp=2"), ("tiny", "tp=1,page=4,layout=hnd"), ("qwen3-next-80b", "tp=2"), ("tiny", "tp=2,cp=2"))
+RESERVE = Reserve(
+    **IDS,
+    nonce=7,
+    source_group=0,
+    destination_group=0,
+    rows={"kv": PagesRow(b"\x01\x00\x00\x00\xff\xff\xff\xff", 16), "ssm": SlotRow(9)},
+    need={"kv": (16, 40), "ssm": (0, 1)},
+)
+COMPLETE = Complete(
+    **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
+)
+EARLY = Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 16, 40),), word=(5, 517))
+FILLED = Complete(**IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
+
+
+def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", plans: bytes = b"") -> list[Message]:
+    """At least one message of every type, from a peer."""
+    header: dict[str, Any] = {"version": 1, "instance": "peer", "rank": 0, "epoch": 5, "model": "m", "revision": "r"}
+    table = local.table.encode()
+    return [
+        Hello(**header, table=table, address="tcp://127.0.0.1:1", generation=1),
+        Welcome(
+            **header,
+            table=table,
+            plans=plans,
+            members=(Member(0, "tcp://127.0.0.1:1", 5), Member(1, "tcp://127.0.0.1:2", 6)),
+            placements=placements,
+            backend="local",
+            endpoint=endpoint,
+            ring=RingGrant(4096, 512, 8),
+        ),
+        Reject(field="revision", reason="expected 'r', found 's'", hello_first=True),
+        Reject(field="hello", reason="no"),
+        RESERVE,
+        COMPLETE,
+        FILLED,
+        EARLY,
+        Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
+        Busy(reason="starting", retry_after_s=1.0),
+        Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
+        Abort(**IDS, nonce=7, reason="client gone"),
+        Drained(**IDS, nonce=7, reason="broken wire"),
+        Outcome(**IDS, nonce=7, ok=True),
+        Credit(ring=4096, slots=((0, 9), (5, 10))),
+        Heartbeat(epoch=5),
+        Goodbye(reason="closing"),
+    ]
+
+
+def commands() -> list[msgspec.Struct]:
+    """One benchmark command of every type."""
+    item = Item(1, 40, {"kv": (0, 40)}, {"kv": (1, 2, 3)}, request_id=KEY.request_id)
+    return [
+        Peer("decode-0", "tcp://127.0.0.1:1"),
+        Fill((item,)),
+        Clear(),
+        Start(Direction.SEND, "decode-0", (item, item), window=2, deadline_s=1.0),
+        Check((item,)),
+        Move("decode-0", (Block(0, 0, 4096, 512),), timeout_s=1.0),
+        AskHealth(),
+    ]

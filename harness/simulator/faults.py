@@ -1,0 +1,115 @@
+"""Faults of messages, transfers and timers: as listed, or at random."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from disagg.protocol.types import NEVER
+
+
+class TransferResult(enum.Enum):
+    """How a transfer ends.
+
+    `LATE`: reported unsettled; its bytes land later, and it settles. `STUCK`: reported unsettled, never settles; its
+    bytes land when the simulation ends.
+    """
+
+    DONE = "done"
+    FAILED = "failed"
+    LATE = "late"
+    STUCK = "stuck"
+
+
+class Behaviour(NamedTuple):
+    """One transfer reports its result after `seconds`; a `LATE` one settles `late_s` after that, with `late_error`."""
+
+    result: TransferResult = TransferResult.DONE
+    seconds: float = 0.01
+    late_s: float = 0.0
+    late_error: str = ""
+
+
+class Faults(Protocol):
+    """Decides what happens to messages, transfers and ticks. Messages and transfers are numbered from 0."""
+
+    def message(self, index: int, now: float) -> tuple[float, ...]:
+        """The delay of each copy of the message that arrives; empty if the message is lost."""
+
+    def transfer(self, index: int) -> Behaviour:
+        """How the transfer behaves."""
+
+    def early_complete(self, index: int) -> float | None:
+        """Seconds from a transfer's landing until its receiver sees the early `Complete`; `None`: none is sent."""
+
+    def lateness_s(self) -> float:
+        """How late the next tick runs."""
+
+
+@dataclass(frozen=True)
+class FixedFaults:
+    """Faults for the messages and transfers listed by number; all others succeed."""
+
+    messages: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    transfers: Mapping[int, Behaviour] = field(default_factory=dict)
+    early_complete_s: Mapping[int, float] = field(default_factory=dict)
+
+    def message(self, index: int, now: float) -> tuple[float, ...]:  # noqa: ARG002
+        return self.messages.get(index, (0.001,))
+
+    def transfer(self, index: int) -> Behaviour:
+        return self.transfers.get(index, Behaviour())
+
+    def early_complete(self, index: int) -> float | None:
+        return self.early_complete_s.get(index)
+
+    def lateness_s(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFaults:
+    """Faults with the given probabilities. From `heal_at` on, every message arrives.
+
+    Of messages: `loss`, `double`, `slow`. Of transfers: `trouble` (failed or late), `stuck`.
+    """
+
+    rng: random.Random
+    loss: float = 0.0
+    double: float = 0.0
+    slow: float = 0.0
+    trouble: float = 0.0
+    stuck: float = 0.0
+    heal_at: float = 0.0
+
+    def message(self, index: int, now: float) -> tuple[float, ...]:  # noqa: ARG002
+        draw = self.rng.random
+        if now >= self.heal_at:
+            return (0.001 + 0.002 * draw(),)
+        if draw() < self.loss:
+            return ()
+        first = draw() * (2.0 if draw() < self.slow else 0.01)
+        return (first, draw() * 2.0) if draw() < self.double else (first,)
+
+    def transfer(self, index: int) -> Behaviour:  # noqa: ARG002
+        draw = self.rng.random
+        seconds = draw() * draw()
+        if draw() < self.stuck:
+            return Behaviour(TransferResult.STUCK, seconds)
+        if draw() >= self.trouble:
+            return Behaviour(TransferResult.DONE, seconds)
+        if draw() < 0.5:
+            return Behaviour(TransferResult.FAILED, seconds)
+        return Behaviour(TransferResult.LATE, seconds, draw() * 20.0, self.rng.choice(("", "cancelled")))
+
+    def early_complete(self, index: int) -> float | None:  # noqa: ARG002
+        draw = self.rng.random
+        if draw() < 0.5:
+            return None
+        return NEVER if draw() < self.loss else draw() * draw()
+
+    def lateness_s(self) -> float:
+        return self.rng.random() * 0.05

@@ -1,0 +1,35 @@
+"""Control messages: delayed, duplicated, reordered or lost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from disagg.protocol.messages import Busy, RequestMessage, decode, encode
+from disagg.protocol.types import PeerRank, SendMessage
+from harness.simulator.model import Host
+from harness.simulator.world import World
+
+
+class Network:
+    """Carries the encoded messages of a world between its ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.num_messages = 0
+        self._world = world
+        world.on(SendMessage, self.send)
+
+    def send(self, host: Host, effect: SendMessage) -> None:
+        """Send a message; the faults decide which copies arrive, and when."""
+        world = self._world
+        data, epoch = encode(effect.message), host.epochs[effect.peer]
+        for delay in world.faults.message(self.num_messages, world.now):
+            world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data))
+        self.num_messages += 1
+
+    def deliver(self, source: Host, peer: PeerRank, epoch: int, data: bytes) -> None:
+        """Deliver a message, unless its connection has ended for its receiver."""
+        host = self._world.hosts[peer]
+        if host.epochs[source.name] == epoch:
+            message = decode(data)
+            assert isinstance(message, RequestMessage | Busy)
+            self._world.act(host, partial(host.sessions.on_message, source.name, message, self._world.now))
