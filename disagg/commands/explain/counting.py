@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from disagg.commands.shell.text import size
 from disagg.core.copies import Columns
 from disagg.layout.binding import BoundRows, Stream
 from disagg.layout.plan import ComponentPlan, SpanClass
@@ -79,10 +80,3 @@ def run_end_reason(span: SpanClass, plan: ComponentPlan) -> str:
 
 def _strides(source: int, destination: int) -> str:
     return f" (strides: {size(source)} at the source, {size(destination)} at the destination)"
-
-
-def size(nbytes: float) -> str:
-    """Bytes in a readable unit: 512 B, 16 KiB, 33.6 MB."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    return f"{nbytes / 1024:.4g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"

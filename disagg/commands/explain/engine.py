@@ -11,7 +11,7 @@ import msgspec
 from disagg.backends import registry as backends
 from disagg.backends.abilities import SaysStaging
 from disagg.backends.base import BackendOptions, StagingShape, Transport
-from disagg.commands.explain.counting import size
+from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
 

@@ -6,10 +6,11 @@ from collections import Counter
 from typing import NamedTuple
 
 from disagg.commands.cases.places import streams
-from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason, size
+from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason
 from disagg.commands.explain.engine import Engine
 from disagg.commands.explain.instance import Instance
 from disagg.commands.explain.summary import Pair, Part, PathShare
+from disagg.commands.shell.text import size
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
 from disagg.runtime.paths import MIN_PIECES, Way, is_small, way_of

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from disagg.commands.explain.counting import size
 from disagg.commands.explain.explanation import Explanation
 from disagg.commands.explain.summary import Pair
+from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 from disagg.core.rows import Slot
 from disagg.layout.binding import bind_rows

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from disagg.commands.explain.counting import size
 from disagg.commands.explain.engine import Costs
+from disagg.commands.shell.text import size
 
 BUSY = 1.5
 """A rank that moves more than this many times the mean of its side is a hot spot."""

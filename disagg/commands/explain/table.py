@@ -10,9 +10,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from disagg.commands.explain.counting import size
 from disagg.commands.explain.engine import Costs
 from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
+from disagg.commands.shell.text import size
 
 PATHS = {"direct": "direct", "packed": "packed (buffers)"}
 """The columns of descriptors, by path."""
