@@ -11,8 +11,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
+from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.plot import plot
-from disagg.commands.explain.study import Question, study
 from disagg.core.topology import Topology
 from disagg.layout.election import elect
 from disagg.layout.ownership import overlap
@@ -148,4 +148,4 @@ def draw(folder: Path) -> None:
         figure.savefig(folder / f"concepts-{name}.png", dpi=110)
     for name, (model, prefill, decode) in EXPLAINED.items():
         case = Case(backend="nixl", model=model, tokens=4096, prefill=Side.parse(prefill), decode=Side.parse(decode))
-        plot(study(Question(case=case)), folder / f"{name}.png")
+        plot(explain_request(ExplainRequest(case=case)), folder / f"{name}.png")

@@ -1,13 +1,12 @@
-"""Pools of one rank: memory for the state of the layers that its pipeline stage owns, and the rows of it that are free."""
+"""Pools of one rank: memory for the state of the layers that its pipeline stage owns."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,25 +23,27 @@ from disagg.state.paged import ORDERS
 
 __all__ = [
     "ORDERS",
+    "LayerCut",
     "PoolExhausted",
+    "PoolLayout",
     "PoolShape",
     "RowAllocator",
     "Stage",
     "StagePools",
     "allocate",
+    "lay_out",
     "split_layers",
     "stage_of",
-    "typed",
 ]
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes: a cache line, and enough for every dtype."""
+"""Tensors begin at multiples of this many bytes: a cache line, and enough for every dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """How a rank's pools are cut: tokens per page, pages, slots (and rings: one per request), axis order of KV (`nhd`,
-    `hnd`), layers per stage, tokens per rank. `rows` has other numbers of rows, by component.
+    """How a rank's pools are divided: tokens per page, pages, slots (and rings: one per request), axis order of KV (`nhd`,
+    `hnd`), layers per stage, tokens per rank. `rows` overrides the number of rows by component.
     """
 
     page_size: int = 16
@@ -67,13 +68,13 @@ class PoolShape:
         return self.rows.get(state.name, self.num_slots if per_request else self.num_pages)
 
     def axes(self, role: Role) -> str:
-        """The memory order of a role's axes: KV by head in the order chosen, everything else in its own."""
+        """The memory order of a role's axes: the chosen order for KV by head, the declared order for everything else."""
         return ORDERS[self.order] if set(role.axes.split()) == set(ORDERS["nhd"].split()) else role.axes
 
 
 @dataclass(frozen=True)
 class PoolUse:
-    """Memory of one component on this rank: `num_layers` of the model's `total_layers` that have such state."""
+    """Memory of one component on this rank, for `num_layers` of the model's `total_layers` with such state."""
 
     component: str
     num_layers: int
@@ -83,7 +84,7 @@ class PoolUse:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes less than with every layer's."""
+        """Bytes saved by not allocating the other stages' layers."""
         return (self.total_layers - self.num_layers) * self.nbytes_per_layer
 
     def __str__(self) -> str:
@@ -95,7 +96,7 @@ class PoolUse:
 class StagePools:
     """One rank's memory: an arena, the tensors in it by component, layer and role, and the components for a manager.
 
-    The components' memory begins at `address`: the arena's own, unless `allocate` was told of another place.
+    The components' memory begins at `address`: the arena's, unless `allocate` got another place.
     """
 
     arena: Bytes
@@ -107,7 +108,7 @@ class StagePools:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes less than if the stage allocated the state of every layer of the model."""
+        """Bytes saved by not allocating the other stages' layers, over all components."""
         return sum(use.saved_nbytes for use in self.use)
 
     def owns_weight(self, name: str) -> bool:
@@ -116,11 +117,104 @@ class StagePools:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """One layer's memory of one state: `num_rows` rows of every role, each role's `(offset, row_stride, shape)` in bytes."""
+class LayerCut:
+    """One layer's memory of one state: each role's `(offset, row_stride, shape)` in bytes, for all rows of the pool."""
 
     nbytes: int
     roles: Mapping[str, tuple[int, int, tuple[int, ...]]]
+
+
+def _cut(state: State, topology: Topology, shape: PoolShape) -> LayerCut:
+    """How one layer of a state divides among its roles: inside every row where the state is packed, else role after role."""
+    num_rows, page_size = shape.num_rows(state), state.page_tokens(shape.page_size)
+    dims = {}
+    for role in state.roles:
+        local = role.of({}, axes=shape.axes(role)).local_shape(topology, rows=num_rows, page_size=page_size)
+        dims[role.name] = (*local[:-1], local[-1] * ITEMSIZE[dtype_of(role, state.name)])
+    row_nbytes = {name: math.prod(local[1:]) for name, local in dims.items()}
+    sizes = row_nbytes if state.packed else {name: _aligned(num_rows * nbytes) for name, nbytes in row_nbytes.items()}
+    starts = dict(zip(sizes, itertools.accumulate((0, *sizes.values())), strict=False))
+    stride = sum(row_nbytes.values())
+    total = _aligned(num_rows * stride) if state.packed else sum(sizes.values())
+    return LayerCut(total, {n: (starts[n], stride if state.packed else row_nbytes[n], local) for n, local in dims.items()})
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _strides(row_stride: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in bytes. The row axis comes first in every declared order; the other axes are dense."""
+    return (row_stride, *(math.prod(dims[axis + 1 :]) for axis in range(1, len(dims))))
+
+
+@dataclass(frozen=True, eq=False)
+class PoolLayout:
+    """Where the state of one rank's stage lies, relative to the start of its memory: `offsets` by component and layer."""
+
+    model: ModelSpec
+    topology: Topology
+    shape: PoolShape
+    stage: Stage
+    cuts: Mapping[str, LayerCut]
+    offsets: Mapping[str, Mapping[int, int]]
+    nbytes: int
+
+    def components(self, address: int, device: Device = CPU) -> tuple[Component, ...]:
+        """The components of memory that begins at `address`. The memory itself is never touched."""
+        return tuple(self._component(state, address, device) for state in self.model.states)
+
+    def _component(self, state: State, address: int, device: Device) -> Component:
+        topology, shape, cut = self.topology, self.shape, self.cuts[state.name]
+        at = {layer: address + offset for layer, offset in self.offsets[state.name].items()}
+        return state.component(
+            {
+                role.name: {
+                    layer: _tensor(start, cut.roles[role.name], dtype_of(role, state.name), device)
+                    for layer, start in at.items()
+                }
+                for role in state.roles
+            },
+            topology=topology,
+            axes={role.name: shape.axes(role) for role in state.roles},
+            layers_by_stage=self._layers_by_stage(state) if topology.pp > 1 else None,
+            tokens=all_tokens if state.ring is not None else shape.tokens,
+        )
+
+    def _layers_by_stage(self, state: State) -> list[tuple[int, ...]]:
+        first = self.topology.dp_rank * self.topology.group_size
+        ranks = (self.topology.at(first + stage * self.topology.cp * self.topology.tp) for stage in range(self.topology.pp))
+        stages = [stage_of(self.model, rank, layer_counts=self.shape.layer_counts) for rank in ranks]
+        return [tuple(filter(stage.owns_layer, state.layers)) for stage in stages]
+
+
+def _tensor(address: int, cut: tuple[int, int, tuple[int, ...]], dtype: str, device: Device) -> RawTensor:
+    """One role of a layer that begins at `address`; shape and strides in elements."""
+    offset, row_stride, dims = cut
+    itemsize = ITEMSIZE[dtype]
+    strides = (*(stride // itemsize for stride in _strides(row_stride, dims)[:-1]), 1)
+    return RawTensor(address + offset, (*dims[:-1], dims[-1] // itemsize), strides, dtype, device)
+
+
+def lay_out(
+    model: ModelSpec, topology: Topology, shape: PoolShape, *, start_layer: int | None = None, end_layer: int | None = None
+) -> PoolLayout:
+    """Where everything that this rank's stage owns lies, without allocating it.
+
+    Raises `ConfigError` for a shape that names a component the model does not have.
+    """
+    unknown = sorted(set(shape.rows) - {state.name for state in model.states})
+    if unknown:
+        names = ", ".join(state.name for state in model.states)
+        raise ConfigError(f"pool rows: expected components of {names}, found {', '.join(unknown)}")
+    stage = stage_of(model, topology, layer_counts=shape.layer_counts, start_layer=start_layer, end_layer=end_layer)
+    cuts = {state.name: _cut(state, topology, shape) for state in model.states}
+    offsets, end = {}, 0
+    for state in model.states:
+        owned, nbytes = tuple(filter(stage.owns_layer, state.layers)), cuts[state.name].nbytes
+        offsets[state.name] = {layer: end + nbytes * number for number, layer in enumerate(owned)}
+        end += nbytes * len(owned)
+    return PoolLayout(model, topology, shape, stage, cuts, offsets, end)
 
 
 def allocate(
@@ -132,34 +226,25 @@ def allocate(
     end_layer: int | None = None,
     place: Callable[[Bytes], tuple[int, Device]] | None = None,
 ) -> StagePools:
-    """Zeroed memory, page-aligned and in one piece, for everything that this rank's stage owns, and nothing else.
+    """Allocate zeroed, page-aligned memory in one piece for everything that this rank's stage owns.
 
-    Tensors are arrays of bytes in their declared shape, the last axis in bytes. Memory that nobody touches costs nothing.
-    `place` gives the address and device of memory that the components are over instead, laid out as the arena is.
-    Raises `ConfigError` for a shape that names no component of the model, or that is more than there are addresses for.
+    Tensors are arrays of bytes in their declared shape, the last axis in bytes. Pages of memory that are never touched cost
+    nothing. `place` may return the address and device of other memory with the same layout, which the components then use.
+    Raises `ConfigError` for a shape that names a component the model does not have, or that exceeds the address space.
     """
-    unknown = sorted(set(shape.rows) - {state.name for state in model.states})
-    if unknown:
-        names = ", ".join(state.name for state in model.states)
-        raise ConfigError(f"pool rows: expected components of {names}, found {', '.join(unknown)}")
-    stage = stage_of(model, topology, layer_counts=shape.layer_counts, start_layer=start_layer, end_layer=end_layer)
-    cuts = {state.name: _cut(state, topology, shape) for state in model.states}
-    owned = {state.name: tuple(filter(stage.owns_layer, state.layers)) for state in model.states}
-    arena = _arena(sum(cuts[name].nbytes * len(layers) for name, layers in owned.items()))
-    offsets = _offsets(cuts, owned)
+    layout = lay_out(model, topology, shape, start_layer=start_layer, end_layer=end_layer)
+    arena = _arena(layout.nbytes)
     tensors = {
-        state.name: {layer: _views(arena, next(offsets), cuts[state.name]) for layer in owned[state.name]}
-        for state in model.states
+        name: {layer: _views(arena, offset, layout.cuts[name]) for layer, offset in offsets.items()}
+        for name, offsets in layout.offsets.items()
     }
-    base = int(arena.__array_interface__["data"][0])
-    address, device = (base, CPU) if place is None else place(arena)
-    typed_ = partial(typed, ahead=address - base, device=device)
-    components = tuple(_component(state, tensors[state.name], model, topology, shape, typed_) for state in model.states)
+    address, device = (int(arena.__array_interface__["data"][0]), CPU) if place is None else place(arena)
     use = tuple(
-        PoolUse(state.name, len(owned[state.name]), len(state.layers), len(owned[state.name]) * cut.nbytes, cut.nbytes)
-        for state, cut in zip(model.states, cuts.values(), strict=True)
+        PoolUse(state.name, len(owned), len(state.layers), len(owned) * cut.nbytes, cut.nbytes)
+        for state in model.states
+        for owned, cut in ((layout.offsets[state.name], layout.cuts[state.name]),)
     )
-    return StagePools(arena, address, tensors, components, stage, use)
+    return StagePools(arena, address, tensors, layout.components(address, device), layout.stage, use)
 
 
 def _arena(nbytes: int) -> Bytes:
@@ -169,68 +254,9 @@ def _arena(nbytes: int) -> Bytes:
         raise ConfigError(f"pool: {nbytes} bytes cannot be mapped: {error}") from error
 
 
-def _offsets(cuts: Mapping[str, _Cut], owned: Mapping[str, Sequence[int]]) -> Iterator[int]:
-    """Where each layer of each component begins in the arena."""
-    sizes = [cuts[name].nbytes for name, layers in owned.items() for _ in layers]
-    return iter(itertools.accumulate([0, *sizes[:-1]]))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _cut(state: State, topology: Topology, shape: PoolShape) -> _Cut:
-    """A state's roles behind each other: in every row where it is packed, else each with all its rows."""
-    num_rows, page_size = shape.num_rows(state), state.page_tokens(shape.page_size)
-    dims = {}
-    for role in state.roles:
-        local = role.of({}, axes=shape.axes(role)).local_shape(topology, rows=num_rows, page_size=page_size)
-        dims[role.name] = (*local[:-1], local[-1] * ITEMSIZE[dtype_of(role, state.name)])
-    row_nbytes = {name: math.prod(local[1:]) for name, local in dims.items()}
-    sizes = row_nbytes if state.packed else {name: _aligned(num_rows * nbytes) for name, nbytes in row_nbytes.items()}
-    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-    stride = sum(row_nbytes.values())
-    total = _aligned(num_rows * stride) if state.packed else sum(sizes.values())
-    return _Cut(total, {n: (starts[n], stride if state.packed else row_nbytes[n], local) for n, local in dims.items()})
-
-
-def _views(arena: Bytes, offset: int, cut: _Cut) -> dict[str, Bytes]:
-    """One layer's tensors. The row axis comes first in every declared order, the others are dense."""
-    views = {}
-    for name, (start, row_stride, dims) in cut.roles.items():
-        strides = (row_stride, *(math.prod(dims[axis + 1 :]) for axis in range(1, len(dims))))
-        views[name] = np.ndarray(dims, np.uint8, arena.data, offset + start, strides)
-    return views
-
-
-def _component(
-    state: State,
-    tensors: Mapping[int, Mapping[str, Bytes]],
-    model: ModelSpec,
-    topology: Topology,
-    shape: PoolShape,
-    typed: Callable[[Bytes, str], RawTensor],
-) -> Component:
-    stages = [
-        stage_of(model, topology.at(topology.dp_rank * topology.group_size + stage * topology.cp * topology.tp),
-                 layer_counts=shape.layer_counts)
-        for stage in range(topology.pp)
-    ]  # fmt: skip
-    return state.component(
-        {
-            role.name: {layer: typed(roles[role.name], dtype_of(role, state.name)) for layer, roles in tensors.items()}
-            for role in state.roles
-        },
-        topology=topology,
-        axes={role.name: shape.axes(role) for role in state.roles},
-        layers_by_stage=[tuple(filter(stage.owns_layer, state.layers)) for stage in stages] if topology.pp > 1 else None,
-        tokens=all_tokens if state.ring is not None else shape.tokens,
-    )
-
-
-def typed(array: Bytes, dtype: str, *, ahead: int = 0, device: Device = CPU) -> RawTensor:
-    """An array of bytes as a tensor of `dtype`: its last axis in elements; `ahead` bytes further on, on `device`."""
-    itemsize = ITEMSIZE[dtype]
-    dims = (*array.shape[:-1], array.shape[-1] // itemsize)
-    strides = (*(stride // itemsize for stride in array.strides[:-1]), 1)
-    return RawTensor(array.__array_interface__["data"][0] + ahead, dims, strides, dtype, device)
+def _views(arena: Bytes, offset: int, cut: LayerCut) -> dict[str, Bytes]:
+    """One layer's tensors, by role."""
+    return {
+        name: np.ndarray(dims, np.uint8, arena.data, offset + start, _strides(row_stride, dims))
+        for name, (start, row_stride, dims) in cut.roles.items()
+    }

@@ -1,4 +1,4 @@
-"""`disagg explain`: its figures against plans bound on real memory, and against what real runs report."""
+"""`disagg explain`: its figures against plans bound on real memory and against the reports of real runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from disagg.commands.bench.command import run_cases
 from disagg.commands.cases.places import rows_of
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.explain.counting import placed
+from disagg.commands.explain import counting
+from disagg.commands.explain.counting import FIRST_ADDRESS, CopyCounter
+from disagg.commands.explain.engine import Costs, engine_of
+from disagg.commands.explain.explanation import ExplainRequest, explain_request
+from disagg.commands.explain.instance import Instance
 from disagg.commands.explain.plot import page_of
-from disagg.commands.explain.study import Costs, Half, Question, engine_of, study
-from disagg.layout.binding import bind
+from disagg.commands.explain.summary import Summary
+from disagg.layout.binding import bind, bind_rows
 from disagg.layout.election import elect
 from disagg.layout.placement import Placement
 from disagg.layout.plan import make_plan
 from disagg.layout.tables import layout_table
 from disagg.models.families import load_model
-from disagg.models.pools import PoolShape, allocate
+from disagg.models.pools import PoolShape, allocate, lay_out
 from tests.backends.conftest import require_engine
 
 SIDES = (
@@ -43,8 +47,12 @@ def case(prefill: str, decode: str, **settings: object) -> Case:
     return Case(prefill=Side.parse(prefill), decode=Side.parse(decode), **given)  # type: ignore[arg-type]
 
 
-def on_real_memory(half: Half) -> tuple[list[dict[str, Placement]], object]:
-    """The same pools, allocated."""
+def summary(asked: Case) -> Summary:
+    return explain_request(ExplainRequest(case=asked)).summary
+
+
+def on_real_memory(half: Instance) -> tuple[list[dict[str, Placement]], object]:
+    """The same pools, really allocated."""
     rows = {component.component: component.num_rows for p in half.placements for component in p.values()}
     shape = half.side.pool_shape(256, rows=rows)
     group = [allocate(half.spec, rank, shape).components for rank in half.side.topology().group()]
@@ -53,7 +61,7 @@ def on_real_memory(half: Half) -> tuple[list[dict[str, Placement]], object]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> None:
+def test_bytes_and_runs_match_plans_bound_on_real_memory(model: str) -> None:
     for number, (prefill, decode) in enumerate(itertools.product(SIDES, SIDES)):
         if number % 3:
             continue
@@ -61,7 +69,7 @@ def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> N
             prefill, decode, model=model, tokens=(75, 128, 200)[number % 9 // 3], num_layers=4 + number % 5, seed=number,
             prefix_hit=(0, 33, 0, 64)[number % 4],
         )  # fmt: skip
-        found = study(Question(case=asked))
+        found = explain_request(ExplainRequest(case=asked))
         (ours, source), (theirs, destination) = (on_real_memory(half) for half in (found.source, found.destination))
         election = elect(source, destination)  # type: ignore[arg-type]
         bound: dict[tuple[int, int, str], tuple[int, int]] = {}
@@ -80,12 +88,12 @@ def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> N
                     bound[(*pair, name)] = copies.total_nbytes, len(copies)
         explained = {
             (pair.source, pair.destination, part.name): (part.bytes, part.runs)
-            for pair in found.explanation.pairs
+            for pair in found.summary.pairs
             for part in pair.components
         }
         assert explained == bound, (prefill, decode, asked)
-        assert found.explanation.covered
-        assert found.explanation.total_bytes == sum(nbytes for nbytes, _ in bound.values())
+        assert found.summary.covered
+        assert found.summary.total_bytes == sum(nbytes for nbytes, _ in bound.values())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_bytes_and_runs_are_those_of_plans_bound_on_real_memory(model: str) -> N
         ("mooncake", "tiny", "tp=1", "tp=2", {"pack_below": 0}),
     ],
 )
-def test_bytes_runs_and_descriptors_are_those_that_a_run_reports(
+def test_bytes_runs_and_descriptors_match_a_run(
     backend: str, model: str, prefill: str, decode: str, settings: dict[str, object]
 ) -> None:
     if backend != "local":
@@ -111,7 +119,7 @@ def test_bytes_runs_and_descriptors_are_those_that_a_run_reports(
     asked = case(prefill, decode, model=model, **{"tokens": 700, "repeat": 1, "ceiling": False, **settings})
     asked = Case(**{**{f: getattr(asked, f) for f in asked.__dataclass_fields__}, "backend": backend})
     (row,) = run_cases([asked])
-    found = study(Question(case=asked)).explanation
+    found = explain_request(ExplainRequest(case=asked)).summary
     assert row.verified, row.problem
     assert (found.total_bytes, found.runs, found.descriptors) == (row.bytes, row.pieces, row.posts)
     by_way: dict[str, int] = {}
@@ -138,7 +146,7 @@ def test_the_json_of_both_commands_agrees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
 @pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
-def test_thresholds_are_the_engines_own(engine: str, transport: str) -> None:
+def test_thresholds_are_those_the_engine_declares(engine: str, transport: str) -> None:
     if (engine, transport) == ("mooncake", "shm"):
         pytest.skip("mooncake has no shared memory")
     require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[engine], engine)
@@ -149,55 +157,75 @@ def test_thresholds_are_the_engines_own(engine: str, transport: str) -> None:
         backend.close()
 
 
-def test_an_engine_with_a_transport_of_its_own_is_explained_without_it() -> None:
+def test_an_engine_with_a_fixed_transport_ignores_the_requested_one() -> None:
     engine = engine_of("nvlink", "auto")
     assert (engine.transport, engine.staging.pack_below) == ("peer memory", 0)
 
 
-def test_pools_that_are_not_there_lie_as_real_ones_do() -> None:
+def test_unallocated_pools_have_the_layout_of_allocated_ones() -> None:
     spec, side = load_model("qwen3-next-80b", num_layers=8), Side.parse("tp=2,layout=hnd")
     shape = PoolShape(num_pages=5, order="hnd")
     real = allocate(spec, side.topology(1), shape)
     base = real.arena.__array_interface__["data"][0]
-    for ours, theirs in zip(placed(spec, side.topology(1), shape), real.components, strict=True):
+    for ours, theirs in zip(lay_out(spec, side.topology(1), shape).components(FIRST_ADDRESS), real.components, strict=True):
         assert ours.layouts == theirs.layouts
         assert ours.placement is not None
         assert theirs.placement is not None
         for tensor, other in zip(ours.placement.tensors, theirs.placement.tensors, strict=True):
             assert (tensor.strides, tensor.row_stride) == (other.strides, other.row_stride)
-            assert [b - (1 << 40) for b in tensor.bases] == [b - base for b in other.bases]
+            assert [b - FIRST_ADDRESS for b in tensor.bases] == [b - base for b in other.bases]
+
+
+def test_counts_are_the_same_whether_copies_are_bound_at_once_or_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explain_request(
+        ExplainRequest(case=case("tp=2", "tp=1,page=64", model="qwen3-next-80b", num_layers=8), consecutive=True)
+    )
+    for pair, plan in found.plans.items():
+        for name, component in plan.components.items():
+            need = found.destination.items[pair[1]].needs[name]
+            bound = bind_rows(
+                component,
+                source=found.source.rows(pair[0], name),
+                destination=found.destination.rows(pair[1], name),
+                tokens=need,
+                num_tokens=need[1],
+            )
+            expected = bound.copies()
+            for max_copies in (1, 3, 1 << 22):
+                monkeypatch.setattr(counting, "MAX_COPIES", max_copies)
+                assert CopyCounter().count(bound) == (expected.total_nbytes, len(expected))
 
 
 @pytest.mark.parametrize(("page", "way"), [(16, "direct"), (8, "packed")])
-def test_pieces_are_collected_where_half_the_threshold_lies_together_at_the_destination(page: int, way: str) -> None:
-    """Heads of 256 bytes, one in each decode rank: 4 KiB and 2 KiB together in its pages, and 8 KiB are the threshold."""
+def test_the_engine_gathers_pieces_if_half_the_threshold_is_contiguous_at_the_destination(page: int, way: str) -> None:
+    """Heads of 256 bytes, one per decode rank: 4 KiB or 2 KiB are contiguous in its pages, and the threshold is 8 KiB."""
     spread = case(f"tp=4,page={page}", f"tp=8,page={page}", model="llama-3-8b", backend="nixl", transport="shm", tokens=256)
-    parts = [pair.components[0] for pair in study(Question(case=spread)).explanation.pairs]
+    parts = [pair.components[0] for pair in explain_request(ExplainRequest(case=spread)).summary.pairs]
     assert {part.way for part in parts} == {way}
-    assert all(("collects them" in part.reason) is (way == "direct") for part in parts)
+    assert all(("gathers them" in part.reason) is (way == "direct") for part in parts)
 
 
 def test_consecutive_pages_are_longer_runs() -> None:
     same = case("tp=1", "tp=1", tokens=256)
-    one_page, whole = (study(Question(case=same, consecutive=flag)).explanation for flag in (False, True))
+    one_page, whole = (explain_request(ExplainRequest(case=same, consecutive=flag)).summary for flag in (False, True))
     assert one_page.total_bytes == whole.total_bytes
     assert whole.runs == 2 * 4  # K and V of every layer
     assert one_page.runs > whole.runs
 
 
 def test_replicas_write_and_hot_spots_are_named() -> None:
-    found = study(Question(case=case("tp=8", "tp=2", model="deepseek-v3.2", num_layers=4, tokens=64))).explanation
+    found = summary(case("tp=8", "tp=2", model="deepseek-v3.2", num_layers=4, tokens=64))
     assert sorted(found.fan_out) == list(range(8))  # every replica takes its part
-    idle = study(Question(case=case("tp=8", "tp=1", model="deepseek-v3.2", num_layers=1, tokens=64))).explanation
+    idle = summary(case("tp=8", "tp=1", model="deepseek-v3.2", num_layers=1, tokens=64))
     assert any("write nothing" in line for line in idle.hot_spots)
     assert any("times the mean" in line for line in idle.hot_spots)
 
 
 def test_given_costs_make_the_prediction() -> None:
     costs = Costs(piece_s=1e-6, gbps=1.0, packed_gbps=1.0)
-    found = study(Question(case=case("tp=1", "tp=1", tokens=160), costs=costs)).explanation
+    found = explain_request(ExplainRequest(case=case("tp=1", "tp=1", tokens=160), costs=costs)).summary
     assert found.seconds == pytest.approx(found.total_bytes / 1e9 + found.runs * 1e-6)
-    unknown = study(Question(case=case("tp=1", "tp=1", backend="nixl", transport="rdma"))).explanation
+    unknown = summary(case("tp=1", "tp=1", backend="nixl", transport="rdma"))
     assert unknown.seconds is None
 
 
@@ -222,7 +250,7 @@ TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "t
         ((*TINY, "--plot", "/tmp/x.gif"), ("pdf, png, svg", "x.gif")),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_errors_are_one_sentence(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
     ended = explained(*arguments)
     assert ended.returncode == 2
     (sentence,) = ended.stderr.splitlines()
@@ -240,12 +268,12 @@ def test_layouts_that_do_not_match_name_the_field_and_both_values(tmp_path: Path
     assert "Traceback" in explained(*TINY, "--decode-model", str(tmp_path / "config.json"), "--debug").stderr
 
 
-def test_the_table_says_who_what_and_why() -> None:
+def test_the_table_shows_ranks_amounts_and_reasons() -> None:
     ended = explained(*TINY)
     assert ended.returncode == 0, ended.stderr
     for part in (
         "prefill tp=4,page=16 -> decode tp=2,page=16",
-        "every token ends a run: the next begins 128 B further on at the source and 256 B at the destination",
+        "each token is a run (strides: 128 B at the source, 256 B at the destination)",
         "prefill ranks 0-3 write to 1 decode rank each",
         "decode ranks 0-1 are written by 2 prefill ranks each",
         "every needed byte is written exactly once",
@@ -256,7 +284,7 @@ def test_the_table_says_who_what_and_why() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_it_is_drawn(tmp_path: Path, suffix: str) -> None:
+def test_the_plot_is_written(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     file = tmp_path / f"plot.{suffix}"
     ended = explained("--model", "qwen3-next-80b", "--layers", "4", *TINY[2:], "--plot", str(file))
@@ -264,10 +292,10 @@ def test_it_is_drawn(tmp_path: Path, suffix: str) -> None:
     assert file.stat().st_size > 1000
 
 
-def test_the_page_shows_pieces_of_512_bytes() -> None:
+def test_the_documented_page_has_pieces_of_512_bytes() -> None:
     for layout, expected in (("nhd", 512), ("hnd", 8192)):
         sides = [f"tp={tp},layout={layout}" for tp in (4, 2)]
-        found = study(Question(case=case(*sides, model="llama-3-70b", num_layers=1, tokens=64)))
+        found = explain_request(ExplainRequest(case=case(*sides, model="llama-3-70b", num_layers=1, tokens=64)))
         page = page_of(found, "kv", "k", 0, side=1)
         assert page is not None
         assert {piece.nbytes for piece in page.pieces} == {expected}
@@ -283,15 +311,15 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
-def test_the_documented_output_is_what_the_command_says(command: str, shown: str) -> None:
+def test_the_documented_output_matches_the_command(command: str, shown: str) -> None:
     ended = explained(*command.split()[1:])
-    said = [line.rstrip() for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+    printed = [line.rstrip() for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
     expected = shown.splitlines()
     at = 0
     for number, part in enumerate(" \n".join(expected).split("...")):
         lines = [line.rstrip() for line in part.splitlines() if line.strip()]
-        found = [i for i in range(at, len(said) - len(lines) + 1) if said[i : i + len(lines)] == lines]
-        assert found, "\n".join(said)
-        assert number or found[0] == 0, "what comes first was left out without dots"
+        found = [i for i in range(at, len(printed) - len(lines) + 1) if printed[i : i + len(lines)] == lines]
+        assert found, "\n".join(printed)
+        assert number or found[0] == 0, "the first lines are missing and not replaced by dots"
         at = found[0] + len(lines)
-    assert expected[-1] == "..." or at == len(said), "what comes last was left out without dots"
+    assert expected[-1] == "..." or at == len(printed), "the last lines are missing and not replaced by dots"

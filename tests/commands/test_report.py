@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, size, summarise, table, to_json
+from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, summarise, table, to_json
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, Planned
+from disagg.commands.shell.text import size
 
 KEYS = {
     "backend", "transport", "device", "model", "tokens", "prefill", "decode", "components", "bytes", "pieces",

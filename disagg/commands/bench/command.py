@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from disagg.commands.bench import compare as comparing
+from disagg.commands.bench import thresholds
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.plot import check_plot, plot
@@ -32,18 +34,19 @@ Examples:
   disagg-bench --backend mooncake --model ./config.json --tokens 2048 \\
       --prefill tp=2 --decode tp=1 --requests 8 --concurrency 4 --json rows.json
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
-      --prefill tp=1 --decode tp=2          (two cases)
+      --prefill tp=1 --decode tp=2  (two cases)
   disagg-bench --backend nixl,mooncake --model llama-3-8b --layers 4 --tokens 1024,4096 \\
       --page 8,16 --run-pages 1,16 --prefill tp=2 --decode tp=1          (sixteen cases)
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
+  disagg-bench --backend nixl --transport tcp --thresholds
   disagg-bench --compare before.json after.json --tolerance 0.05
 """
 
 
 @contextmanager
 def progress_to(console: Console) -> Iterator[Progress]:
-    """Where long work says what it does: one line that changes on a terminal, plain lines elsewhere."""
+    """A function that shows progress: one line that changes on a terminal, plain lines elsewhere."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -52,7 +55,7 @@ def progress_to(console: Console) -> Iterator[Progress]:
 
 
 def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> list[Row]:
-    """Run cases one after the other, with progress on standard error."""
+    """Run cases in order, with progress on standard error."""
     rows: list[Row] = []
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
@@ -61,29 +64,29 @@ def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Co
     return rows
 
 
-def say_problems(rows: Sequence[Row]) -> None:
-    """A sentence for every row that is not verified."""
+def print_problems(rows: Sequence[Row]) -> None:
+    """Print one sentence for every row that is not verified."""
     for row in rows:
         if not row.verified:
             print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
-    """Print what changed between two files of rows; whether nothing became worse."""
+    """Print the changes between two files of rows; returns whether no case became worse."""
     found = comparing.compare(comparing.read_rows(before), comparing.read_rows(after), tolerance=tolerance)
     comparing.show(found, Console(), names=(str(before), str(after)), tolerance=tolerance)
     return not any(each.regressions for each in found)
 
 
 class Several(click.ParamType[Any]):
-    """Values with commas between: each makes cases of its own."""
+    """A comma-separated list of values. Each value makes cases."""
 
     def __init__(self, kind: click.ParamType[Any]) -> None:
         self._kind = kind
         self.name = f"{kind.name}[,...]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """Raises `click.BadParameter` for what is no value, or none at all."""
+        """Raises `click.BadParameter` for an empty or invalid value."""
         if isinstance(value, tuple):
             return value
         parts = [str(value)] if Path(str(value)).exists() else str(value).split(",")
@@ -95,7 +98,7 @@ SWEPT = ("backend", "model", "tokens", "requests", "concurrency", "run_pages")
 
 
 def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings: Mapping[str, Any], **same: Any) -> list[Case]:
-    """Every pair of sides, with every page size (none: their own), with every combination of the settings of `SWEPT`."""
+    """Every pair of sides, with every page size (none: the sides' own) and every combination of the settings in `SWEPT`."""
     rest = {name: value for name, value in settings.items() if name not in SWEPT}
     cases = []
     for chosen in itertools.product(*(settings[name] for name in SWEPT)):
@@ -107,58 +110,108 @@ def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings:
     return cases
 
 
+def parse_sides(prefill: Sequence[str], decode: Sequence[str]) -> list[tuple[Side, Side]]:
+    """The sides of each case. Raises `ConfigError` if one is invalid, or there are not as many of both."""
+    if len(prefill) != len(decode):
+        raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
+    return [(Side.parse(ours), Side.parse(theirs)) for ours, theirs in zip(prefill, decode, strict=True)]
+
+
+def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connect: Sequence[str]) -> None:
+    """Raises `ConfigError` if an option is missing, or does not go with running ranks."""
+    missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
+    if missing or not prefill:
+        raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
+    if connect and settings["pack_below"] is not None:
+        raise ConfigError("pack-below: running ranks keep the threshold they were started with; omit it with --connect")
+
+
+def check_connected(cases: Sequence[Case]) -> None:
+    """Raises `ConfigError` if the cases need different ranks."""
+    if len({(case.model, str(case.prefill), str(case.decode)) for case in cases}) > 1:
+        raise ConfigError(f"connect: running ranks have one model and two sides, found {len(cases)} cases")
+
+
+def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings: Mapping[str, Any]) -> dict[str, list[Case]]:
+    """The cases of `--thresholds` by backend. Raises `ConfigError` for options that it does not take."""
+    if settings["backend"] is None:
+        raise ConfigError("options: expected --backend with --thresholds")
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if refused := [name.replace("_", "-") for name in given if name not in thresholds.OPTIONS]:
+        raise ConfigError(f"thresholds: expected none of --{', --'.join(refused)}: sides and model are fixed")
+    if settings["tokens"] is not None and len(settings["tokens"]) > 1:
+        raise ConfigError(f"tokens: expected one length with --thresholds, found {len(settings['tokens'])}")
+    single = {**settings, "tokens": (settings["tokens"] or (None,))[0]}
+    return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
+
+
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option(
     "--backend",
     type=Several(click.STRING),
-    help="Engine (needed for a run): nixl, mooncake, nvlink, local, auto, or a third party's.",
+    help="Engine (required for a run): nixl, mooncake, nvlink, local, auto, or a third party's.",
 )
-@click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (needed for a run).")
-@click.option("--tokens", type=COUNTS, help="Length of every request (needed for a run).")
-@click.option("--prefill", multiple=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16. Once per case.")
-@click.option("--decode", multiple=True, metavar="SIDE", help="The other side of the case at the same place.")
-@click.option("--requests", type=COUNTS, default="1", help="Requests of a run.")
-@click.option("--concurrency", type=COUNTS, default="1", help="Requests of a rank that are under way at a time.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where the pools are.")
-@click.option("--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="What it may use.")
+@click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (required for a run).")
+@click.option("--tokens", type=COUNTS, help="Tokens of each request (required for a run).")
+@click.option(
+    "--prefill", multiple=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16. Repeat for more cases."
+)
+@click.option(
+    "--decode", multiple=True, metavar="SIDE", help="The decode side. Repeat as often as --prefill; they are paired in order."
+)
+@click.option("--requests", type=COUNTS, default="1", help="Requests per run.")
+@click.option("--concurrency", type=COUNTS, default="1", help="Requests that each rank has in flight at a time.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Memory of the pools.")
+@click.option(
+    "--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="Transport that the engine may use."
+)
 @click.option(
     "--verify",
     type=click.Choice(["off", "sample", "full"]),
     default="off",
-    help="The library's own sums. The benchmark compares every byte in any case.",
+    help="The library's checksums. The benchmark always compares every byte itself.",
 )
-@click.option("--pack-below", type=click.IntRange(0), metavar="BYTES", help="Pack smaller pieces; 0: none; else the engine's.")
+@click.option(
+    "--pack-below",
+    type=click.IntRange(0),
+    metavar="BYTES",
+    help="Pack pieces below this size; 0: never; default: the engine's threshold.",
+)
 @click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
-@click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Send in chunks of so many tokens; 0: at once.")
-@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="First tokens that the decode side has already.")
-@click.option("--page", "pages", type=COUNTS, default=(), show_default=False, help="Tokens per page, in place of the sides'.")
-@click.option("--run-pages", type=COUNTS, default="1", help="Page ids come in runs of so many that follow each other.")
-@click.option("--warm-up", type=click.IntRange(0), default=1, help="Runs before those that count.")
-@click.option("--repeat", type=click.IntRange(1), default=10, help="Runs of every case; the row is the median one's.")
-@click.option("--ceiling/--no-ceiling", default=True, help="Measure engine, system and memory alone too, in between.")
-@click.option("--seed", type=int, default=0, help="Of the random page ids.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that any one step may take.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows there.")
+@click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Tokens per chunk that is sent; 0: whole requests.")
+@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="Leading tokens that the decode side already has.")
+@click.option("--page", "pages", type=COUNTS, default=(), show_default=False, help="Tokens per page; overrides the sides.")
+@click.option("--run-pages", type=COUNTS, default="1", help="Length of the runs of consecutive page ids.")
+@click.option("--warm-up", type=click.IntRange(0), default=1, help="Runs before the measured ones.")
+@click.option("--repeat", type=click.IntRange(1), default=10, help="Measured runs of each case; the row shows the median.")
+@click.option("--ceiling/--no-ceiling", default=True, help="Also measure engine, system and memory alone, between runs.")
+@click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that each step may take.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows (png, svg or pdf).")
 @click.option(
-    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows there (png, svg, pdf)."
+    "--thresholds",
+    "thresholds_only",
+    is_flag=True,
+    help="Measure the piece size below which packing is faster, for --backend and --transport, with two ranks.",
 )
 @click.option(
-    "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank; all of them, for one case."
+    "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank. Repeat for all ranks of the case."
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1),
     default=0.1,
-    help="With --compare: a share by which a case may be worse.",
+    help="With --compare: the share by which a case may be worse.",
 )
 @click.option(
     "--compare",
     nargs=2,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="A.json B.json",
-    help="Compare two files that --json wrote, and end with 1 where a case of A is missing, wrong or slower in B.",
+    help="Compare two files written by --json. Exit status 1 if a case of A is missing, wrong or slower in B.",
 )
-@click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Make a mistake on purpose.")
+@click.option("--fault", type=click.Choice([fault.value for fault in Fault]), hidden=True, help="Inject a fault.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def bench(
@@ -171,37 +224,37 @@ def bench(
     plot_file: Path | None,
     connect: tuple[str, ...],
     fault: str | None,
+    thresholds_only: bool,
     compare: tuple[Path, Path] | None,
     tolerance: float,
     **settings: Any,
 ) -> None:
     """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
-    one line per case. Where an option takes several values with commas between, every combination is a case. The exit
-    status is 0 only if every byte of every case was right.
+    one line per case. Options marked [,...] take comma-separated values; every combination is a case. The exit status
+    is 0 only if every byte of every case is correct.
     """
     if compare is not None:
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    missing = [f"--{name}" for name in ("backend", "model", "tokens") if settings[name] is None]
-    if missing or not prefill:
-        raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
-    if len(prefill) != len(decode):
-        raise ConfigError(f"sides: expected as many --decode as --prefill, found {len(decode)} and {len(prefill)}")
-    if connect and settings["pack_below"] is not None:
-        raise ConfigError(
-            "pack-below: running ranks have been started with a threshold of their own; leave it out with --connect"
-        )
     if plot_file is not None:
         check_plot(plot_file)
-    sides = [(Side.parse(ours), Side.parse(theirs)) for ours, theirs in zip(prefill, decode, strict=True)]
-    cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)
-    if connect and len({(case.model, str(case.prefill), str(case.decode)) for case in cases}) > 1:
-        raise ConfigError(f"connect: running ranks are of one model and two sides, found {len(cases)} cases")
-    rows = run_cases(cases, connect=connect)
-    print(table(rows))
+    if thresholds_only:
+        by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
+        measured = [run_cases(cases) for cases in by_backend.values()]
+        rows = [row for of_backend in measured for row in of_backend]
+        print_problems(rows)
+        print("\n\n".join(map(thresholds.threshold_table, measured)))
+    else:
+        check_options(settings, prefill=prefill, connect=connect)
+        sides = parse_sides(prefill, decode)
+        cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)
+        if connect:
+            check_connected(cases)
+        rows = run_cases(cases, connect=connect)
+        print(table(rows))
+        print_problems(rows)
     if json_file is not None:
         json_file.write_bytes(to_json(rows))
     if plot_file is not None:
         plot(rows, plot_file)
-    say_problems(rows)
     sys.exit(0 if all(row.verified for row in rows) else 1)

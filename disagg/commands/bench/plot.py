@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from disagg.commands.bench.report import Row, size
+from disagg.commands.bench.report import Row
+from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import numpy as np
 
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.workload import Case, Planned
+from disagg.commands.shell.text import aligned, size
 
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
@@ -219,13 +220,6 @@ def to_json(rows: Sequence[Row]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(list(rows)), indent=2) + b"\n"
 
 
-def size(nbytes: float) -> str:
-    """Bytes as a person writes them: 512 B, 16 KiB, 33.6 MB."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    return f"{nbytes / 1024:.3g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"
-
-
 COLUMNS = (
     "backend", "transport", "model", "tokens", "prefill", "decode", "bytes", "pieces", "of", "way",
     "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "verified",
@@ -254,15 +248,9 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+RIGHT = {COLUMNS.index(name) for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
+
+
 def table(rows: Sequence[Row]) -> str:
-    """Every row on a line of its own, under the columns' names."""
-    lines = [COLUMNS, *(cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    numbers = range(COLUMNS.index("bytes"), len(COLUMNS) - 1)
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in numbers and COLUMNS[column] != "way" else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    """A header and one line per row."""
+    return aligned([COLUMNS, *(cells(row) for row in rows)], right=RIGHT)

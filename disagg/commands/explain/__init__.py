@@ -1,1 +1,1 @@
-"""`disagg explain`: who sends what to whom, before a byte moves."""
+"""`disagg explain`: the transfers of one request, before a byte moves."""

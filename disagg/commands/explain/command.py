@@ -1,4 +1,4 @@
-"""`disagg explain`: before a byte moves, who would send what to whom, and why that way."""
+"""`disagg explain`: the transfers that one request would need, and the reason for each path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.console import Console
 
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.explain.study import Costs, Question, engine_of, study
+from disagg.commands.explain.engine import Costs, engine_of
+from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.table import show
 from disagg.commands.shell.errors import one_sentence
 from disagg.core.errors import ConfigError
@@ -30,29 +31,46 @@ Examples:
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option("--model", required=True, help="A preset, or the path of a config.json.")
-@click.option("--decode-model", metavar="MODEL", help="The decode side's, where it is another: what does not match is named.")
-@click.option("--prefill", required=True, metavar="SIDE", help="Such as tp=4,pp=2,page=16,layout=nhd.")
-@click.option("--decode", required=True, metavar="SIDE", help="The other side.")
+@click.option("--decode-model", metavar="MODEL", help="Model of the decode side, if it differs; mismatches are named.")
+@click.option("--prefill", required=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16,layout=nhd.")
+@click.option("--decode", required=True, metavar="SIDE", help="The decode side.")
 @click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
-@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="First tokens that the decode side has already.")
+@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="Leading tokens that the decode side already has.")
 @click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
 @click.option("--backend", default="nixl", help="Engine: nixl, mooncake, local, or a third party's.")
 @click.option(
-    "--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="auto: two processes of one host."
+    "--transport",
+    type=click.Choice(["auto", "rdma", "tcp", "shm"]),
+    default="auto",
+    help="auto: as between two processes of one host.",
 )
-@click.option("--pack-below", type=click.IntRange(0), metavar="BYTES", help="Pack smaller pieces; 0: none; else the engine's.")
+@click.option(
+    "--pack-below",
+    type=click.IntRange(0),
+    metavar="BYTES",
+    help="Pack pieces below this size; 0: never; default: the engine's threshold.",
+)
 @click.option(
     "--pages",
     type=click.Choice(["random", "consecutive"]),
     default="random",
-    help="Which pages the request has: disagg-bench's random ones, or one behind the other.",
+    help="The request's pages: random ones as in disagg-bench, or consecutive ones.",
 )
-@click.option("--seed", type=int, default=0, help="Of the random page ids.")
-@click.option("--piece-us", type=click.FloatRange(0), help="Microseconds of a piece that goes by itself; else as measured.")
-@click.option("--gbps", type=click.FloatRange(0, min_open=True), help="1e9 bytes per second of long pieces; else as measured.")
-@click.option("--packed-gbps", type=click.FloatRange(0, min_open=True), help="The same of packed ones; else as measured.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there; - for the output.")
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw it (png, svg or pdf).")
+@click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
+@click.option("--piece-us", type=click.FloatRange(0), help="Microseconds per piece sent directly; default: measured.")
+@click.option(
+    "--gbps", type=click.FloatRange(0, min_open=True), help="1e9 bytes per second for long pieces; default: measured."
+)
+@click.option(
+    "--packed-gbps", type=click.FloatRange(0, min_open=True), help="1e9 bytes per second for packed pieces; default: measured."
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the result as JSON; - for standard output.",
+)
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture (png, svg or pdf).")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def explain(
@@ -69,32 +87,33 @@ def explain(
     plot_file: Path | None,
     **settings: int | str | None,
 ) -> None:
-    """Say who would send what to whom for one request, and why that way, without an engine and without memory: bytes, runs
-    and descriptors are those that a run with disagg-bench reports. Exit status 2 where the sides do not fit each other.
+    """Show which ranks would send what to each other for one request, and why each component takes its path. No engine is
+    started and no memory allocated; bytes, runs and descriptors are those that disagg-bench reports for the same case.
+    Exit status 2 if the sides do not fit each other.
     """
     case = Case(prefill=Side.parse(prefill), decode=Side.parse(decode), num_layers=layers, **settings)  # type: ignore[arg-type]
-    question = Question(
+    request = ExplainRequest(
         case=case,
         decode_model=decode_model,
         consecutive=pages == "consecutive",
         costs=given_costs(case, piece_us=piece_us, gbps=gbps, packed_gbps=packed_gbps),
     )
-    found = study(question)
+    found = explain_request(request)
     if plot_file is not None:
         from disagg.commands.explain.plot import plot
 
         plot(found, plot_file)
-    encoded = msgspec.json.format(msgspec.json.encode(found.explanation), indent=2) + b"\n"
+    encoded = msgspec.json.format(msgspec.json.encode(found.summary), indent=2) + b"\n"
     if str(json_file) == "-":
         sys.stdout.write(encoded.decode())
         return
     if json_file is not None:
         json_file.write_bytes(encoded)
-    show(found, Console())
+    show(found.summary, Console())
 
 
 def given_costs(case: Case, *, piece_us: float | None, gbps: float | None, packed_gbps: float | None) -> Costs | None:
-    """The costs as given, over those measured. Raises `ConfigError` where some are given and the others are not known."""
+    """The costs given, over the measured ones. Raises `ConfigError` if only some are given and the others are unknown."""
     given = {"piece_s": None if piece_us is None else piece_us / 1e6, "gbps": gbps, "packed_gbps": packed_gbps}
     chosen = {name: value for name, value in given.items() if value is not None}
     if not chosen:

@@ -1,71 +1,73 @@
-"""What `disagg explain --plot` draws: ranks as boxes with flows as bands between them, and pages of memory, line by line as
-they lie there, coloured by who writes or reads them: how long the coloured lines are is how long the pieces are.
+"""The picture of `disagg explain --plot`: ranks as boxes with flows as bands between them, and pages of memory, line by line.
+
+Pages are coloured by the peer rank that writes or reads the bytes, so the length of a coloured line is the length of a piece.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from disagg.commands.explain.counting import size, token_runs
-from disagg.commands.explain.study import Pair, Study
+from disagg.commands.explain.explanation import Explanation
+from disagg.commands.explain.summary import Pair
+from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
-from disagg.core.rows import Pages
+from disagg.core.rows import Slot
+from disagg.layout.binding import bind_rows
 from disagg.layout.ownership import Intervals
 from disagg.layout.plan import ComponentPlan, SpanClass
 from disagg.layout.tables import TOKEN, TensorLayout
 
 MAX_SHOWN = 4
-"""Ranks of one side whose page is drawn."""
+"""Ranks of each side whose page is drawn."""
 MAX_LINES = 64
-"""Lines of a page that are drawn."""
+"""Lines drawn of a page."""
 LABELLED_LINES = 20
-"""Up to so many lines pieces have room for their size."""
-NOBODY = "#e6e6e6"
+"""Pieces are labelled with their size in pages of up to this many lines."""
+UNUSED = "#e6e6e6"
 FORMATS = ("pdf", "png", "svg")
 
 
-def plot(study: Study, file: Path) -> None:
-    """Draw an explanation. Raises `ConfigError` for a format that there is not, or where matplotlib is not installed."""
+def plot(explanation: Explanation, file: Path) -> None:
+    """Draw an explanation. Raises `ConfigError` for an unknown format, or if matplotlib is not installed."""
     if file.suffix.removeprefix(".").lower() not in FORMATS:
         raise ConfigError(f"plot: expected a file name that ends in one of {', '.join(FORMATS)}, found {str(file)!r}")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plot: the package 'matplotlib' is missing: pip install 'disagg[plot]'") from error
-    found = study.explanation
+    found = explanation.summary
     figure: Any = Figure(figsize=(15, 8), layout="constrained")
     flows, memory = figure.subfigures(1, 2, width_ratios=(2, 3))
-    _draw_flows(flows.subplots(), found.pairs, len(study.source.items), len(study.destination.items))
-    _draw_memory(memory, study)
+    _draw_flows(flows.subplots(), found.pairs, len(explanation.source.items), len(explanation.destination.items))
+    _draw_memory(memory, explanation)
     figure.suptitle(f"{found.model}, {found.tokens} tokens: prefill {found.prefill} -> decode {found.decode}", fontsize=13)
     figure.savefig(file, dpi=110)
 
 
 def colour(rank: int) -> Any:
-    """A prefill rank's colour, wherever it is drawn."""
+    """A prefill rank's colour."""
     import matplotlib as mpl
 
     return mpl.colormaps["tab10"](rank % 10)
 
 
 def reader_colour(rank: int) -> Any:
-    """A decode rank's colour: other ones, so that nobody takes it for a prefill rank."""
+    """A decode rank's colour, from another map than the prefill ranks'."""
     import matplotlib as mpl
 
     return mpl.colormaps["Set3"](rank % 12)
 
 
-# -- who sends what to whom --------------------------------------------------------------------------------------------
+# -- flows between ranks --------------------------------------------------------------------------------------------
 
 
 def _draw_flows(axes: Any, pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> None:
-    """Boxes of both sides, as high as the bytes they move, and a band for every pair."""
+    """Draw boxes of both sides, as high as the bytes they move, and a band for every pair."""
     total = sum(pair.bytes for pair in pairs) or 1
     ours = _boxes(
         axes, [sum(p.bytes for p in pairs if p.source == rank) / total for rank in range(num_sources)], 0.0, "prefill"
@@ -88,11 +90,11 @@ def _draw_flows(axes: Any, pairs: Sequence[Pair], num_sources: int, num_destinat
     axes.set_xlim(-0.12, 1.12)
     axes.invert_yaxis()
     axes.set_axis_off()
-    axes.set_title("who writes how much to whom", fontsize=11)
+    axes.set_title("bytes written between ranks", fontsize=11)
 
 
 def _boxes(axes: Any, heights: Sequence[float], x: float, role: str) -> list[float]:
-    """A box per rank, one below the other; where each begins."""
+    """Draw a box per rank, one below the other; returns where each begins."""
     gap, at, begins = 0.6 / max(len(heights), 4), 0.0, []
     spread = 1.0 + gap * 8
     free = (spread - sum(heights)) / (len(heights) + 1)
@@ -107,12 +109,12 @@ def _boxes(axes: Any, heights: Sequence[float], x: float, role: str) -> list[flo
     return begins
 
 
-# -- how it lies in memory ---------------------------------------------------------------------------------------------
+# -- pages of memory ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`nbytes` from `start` of a row, that rank `other` writes or reads; `remote` is where they lie there."""
+    """`nbytes` from offset `start` of a row, which rank `other` writes or reads at its address `remote`."""
 
     start: int
     nbytes: int
@@ -122,7 +124,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Page:
-    """One row of one rank in one layer: lines of memory, each a position of the outermost axis, and the pieces in it."""
+    """One row of one rank in one layer: lines of memory, one per position of the outermost axis, and the pieces in it."""
 
     rank: int
     line_nbytes: int
@@ -131,9 +133,9 @@ class Page:
     pieces: tuple[Piece, ...]
 
 
-def page_of(study: Study, name: str, role: str, rank: int, *, side: int) -> Page | None:
-    """The first row of the request on one rank of the source (0) or the destination (1); `None` where it has none."""
-    half = (study.source, study.destination)[side]
+def page_of(explanation: Explanation, name: str, role: str, rank: int, *, side: int) -> Page | None:
+    """The request's first row on one rank of the source (0) or the destination (1); `None` if the rank has none."""
+    half = (explanation.source, explanation.destination)[side]
     layout = half.table.ranks[rank].by_name.get(name)
     if layout is None or name not in half.placements[rank] or not layout.tensor(role).layers:
         return None
@@ -141,86 +143,72 @@ def page_of(study: Study, name: str, role: str, rank: int, *, side: int) -> Page
     strides = {axis: stride for axis, stride in place.strides.items() if axis in (TOKEN, split_axis(layout.tensor(role)))}
     line_axis = max(strides, key=lambda axis: (strides[axis], axis == TOKEN))
     pieces: list[Piece] = []
-    for pair, plan in study.plans.items():
+    for pair, plan in explanation.plans.items():
         if pair[side] == rank and name in plan.components:
-            pieces += _pieces(study, plan.components[name], role, pair, side=side, base=place.bases[0])
+            pieces += _pieces(explanation, plan.components[name], role, pair, side=side, base=place.bases[0])
     if not pieces:
         return None
     stop = max(piece.start + piece.nbytes for piece in pieces)
-    return Page(rank, strides[line_axis], -(-stop // strides[line_axis]), line_axis, tuple(_joined(pieces)))
+    return Page(
+        rank,
+        strides[line_axis],
+        -(-stop // strides[line_axis]),
+        line_axis,
+        tuple(sorted(pieces, key=lambda piece: piece.start)),
+    )
 
 
 def split_axis(tensor: TensorLayout) -> str:
-    """The inner axis that ranks share out, or the first one."""
+    """The inner axis that is divided among ranks, or the first one."""
     return next((a.name for a in tensor.inner_axes if isinstance(a.owned, Intervals)), tensor.inner_axes[0].name)
 
 
 def _pieces(
-    study: Study, component: ComponentPlan, role: str, pair: tuple[int, int], *, side: int, base: int
+    explanation: Explanation, component: ComponentPlan, role: str, pair: tuple[int, int], *, side: int, base: int
 ) -> Iterator[Piece]:
-    """What a pair moves of the first row on one side, in the tensor's first layer there, one by one."""
-    need = study.destination.items[pair[1]].needs[component.name]
-    rows = study.source.rows(pair[0], component.name), study.destination.rows(pair[1], component.name)
-    first_row = rows[side].ids[0] if isinstance(rows[side], Pages) else rows[side].id  # type: ignore[union-attr]
-    for span in component.spans:
-        bases = (span.source_bases, span.destination_bases)
-        inside = int(bases[side][0]) - base
-        if span.role != role or not 0 <= inside < max(span.row_strides[side], 1):
-            continue
-        runs = token_runs(component, span.granule, source=rows[0], destination=rows[1], need=need)
-        for i in np.flatnonzero(runs.rows[side] == first_row).tolist():
-            starts = [
-                int(bases[s][0]) + int(runs.rows[s][i]) * span.row_strides[s] + int(runs.offsets[s][i]) * span.token_strides[s]
-                for s in (0, 1)
-            ]
-            mine = starts[side] - base - int(first_row) * span.row_strides[side]
-            yield from _steps(span, int(runs.length[i]), (mine, starts[1 - side]), pair[1 - side], side=side)
+    """What a pair moves of the first row on one side, in the tensor's first layer there, which begins at `base`."""
+    numbers = tuple(i for i, span in enumerate(component.spans) if span.role == role and _in_first_row(span, side, base))
+    if not numbers:
+        return
+    need = explanation.destination.items[pair[1]].needs[component.name]
+    rows = explanation.source.rows(pair[0], component.name), explanation.destination.rows(pair[1], component.name)
+    copies = bind_rows(
+        component,
+        source=rows[0],
+        destination=rows[1],
+        tokens=need,
+        num_tokens=need[1],
+        layers=[int(component.spans[numbers[0]].layers[0])],
+        spans=numbers,
+    ).copies()
+    mine = rows[side]
+    row_nbytes = component.spans[numbers[0]].row_strides[side]
+    row_address = base + int(mine.id if isinstance(mine, Slot) else mine.ids[0]) * row_nbytes
+    addresses = (copies.source, copies.destination)
+    starts, remote = addresses[side].astype(np.int64) - row_address, addresses[1 - side].astype(np.int64)
+    sizes = copies.nbytes.astype(np.int64)
+    for i in np.flatnonzero((starts < row_nbytes) & (starts + sizes > 0)).tolist():
+        start, stop = max(int(starts[i]), 0), min(int(starts[i] + sizes[i]), row_nbytes)
+        yield Piece(start, stop - start, pair[1 - side], int(remote[i]) + start - int(starts[i]))
 
 
-def _steps(span: SpanClass, length: int, starts: tuple[int, int], other: int, *, side: int) -> Iterator[Piece]:
-    """The pieces of one run; `starts` and strides on this side first."""
-    levels = [(count, ours, theirs) for count, ours, theirs in span.dims]
-    if not span.dense:
-        levels.insert(0, (length, *span.token_strides))
-    nbytes = span.nbytes * length if span.dense else span.nbytes
-    for steps in itertools.product(*(range(level[0]) for level in levels)):
-        here, there = (sum(step * level[1 + s] for step, level in zip(steps, levels, strict=True)) for s in (side, 1 - side))
-        yield Piece(starts[0] + here, nbytes, other, starts[1] + there)
+def _in_first_row(span: SpanClass, side: int, base: int) -> bool:
+    """Whether a span class begins in row 0 of the layer that begins at `base`."""
+    bases = (span.source_bases, span.destination_bases)[side]
+    return 0 <= int(bases[0]) - base < max(span.row_strides[side], 1)
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """In order, neighbours joined where both sides go on."""
-    last: Piece | None = None
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if (
-            last
-            and last.other == piece.other
-            and (last.start + last.nbytes, last.remote + last.nbytes)
-            == (
-                piece.start,
-                piece.remote,
-            )
-        ):
-            last = replace(last, nbytes=last.nbytes + piece.nbytes)
-            continue
-        if last:
-            yield last
-        last = piece
-    if last:
-        yield last
-
-
-def _draw_memory(figure: Any, study: Study) -> None:
-    """A page of some ranks of each side, for the first component that has pages, or else the first one."""
-    parts = [part for pair in study.explanation.pairs for part in pair.components]
-    paged = [part for part in parts if study.source.spec.state(part.name).rows == "pages"]
+def _draw_memory(figure: Any, explanation: Explanation) -> None:
+    """Draw a page of some ranks of each side, of the first component with pages, or else the first component."""
+    parts = [part for pair in explanation.summary.pairs for part in pair.components]
+    paged = [part for part in parts if explanation.source.spec.state(part.name).rows == "pages"]
     if not parts:
         return
     name = (paged or parts)[0].name
-    role = study.source.spec.state(name).roles[0].name
+    role = explanation.source.spec.state(name).roles[0].name
     pages = [
-        [page for rank in range(len(half.items)) if (page := page_of(study, name, role, rank, side=side))][:MAX_SHOWN]
-        for side, half in enumerate((study.source, study.destination))
+        [page for rank in range(len(half.items)) if (page := page_of(explanation, name, role, rank, side=side))][:MAX_SHOWN]
+        for side, half in enumerate((explanation.source, explanation.destination))
     ]
     grid = figure.subplots(2, max(len(pages[0]), len(pages[1]), 1), squeeze=False)
     for line in grid:
@@ -230,17 +218,17 @@ def _draw_memory(figure: Any, study: Study) -> None:
         for axes, page in zip(grid[side], shown, strict=False):
             _draw_page(axes, page, f"{titles[0]} rank {page.rank}", titles[1], side)
     figure.suptitle(
-        f"one row of {name!r}, tensor {role!r}, one layer, as it lies in memory: line by line, left to right.\n"
+        f"one row of {name!r}, tensor {role!r}, one layer, in memory order: line by line, left to right.\n"
         "Prefill pages are coloured by the decode rank that needs the bytes, decode pages by the prefill rank\n"
-        "that writes them. A black stroke begins a piece: what lies together on both sides",
+        "that writes them. A black stroke marks the start of a piece, which is contiguous on both sides",
         fontsize=9,
     )
 
 
 def _draw_page(axes: Any, page: Page, title: str, verb: str, side: int) -> None:
-    """Lines of memory with their pieces; those beyond `MAX_LINES` are left out."""
+    """Draw lines of memory with their pieces, up to `MAX_LINES` of them."""
     num_lines = min(page.num_lines, MAX_LINES)
-    axes.barh(range(num_lines), [page.line_nbytes] * num_lines, height=1.0, color=NOBODY)
+    axes.barh(range(num_lines), [page.line_nbytes] * num_lines, height=1.0, color=UNUSED)
     for piece in page.pieces:
         at, stop = piece.start, piece.start + piece.nbytes
         first, begin = divmod(at, page.line_nbytes)

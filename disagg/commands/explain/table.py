@@ -1,4 +1,4 @@
-"""What `disagg explain` prints."""
+"""The table that `disagg explain` prints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from disagg.commands.explain.counting import size
-from disagg.commands.explain.study import Costs, Explanation, Pair, Part, Study
+from disagg.commands.explain.engine import Costs
+from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
+from disagg.commands.shell.text import size
 
-WAYS = {"direct": "direct", "source": "packed at source", "packed": "packed (slots)"}
-"""Columns of descriptors; that of what is packed at the source alone is there where anything is."""
+PATHS = {"direct": "direct", "packed": "packed (buffers)"}
+"""The columns of descriptors, by path."""
 WIDTH = 140
-"""At least so wide: a table that is cut says nothing; terminals wrap it."""
+"""Minimum width: terminals wrap a wide table, while a cut one loses figures."""
 
 
-def show(study: Study, console: Console) -> None:
-    """Print an explanation: pairs, reasons, who sends to how many, hot spots, totals."""
-    found = study.explanation
+def show(found: Summary, console: Console) -> None:
+    """Print a summary: pairs, reasons, peers of each rank, hot spots, totals."""
     out = console if console.width >= WIDTH else Console(width=WIDTH, file=console.file, color_system=None)
     sides = f"prefill {found.prefill} -> decode {found.decode}"
     print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=out.file)
@@ -30,27 +30,26 @@ def show(study: Study, console: Console) -> None:
         print(line, file=out.file)
 
 
-def pairs_table(found: Explanation) -> Table:
-    """A line per pair of ranks and component; the number says which of the reasons below it has."""
+def pairs_table(found: Summary) -> Table:
+    """A line per pair of ranks and component; the number refers to the reasons below the table."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
         table.add_column(name, no_wrap=True)
-    shown = [way for way in WAYS if way != "source" or any("source" in p.ways for pair in found.pairs for p in pair.components)]
-    for name in ("bytes", "runs", "mean run", *(WAYS[way] for way in shown), "ms"):
+    for name in ("bytes", "runs", "mean run", *PATHS.values(), "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("way", no_wrap=True)
     numbers = numbered(found.pairs)
     for pair in found.pairs:
         ranks = (str(pair.source), str(pair.destination))
         for part in pair.components:
-            table.add_row(*ranks, *_cells(part, shown), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
+            table.add_row(*ranks, *_cells(part), f"{part.way} [dim]({numbers[_key(part)]})[/dim]")
             ranks = ("", "")
     return table
 
 
-def _cells(part: Part, shown: Sequence[str]) -> tuple[str, ...]:
-    by_way = [str(part.ways[way].descriptors) if way in part.ways else "-" for way in shown]
-    return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_way, milliseconds(part.seconds)
+def _cells(part: Part) -> tuple[str, ...]:
+    by_path = [str(part.ways[path].descriptors) if path in part.ways else "-" for path in PATHS]
+    return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_path, milliseconds(part.seconds)
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -62,19 +61,19 @@ def _key(part: Part) -> tuple[str, str, str]:
 
 
 def numbered(pairs: Sequence[Pair]) -> Mapping[tuple[str, str, str], int]:
-    """Every reason once, in the order in which they come."""
+    """Each distinct reason with its number, in order of appearance."""
     keys = dict.fromkeys(_key(part) for pair in pairs for part in pair.components)
     return {key: number for number, key in enumerate(keys, 1)}
 
 
 def reasons(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Why each component goes the way it goes."""
+    """Why each component takes its path."""
     for (name, way, reason), number in numbered(pairs).items():
         yield f"({number}) {name}, {way}: {reason}."
 
 
-def fans(found: Explanation) -> Iterator[str]:
-    """How many partners each rank has; ranks that are alike in one line."""
+def fans(found: Summary) -> Iterator[str]:
+    """How many peers each rank has; ranks with the same figures share a line."""
     for role, verbs, partners, other in (
         ("prefill", ("writes to", "write to"), found.fan_out, "decode"),
         ("decode", ("is written by", "are written by"), found.fan_in, "prefill"),
@@ -91,24 +90,24 @@ def fans(found: Explanation) -> Iterator[str]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-3, 6 for 0, 1, 2, 3, 6."""
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
     groups = [list(group) for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(g[0][1]) if len(g) == 1 else f"{g[0][1]}-{g[-1][1]}" for g in groups)
 
 
-def ends(found: Explanation) -> Iterator[str]:
-    """Hot spots, time and totals."""
+def ends(found: Summary) -> Iterator[str]:
+    """Hot spots, totals and the predicted time."""
     yield from (f"hot spot: {line}" for line in found.hot_spots)
     if not found.hot_spots:
-        yield "no hot spots: every rank moves as much as the others of its side, within half as much again"
+        yield f"no hot spots: no rank moves more than {BUSY} times the mean of its side"
     yield f"total: {found.total_bytes} bytes delivered in {found.runs} runs, as {found.descriptors} descriptors" + (
         "; every needed byte is written exactly once" if found.covered else "; NOT every needed byte is covered"
     )
     yield predicted(found)
 
 
-def predicted(found: Explanation) -> str:
-    """The time, and what it rests on."""
+def predicted(found: Summary) -> str:
+    """The predicted time and the costs it is computed from."""
     if found.costs is None or found.seconds is None:
         return (
             f"predicted: costs of {found.backend} over {found.transport} have not been measured; "
@@ -116,10 +115,10 @@ def predicted(found: Explanation) -> str:
         )
     rate = found.total_bytes / found.seconds / 1e9 if found.seconds else 0.0
     return (
-        f"predicted: {milliseconds(found.seconds)} ms, {rate:.2f} GB/s in all, where every rank has a core and a link of "
-        f"its own ({_costs(found.costs)})"
+        f"predicted: {milliseconds(found.seconds)} ms, {rate:.2f} GB/s in total, if each rank has its own core and link "
+        f"({_costs(found.costs)})"
     )
 
 
 def _costs(costs: Costs) -> str:
-    return f"{1e6 * costs.piece_s:.3g} us a piece, {costs.gbps:g} GB/s in long ones, {costs.packed_gbps:g} GB/s packed"
+    return f"{1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:g} GB/s for long pieces, {costs.packed_gbps:g} GB/s packed"

@@ -1,0 +1,79 @@
+"""The engine of an explanation: how it stages pieces, and what moving bytes costs with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from disagg.backends import registry as backends
+from disagg.backends.abilities import SaysStaging
+from disagg.backends.base import BackendOptions, StagingShape, Transport
+from disagg.commands.shell.text import size
+from disagg.core.errors import ConfigError
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Costs of one rank: seconds per piece and 1e9 bytes per second sent directly, and 1e9 bytes per second packed."""
+
+    piece_s: float
+    gbps: float
+    packed_gbps: float
+
+    def direct_s(self, nbytes: int, descriptors: int) -> float:
+        """Seconds to send bytes piece by piece."""
+        return nbytes / self.gbps / 1e9 + descriptors * self.piece_s
+
+    def packed_s(self, nbytes: int) -> float:
+        """Seconds to send bytes packed. An engine that gathers pieces itself is assumed to be as fast."""
+        return nbytes / self.packed_gbps / 1e9
+
+
+class Engine(NamedTuple):
+    """An engine over one transport. `costs` are measured ones (`docs/engines.md`), or `None` where there is no measurement."""
+
+    name: str
+    transport: str
+    staging: StagingShape
+    costs: Costs | None
+
+    @property
+    def threshold(self) -> str:
+        """The packing threshold in words."""
+        return f"{size(self.staging.pack_below)}, the packing threshold of {self.name} over {self.transport}"
+
+
+_COSTS: Mapping[tuple[str, str], Costs | None] = {
+    ("nixl", "shm"): Costs(0.5e-6, 5.9, 5.5),
+    ("nixl", "tcp"): Costs(3.7e-6, 6.5, 4.0),
+    ("nixl", "rdma"): None,
+    ("mooncake", "tcp"): Costs(14e-6, 4.4, 3.5),
+    ("mooncake", "rdma"): None,
+    ("nvlink", "peer memory"): None,
+    ("local", "memory"): Costs(2e-8, 12.0, 6.0),
+}
+_AUTO = {"nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
+"""The transport that an engine chooses between two processes of one host."""
+_FIXED = ("nvlink", "local")
+"""Engines with one fixed transport, whatever the options request."""
+
+
+def engine_of(backend: str, transport: str) -> Engine:
+    """What is known about an engine and a transport without starting it. Raises `ConfigError` for an unknown name."""
+    if backend not in ("auto", *backends.available()):
+        raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
+    name = backends.AUTO[0] if backend == "auto" else backend
+    known = [of for engine, of in _COSTS if engine == name]
+    chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
+    if known and chosen not in known:
+        raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
+    return Engine(name, chosen, declared_staging(name, transport), _COSTS.get((name, chosen)))
+
+
+def declared_staging(backend: str, transport: str) -> StagingShape:
+    """The staging that a backend declares for these options; no packing if it declares none before it runs."""
+    (entry,) = importlib.metadata.entry_points(group=backends.ENTRY_POINTS, name=backend)
+    kind = entry.load()
+    return kind.staging_for(BackendOptions(transport=Transport(transport))) if isinstance(kind, SaysStaging) else StagingShape()

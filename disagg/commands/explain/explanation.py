@@ -1,0 +1,100 @@
+"""The explanation of one request: both instances, the plan of every pair of ranks, and what these come to.
+
+Requests get their rows as `disagg-bench` deals them, so its bytes, pieces and posts for the same case are these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from disagg.commands.cases.workload import Case
+from disagg.commands.explain.counting import CopyCounter
+from disagg.commands.explain.engine import Costs, Engine, engine_of
+from disagg.commands.explain.instance import Instance, instance_of
+from disagg.commands.explain.paths import explain_pair
+from disagg.commands.explain.summary import Pair, Summary, busiest_s, hot_spots, partners
+from disagg.core.errors import ConfigError, LayoutError
+from disagg.layout.election import elect
+from disagg.layout.plan import TransferPlan, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainRequest:
+    """A case of the benchmark to be explained. `decode_model` is the decode side's model if it differs.
+
+    `consecutive`: the request's pages follow each other, instead of the benchmark's random ones.
+    """
+
+    case: Case
+    decode_model: str | None = None
+    consecutive: bool = False
+    costs: Costs | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The case's engine, with the threshold and costs given here. Raises `ConfigError` for an unknown one."""
+        engine, pack_below = engine_of(self.case.backend, self.case.transport), self.case.pack_below
+        staging = engine.staging if pack_below is None else replace(engine.staging, pack_below=pack_below)
+        return engine._replace(staging=staging, costs=self.costs or engine.costs)
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Both instances, the plan of each pair of ranks, and the summary."""
+
+    source: Instance
+    destination: Instance
+    plans: Mapping[tuple[int, int], TransferPlan]
+    summary: Summary
+
+
+def explain_request(request: ExplainRequest) -> Explanation:
+    """Explain a request. Raises `ConfigError` for impossible sides, and for layouts that do not match, with both values."""
+    engine, case = request.engine, request.case
+    source = instance_of(case, "prefill", model=case.model, consecutive=request.consecutive)
+    destination = instance_of(case, "decode", model=request.decode_model or case.model, consecutive=request.consecutive)
+    try:
+        election = elect(source.table, destination.table)
+    except LayoutError as error:
+        raise ConfigError(f"prefill {source.side} ('here') cannot serve decode {destination.side} ('peer'): {error}") from error
+    plans = {
+        (ours, theirs): make_plan(
+            election,
+            source=(ours, source.table, source.placements[ours]),
+            destination=(theirs, destination.table, destination.placements[theirs]),
+        )
+        for ours, theirs in sorted(election.by_pair)
+    }
+    counter = CopyCounter()
+    found = (explain_pair(source, destination, ranks, plan, engine, counter) for ranks, plan in plans.items())
+    pairs = tuple(pair for pair in found if pair.bytes)
+    return Explanation(source, destination, plans, _summary(case.tokens, engine, source, destination, pairs))
+
+
+def _summary(tokens: int, engine: Engine, source: Instance, destination: Instance, pairs: tuple[Pair, ...]) -> Summary:
+    received = Counter[int]()
+    for pair in pairs:
+        received[pair.destination] += pair.bytes
+    parts = [part for pair in pairs for part in pair.components]
+    return Summary(
+        model=source.spec.name,
+        tokens=tokens,
+        prefill=str(source.side),
+        decode=str(destination.side),
+        backend=engine.name,
+        transport=engine.transport,
+        pack_below=engine.staging.pack_below,
+        slot_bytes=engine.staging.slot_nbytes,
+        costs=engine.costs,
+        pairs=pairs,
+        total_bytes=received.total(),
+        covered=all(destination.needed_nbytes(rank) == received[rank] for rank in range(len(destination.items))),
+        runs=sum(part.runs for part in parts),
+        descriptors=sum(part.descriptors for part in parts),
+        seconds=busiest_s(pairs) if engine.costs else None,
+        fan_out=partners(pairs, of="source"),
+        fan_in=partners(pairs, of="destination"),
+        hot_spots=tuple(hot_spots(pairs, len(source.items), len(destination.items))),
+    )

@@ -1,0 +1,79 @@
+"""One instance of an explanation: the ranks of its first group, with pools that are laid out but not allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg.commands.cases.instructions import Item
+from disagg.commands.cases.places import rows_of
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case, items_of, rows_needed
+from disagg.commands.explain.counting import FIRST_ADDRESS
+from disagg.core.memory import ITEMSIZE
+from disagg.core.rows import Rows
+from disagg.layout.ownership import Share
+from disagg.layout.placement import Placement
+from disagg.layout.tables import ComponentLayout, LayoutTable, layout_table
+from disagg.models.families import ModelSpec, load_model
+from disagg.models.pools import lay_out
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """One side: its layout table, and for each rank of its first group the placements of its pools and the request's rows."""
+
+    side: Side
+    spec: ModelSpec
+    table: LayoutTable
+    placements: tuple[Mapping[str, Placement], ...]
+    items: tuple[Item, ...]
+
+    def rows(self, rank: int, name: str) -> Rows:
+        """The request's rows of a component on a rank."""
+        return rows_of(self.spec.state(name), self.items[rank])
+
+    def needed_nbytes(self, rank: int) -> int:
+        """Bytes that a rank's own layouts require, computed without a plan."""
+        needs = self.items[rank].needs
+        return sum(_layout_nbytes(layout, needs[layout.name]) for layout in self.table.ranks[rank].components)
+
+
+def instance_of(case: Case, role: str, *, model: str, consecutive: bool) -> Instance:
+    """One side of a case, with the rows that the benchmark deals it; `consecutive`: the first rows of every pool instead."""
+    ours = role == "prefill"
+    side, peer, prefix = (case.prefill, case.decode, 0) if ours else (case.decode, case.prefill, case.prefix_hit)
+    spec = load_model(model, num_layers=case.num_layers)
+    pools = {state.name: rows_needed(state, side, case, prefix=prefix) for state in spec.states}
+    dealt = items_of(spec, side, peer, case, name=role, pools=pools, prefix=prefix)
+    shape = side.pool_shape(max(pools.values()), rows=pools)
+    group = [lay_out(spec, rank, shape).components(FIRST_ADDRESS) for rank in side.topology().group()]
+    return Instance(
+        side,
+        spec,
+        layout_table(side.topology(), [component.layouts for component in group[0]]),
+        tuple({c.name: c.placement for c in components if c.placement is not None} for components in group),
+        tuple(_consecutive(items[0]) if consecutive else items[0] for items in dealt[: len(group)]),
+    )
+
+
+def _consecutive(item: Item) -> Item:
+    """The same request in the first rows of every pool."""
+    return msgspec.structs.replace(item, rows={name: tuple(range(len(rows))) for name, rows in item.rows.items()})
+
+
+def _layout_nbytes(layout: ComponentLayout, need: tuple[int, int]) -> int:
+    total = 0
+    for tensor in layout.tensors:
+        nbytes = ITEMSIZE[tensor.dtype] * len(tensor.layers)
+        for axis in tensor.inner_axes:
+            nbytes *= axis.owned.within(axis.size or 0).count_below(axis.size or 0)
+        if tensor.token is not None:
+            granule = tensor.token.granule
+            start, stop = (edge // granule * granule for edge in need)
+            owned = tensor.token.owned.within(need[1]) if isinstance(tensor.token.owned, Share) else tensor.token.owned
+            nbytes *= (owned.count_below(stop) - owned.count_below(start)) // granule
+        total += nbytes
+    return total

@@ -1,0 +1,125 @@
+"""The path that each component takes between a pair of ranks, and the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from disagg.commands.cases.places import streams
+from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason
+from disagg.commands.explain.engine import Engine
+from disagg.commands.explain.instance import Instance
+from disagg.commands.explain.summary import Pair, Part, PathShare
+from disagg.commands.shell.text import size
+from disagg.layout.binding import BoundRows, bind_rows
+from disagg.layout.plan import TransferPlan
+from disagg.runtime.paths import MIN_PIECES, Way, is_small, way_of
+
+
+class Division(NamedTuple):
+    """A component divided among the paths, with the reason. `gathered`: the engine gathers the pieces sent directly."""
+
+    direct: Count
+    packed: Count
+    reason: str
+    gathered: bool = False
+
+
+def explain_pair(
+    source: Instance, destination: Instance, ranks: tuple[int, int], plan: TransferPlan, engine: Engine, counter: CopyCounter
+) -> Pair:
+    """What one prefill rank writes to one decode rank for the request."""
+    parts: list[Part] = []
+    packed_before: Counter[bool] = Counter()  # the packed bytes of one chunk share staging buffers across components
+    for name, component in plan.components.items():
+        needed = destination.items[ranks[1]].needs[name]
+        if needed[0] >= needed[1]:
+            continue
+        bound = bind_rows(
+            component,
+            source=source.rows(ranks[0], name),
+            destination=destination.rows(ranks[1], name),
+            tokens=needed,
+            num_tokens=needed[1],
+        )
+        division = _divide(bound, engine, counter)
+        chunk = streams(destination.spec.state(name))
+        before, room = packed_before[chunk], engine.staging.slot_nbytes
+        packed_before[chunk] += division.packed.nbytes
+        if division.direct.nbytes or division.packed.nbytes:
+            writes = -(-packed_before[chunk] // room) - -(-before // room)
+            parts.append(_part(name, division, writes, engine))
+    seconds = sum(part.seconds or 0.0 for part in parts) if engine.costs else None
+    return Pair(*ranks, tuple(parts), sum(part.bytes for part in parts), seconds)
+
+
+def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
+    """The component's figures; `writes` is how many staging buffers its packed bytes fill."""
+    direct, packed = division.direct, division.packed
+    ways = {}
+    if direct.nbytes:
+        ways["direct"] = PathShare(*direct, descriptors=direct.runs)
+    if packed.nbytes:
+        ways["packed"] = PathShare(*packed, descriptors=writes)
+    nbytes, runs = direct.nbytes + packed.nbytes, direct.runs + packed.runs
+    return Part(
+        name=name,
+        bytes=nbytes,
+        runs=runs,
+        run_bytes_mean=nbytes / runs,
+        descriptors=sum(share.descriptors for share in ways.values()),
+        way="mixed" if len(ways) > 1 else next(iter(ways)),
+        reason=division.reason,
+        ways=ways,
+        seconds=_seconds(division, engine),
+    )
+
+
+def _seconds(division: Division, engine: Engine) -> float | None:
+    """The time of one rank; `None` if the engine's costs are unknown."""
+    costs, direct, packed = engine.costs, division.direct, division.packed
+    if costs is None:
+        return None
+    direct_s = costs.packed_s(direct.nbytes) if division.gathered else costs.direct_s(direct.nbytes, direct.runs)
+    return direct_s + costs.packed_s(packed.nbytes)
+
+
+def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
+    """What the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few."""
+    below, plan = engine.staging.pack_below, whole.plan
+    total = counter.count(whole)
+    everything, nothing = (total, Count()), (Count(), total)
+    small = tuple(i for i, span in enumerate(plan.spans) if is_small(plan, span, below))
+    large = tuple(i for i in range(len(plan.spans)) if i not in small)
+    why = _why(whole, total)
+    if not below:
+        return Division(*everything, f"{why}; packing is off: the threshold is 0")
+    if not small:
+        return Division(*everything, f"{why}; not below {engine.threshold}")
+    if not whole.has_copies(MIN_PIECES):
+        return Division(*everything, f"{why}; fewer than {MIN_PIECES} runs do not justify a staging buffer's two messages")
+    chosen = _only(whole, small)
+    way = way_of(chosen, below, engine.staging.gathers_from)
+    if way is Way.DIRECT:
+        return Division(*everything, f"{why}; {'most of them are ' if large else ''}not below {engine.threshold}")
+    if way is Way.COLLECTED:
+        together = size(mean_run_at_destination(chosen))
+        why = f"{why}; {together} are contiguous at the destination, and the engine gathers them"
+        return Division(*everything, why, gathered=True)
+    if not large:
+        return Division(*nothing, f"{why}; below {engine.threshold}")
+    shares = counter.count(_only(whole, large)), counter.count(chosen)
+    return Division(*shares, f"{why}; only some tensors' pieces are below {engine.threshold}")
+
+
+def _only(whole: BoundRows, spans: tuple[int, ...]) -> BoundRows:
+    """The copies of some span classes."""
+    return BoundRows(whole.plan, spans, [whole.runs[number] for number in spans], whole.layers)
+
+
+def _why(bound: BoundRows, total: Count) -> str:
+    """How long runs are, and why they are not longer."""
+    spans = [bound.plan.spans[number] for number, runs in zip(bound.numbers, bound.runs, strict=True) if len(runs)]
+    widest = max(spans or bound.plan.spans, key=lambda span: span.nbytes)
+    mean = f"runs of {size(total.nbytes / total.runs)}" if total.runs else "nothing"
+    return f"{mean}: {run_end_reason(widest, bound.plan)}"

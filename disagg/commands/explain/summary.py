@@ -1,0 +1,104 @@
+"""The result of `disagg explain` as its JSON has it, and the totals over all pairs of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from disagg.commands.explain.engine import Costs
+from disagg.commands.shell.text import size
+
+BUSY = 1.5
+"""A rank that moves more than this many times the mean of its side is a hot spot."""
+
+
+class PathShare(msgspec.Struct, frozen=True):
+    """The bytes of a component that take one path. `descriptors` go to the engine: one per run, or one per staging buffer."""
+
+    bytes: int
+    runs: int
+    descriptors: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine."""
+
+    name: str
+    bytes: int
+    runs: int
+    run_bytes_mean: float
+    descriptors: int
+    way: str
+    reason: str
+    ways: dict[str, PathShare]
+    seconds: float | None
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """What one prefill rank writes to one decode rank; ranks are numbered within their instances."""
+
+    source: int
+    destination: int
+    components: tuple[Part, ...]
+    bytes: int
+    seconds: float | None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link."""
+
+    model: str
+    tokens: int
+    prefill: str
+    decode: str
+    backend: str
+    transport: str
+    pack_below: int
+    slot_bytes: int
+    costs: Costs | None
+    pairs: tuple[Pair, ...]
+    total_bytes: int
+    covered: bool
+    runs: int
+    descriptors: int
+    seconds: float | None
+    fan_out: dict[int, tuple[int, ...]]
+    fan_in: dict[int, tuple[int, ...]]
+    hot_spots: tuple[str, ...]
+
+
+def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
+    """The peer ranks of each rank of one side, `source` or `destination`."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for pair in pairs:
+        one, other = (pair.source, pair.destination) if of == "source" else (pair.destination, pair.source)
+        found[one].append(other)
+    return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}
+
+
+def busiest_s(pairs: Sequence[Pair]) -> float:
+    """Seconds of the rank, on either side, that takes longest."""
+    spent: dict[tuple[str, int], float] = defaultdict(float)
+    for pair in pairs:
+        for rank in (("prefill", pair.source), ("decode", pair.destination)):
+            spent[rank] += pair.seconds or 0.0
+    return max(spent.values(), default=0.0)
+
+
+def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:
+    """Ranks that move far more than the mean of their side, and prefill ranks that move nothing."""
+    written, received = Counter[int](), Counter[int]()
+    for pair in pairs:
+        written[pair.source] += pair.bytes
+        received[pair.destination] += pair.bytes
+    sides = (("prefill", "writes", written, num_sources), ("decode", "receives", received, num_destinations))
+    for role, verb, moved, num_ranks in sides:
+        mean = sum(moved.values()) / num_ranks
+        for rank in range(num_ranks):
+            if moved[rank] > BUSY * mean:
+                yield f"{role} rank {rank} {verb} {size(moved[rank])}, {moved[rank] / mean:.1f} times the mean of its side"
+        idle = [rank for rank in range(num_ranks) if not moved[rank]]
+        if idle and role == "prefill":
+            yield f"prefill ranks {', '.join(map(str, idle))} write nothing"

@@ -1,0 +1,100 @@
+"""`disagg-bench --thresholds`: its cases, its break-even size, and a small run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.commands.bench.command import run_cases
+from disagg.commands.bench.thresholds import ALWAYS, TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
+from disagg.core.errors import ConfigError
+from disagg.models.families import load_model
+from tests.commands.conftest import Bench
+
+SETTINGS = {
+    "tokens": 64, "device": "cpu", "transport": "auto", "warm_up": 0, "repeat": 1, "seed": 0, "timeout_s": 30.0,
+}  # fmt: skip
+SMALL = ("--tokens", "64", "--repeat", "1", "--warm-up", "0", "--timeout", "30")
+
+
+def test_pieces_of_each_size_are_sent_both_directly_and_packed() -> None:
+    assert load_model("tiny").nbytes(1) == TENSORS * TOKEN_NBYTES
+    rows = run_cases(threshold_cases("local", (4, 1), SETTINGS))
+    assert [(row.prefill, row.pack_below, row.way) for row in rows] == [
+        ("tp=1,page=1", 0, "direct"),
+        ("tp=1,page=1", ALWAYS, "packed"),
+        ("tp=1,page=4", 0, "direct"),
+        ("tp=1,page=4", ALWAYS, "packed"),
+    ]
+    assert all(row.verified and row.bytes == 64 * TENSORS * TOKEN_NBYTES for row in rows)
+    speeds = path_speeds(rows)
+    assert [each.nbytes for each in speeds] == [512, 2048]
+    assert [each.direct for each in speeds] == [row.gbps for row in rows if row.way == "direct"]
+    assert [each.packed for each in speeds] == [row.gbps for row in rows if row.way == "packed"]
+    for direct, packed in zip(rows[::2], rows[1::2], strict=True):
+        assert direct.posts == direct.pieces == pytest.approx(direct.bytes / direct.piece_bytes_mean)
+        assert packed.posts < direct.posts
+
+
+def test_default_sizes_leave_enough_pieces_to_pack() -> None:
+    sizes = {case.prefill.page * TOKEN_NBYTES for case in threshold_cases("local", (), {**SETTINGS, "tokens": None})}
+    assert sizes == {512 << power for power in range(10)}
+    assert {case.prefill.page for case in threshold_cases("local", (), SETTINGS)} == {1, 2, 4, 8, 16}
+    with pytest.raises(ConfigError, match="at most 16 tokens for a request of 64, found 32"):
+        threshold_cases("local", (1, 32), SETTINGS)
+
+
+@given(st.floats(1e-8, 1e-3), st.floats(1e8, 1e11))
+def test_break_even_is_where_a_piece_costs_as_much_as_a_copy(piece_s: float, copy_bytes_per_s: float) -> None:
+    """A piece costs a constant time, a copy a time per byte: equal at the product of both, exact where measured."""
+    expected = piece_s * copy_bytes_per_s
+    sizes = [expected * 2.0**power for power in range(-4, 5)]
+    link = 1e-10
+    speeds = [PathSpeeds(round(s), 1 / (link + piece_s / s), 1 / (link + 1 / copy_bytes_per_s)) for s in sizes]
+    if round(sizes[0]) < 1:
+        return
+    found = break_even(speeds)
+    assert found is not None
+    assert sizes[3] * 0.9 <= found <= sizes[5] * 1.1
+
+
+def test_break_even_at_the_ends_of_what_was_measured() -> None:
+    faster, slower = PathSpeeds(512, 2.0, 1.0), PathSpeeds(1024, 1.0, 2.0)
+    assert break_even([faster]) == 512
+    assert break_even([slower]) is None
+    assert break_even([PathSpeeds(512, 1.0, 4.0), PathSpeeds(1024, 2.0, 1.0)]) == pytest.approx(512 * 2 ** (2 / 3))
+    assert break_even([PathSpeeds(512, 1.0, 4.0), PathSpeeds(1024, 1.0, 1.0)]) == 1024
+
+
+def test_the_command_names_the_engine_and_transport_in_use(bench: Bench) -> None:
+    ended = bench("--backend", "local", "--thresholds", "--page", "1,2", *SMALL)
+    assert ended.status == 0, ended.err
+    first, header, *lines, last = ended.out.splitlines()
+    assert first.startswith("local over memory")
+    assert header.split() == ["piece", "direct", "GB/s", "packed", "GB/s"]
+    assert [line.split()[:2] for line in lines] == [["512", "B"], ["1", "KiB"]]
+    assert last.startswith("break-even: ")
+    assert [row["way"] for row in ended.rows] == ["direct", "packed", "direct", "packed"]
+
+
+def test_real_engines_are_measured(bench: Bench, engine: str) -> None:
+    ended = bench("--backend", engine, "--transport", "tcp", "--thresholds", "--page", "4", *SMALL)
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith(f"{engine} over tcp")
+    assert [row["way"] for row in ended.rows] == ["direct", "packed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--backend", "local", "--model", "tiny"), "--model"),
+        (("--backend", "local", "--prefill", "tp=1", "--pack-below", "4"), "--prefill, --pack-below"),
+        (("--backend", "local", "--tokens", "64,128"), "one length"),
+        ((), "--backend"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_named(bench: Bench, arguments: tuple[str, ...], named: str) -> None:
+    ended = bench("--thresholds", *arguments)
+    assert ended.status == 2
+    assert named in ended.err
