@@ -30,7 +30,7 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
-from disagg.protocol.send_session import SendSession
+from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
 from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
@@ -82,10 +82,12 @@ class Sessions:
                 self.receives.on_busy(peer, message, now)
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """A slot of the destination's ring has been written: tell it, if its request is still known."""
+        """A slot of the destination's ring has been written: tell it. A destination that was lost meanwhile has no such ring any
+        more, and would never answer.
+        """
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
-        if destination is not None:
+        if destination is not None and destination.state is not SendState.LOST:
             self.credits.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
 
     def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:

@@ -29,8 +29,10 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
+    CopyBegun,
     Credit,
     Drained,
+    EarlyComplete,
     Filled,
     Goodbye,
     Heartbeat,
@@ -44,6 +46,7 @@ from disagg.protocol.messages import (
     Reserve,
     RingGrant,
     SlotRow,
+    SlotsFilled,
     Welcome,
     Written,
 )
@@ -74,8 +77,9 @@ RESERVE = Reserve(
 COMPLETE = Complete(
     **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
 )
-EARLY = Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 16, 40),), word=(5, 517))
-FILLED = Complete(**IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
+EARLY = EarlyComplete(**IDS, nonce=7, written=(Written(0, "kv", None, 16, 40),), word=(5, 517))
+BEGUN = CopyBegun(**IDS, nonce=7)
+FILLED = SlotsFilled(**IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
 
 
 def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", plans: bytes = b"") -> list[Message]:
@@ -100,6 +104,7 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         COMPLETE,
         FILLED,
         EARLY,
+        BEGUN,
         Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
         Busy(reason="starting", retry_after_s=1.0),
         Abort(**IDS, nonce=7, reason="client gone", from_writer=True),

@@ -18,7 +18,7 @@ from disagg.layout.agreement import Agreement, decode_placements, encode_placeme
 from disagg.protocol.messages import (
     AnyMessage,
     Busy,
-    Complete,
+    Credit,
     Hello,
     Member,
     RequestMessage,
@@ -109,9 +109,7 @@ class Reader:
             self._open(KEY)
         self.peers.on_inbound(b"c", "", message, self._now)
         self.peers.on_reply("tcp://127.0.0.1:1", message, self._now)
-        if isinstance(message, RequestMessage | Busy):
-            if isinstance(message, Complete):
-                self.sessions.receives.begin_unpack(PEER, message)
+        if isinstance(message, RequestMessage | Busy | Credit):
             self.sessions.on_message(PEER, message, self._now)
         self.peers.tick(self._now)
         self.sessions.tick(self._now)

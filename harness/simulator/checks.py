@@ -84,7 +84,7 @@ def check_ends(hosts: Mapping[PeerRank, Host], flights: set[Flight]) -> bool:
     Returns whether nothing may remain: `False` where rows are quarantined, because of a transfer that never settled or a
     lost peer that was never proved quiescent.
     """
-    touched = {holding for flight in flights for holding in (flight.holding, flight.target)}
+    touched = {holding for flight in flights for holding in (flight.holding, flight.reserved)}
     touched.discard(None)
     complete = not touched
     for host in hosts.values():

@@ -12,15 +12,16 @@ from disagg.protocol.types import PeerRank, StartTransfer
 from harness.simulator.faults import TransferResult
 from harness.simulator.model import PAGE_TOKENS, Flight, Holding, Host, Move, Violation, cell
 from harness.simulator.network import Network
+from harness.simulator.rings import Rings
 from harness.simulator.world import World
 
 
 class Engine:
     """Carries out the transfers of a world. Half of a transfer's cells land half way, the rest at its end."""
 
-    def __init__(self, world: World, network: Network) -> None:
+    def __init__(self, world: World, network: Network, rings: Rings) -> None:
         self.num_transfers = 0
-        self._world, self._network = world, network
+        self._world, self._network, self._rings = world, network, rings
         world.on(StartTransfer, self.start)
 
     def start(self, host: Host, start: StartTransfer) -> None:
@@ -31,7 +32,10 @@ class Engine:
         world.flights.add(flight)
         behaviour = world.faults.transfer(self.num_transfers)
         seen_s = world.faults.early_complete(self.num_transfers)
+        packed = world.faults.packed(self.num_transfers)
         self.num_transfers += 1
+        if packed and self._rings.start(flight, behaviour):
+            return
         half_way, end = world.now + behaviour.seconds / 2, world.now + behaviour.seconds
         if seen_s is not None:  # at the start; half way where it was not yet the last transfer of its request
             self._complete_early(flight)
@@ -53,6 +57,10 @@ class Engine:
     def land(self, flight: Flight, part: slice, *, finished: bool = False) -> None:
         """Copy cells. Bytes of a dead source still land: the network has them."""
         source, destination = flight.source, flight.destination
+        if flight.packed:
+            if flight.late_write is not None:
+                flight.late_write()
+            part = slice(0, 0)
         for move in flight.moves[part]:
             if source.alive and source.owner[move.source_row] is not flight.holding:
                 raise Violation(f"{flight.ticket} read row {move.source_row} of {source.name}, which is not its own")
@@ -66,7 +74,7 @@ class Engine:
 
     def _complete_early(self, flight: Flight) -> None:
         if flight.source.alive and flight.early_complete is None:
-            flight.early_complete = flight.source.sessions.sends.foretell(flight.ticket)
+            flight.early_complete = flight.source.sessions.sends.complete_early(flight.ticket)
             flight.early_epoch = flight.source.epochs[flight.destination.name]
 
     def _done(self, flight: Flight, seen_s: float | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -45,6 +45,12 @@ class Faults(Protocol):
     def early_complete(self, index: int) -> float | None:
         """Seconds from a transfer's landing until its receiver sees the early `Complete`; `None`: none is sent."""
 
+    def packed(self, index: int) -> bool:
+        """Whether the transfer goes through its destination's ring."""
+
+    def unpack_s(self) -> float:
+        """How long the next slot takes to unpack."""
+
     def lateness_s(self) -> float:
         """How late the next tick runs."""
 
@@ -56,6 +62,7 @@ class FixedFaults:
     messages: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     transfers: Mapping[int, Behaviour] = field(default_factory=dict)
     early_complete_s: Mapping[int, float] = field(default_factory=dict)
+    packed_transfers: Set[int] = frozenset()
 
     def message(self, index: int, now: float) -> tuple[float, ...]:  # noqa: ARG002
         return self.messages.get(index, (0.001,))
@@ -65,6 +72,12 @@ class FixedFaults:
 
     def early_complete(self, index: int) -> float | None:
         return self.early_complete_s.get(index)
+
+    def packed(self, index: int) -> bool:
+        return index in self.packed_transfers
+
+    def unpack_s(self) -> float:
+        return 0.003
 
     def lateness_s(self) -> float:
         return 0.0
@@ -110,6 +123,12 @@ class RandomFaults:
         if draw() < 0.5:
             return None
         return NEVER if draw() < self.loss else draw() * draw()
+
+    def packed(self, index: int) -> bool:  # noqa: ARG002
+        return self.rng.random() < 0.4
+
+    def unpack_s(self) -> float:
+        return self.rng.random() * self.rng.random()
 
     def lateness_s(self) -> float:
         return self.rng.random() * 0.05

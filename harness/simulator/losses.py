@@ -61,19 +61,19 @@ class Losses:
     def _notice(self, host: Host, peer: PeerRank, epoch: int, proved: bool) -> None:
         if host.epochs[peer] >= epoch:
             return
-        host.epochs[peer] = epoch
-        self._world.act(host, partial(host.sessions.peer_lost, peer, "connection reset", self._world.now, epoch=epoch))
+        ended, host.epochs[peer] = host.epochs[peer], epoch
+        self._world.act(host, partial(host.sessions.peer_lost, peer, "connection reset", self._world.now, epoch=ended))
         host.unproved.add(peer)
         if proved:
-            self._prove(host, peer, epoch)
+            self._prove(host, peer, epoch, ended)
 
-    def _prove(self, host: Host, peer: PeerRank, epoch: int) -> None:
+    def _prove(self, host: Host, peer: PeerRank, epoch: int, ended: int) -> None:
         """Report the peer quiescent once nothing is or can be in flight over the ended connections."""
         world, pair = self._world, {host.name, peer}
         unaware = world.hosts[peer].epochs[host.name] < epoch
         if unaware or any({f.source.name, f.destination.name} == pair and f.epoch < epoch for f in world.flights):
-            world.at(world.now + PROOF_RETRY_S, partial(self._prove, host, peer, epoch))
+            world.at(world.now + PROOF_RETRY_S, partial(self._prove, host, peer, epoch, ended))
         else:
             if host.epochs[peer] == epoch:
                 host.unproved.discard(peer)
-            world.act(host, partial(host.sessions.peer_quiet, peer, epoch=epoch))
+            world.act(host, partial(host.sessions.peer_quiet, peer, epoch=ended))

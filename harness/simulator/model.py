@@ -5,6 +5,8 @@ A row is a page or a slot. A page has one cell per layer, token and tensor-paral
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER, Event, PeerRank, RequestKey, StartTransfer
+from harness.simulator.ring_pool import RingPool
 from harness.simulator.scenario import DECODE, PREFILL, Scenario, Script
 
 PAGE_TOKENS = 2
@@ -98,7 +101,14 @@ class Host:
 
     def __init__(self, name: PeerRank, scenario: Scenario) -> None:
         self.name = name
-        self.sessions = Sessions(group=name.rank // scenario.group_size(name.instance), limits=scenario.limits)
+        self.rings = RingPool()
+        draws = itertools.count(1)
+        self.sessions = Sessions(
+            group=name.rank // scenario.group_size(name.instance),
+            limits=scenario.limits,
+            rings=self.rings,
+            draw=lambda _bits: next(draws),
+        )
         self.alive = True
         self.born = 0
         self.epochs: dict[PeerRank, int] = {}
@@ -151,6 +161,12 @@ class Flight:
         """Whether the rank that it writes to has restarted since."""
         nonce = start.reserve.nonce
         self.target = None if self.stale else next((o.holding for o in destination.opened if nonce == o.nonce), None)
+        self.reserved = self.target
+        """The destination's rows that stay leased until the transfer settles, also if it writes into a ring."""
+        self.packed = False
+        """Whether it writes into its destination's ring, and not into rows."""
+        self.late_write: Callable[[], None] | None = None
+        """The write of a packed transfer that lands late, or when the simulation ends."""
         self.early_complete: Complete | None = None
         """The `Complete` sent before the transfer finished, over the connection `early_epoch`."""
         self.early_epoch = self.epoch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from disagg.protocol.messages import Busy, RequestMessage, decode, encode
+from disagg.protocol.messages import Busy, Credit, RequestMessage, decode, encode
 from disagg.protocol.types import PeerRank, SendMessage
 from harness.simulator.model import Host
 from harness.simulator.world import World
@@ -31,5 +31,5 @@ class Network:
         host = self._world.hosts[peer]
         if host.epochs[source.name] == epoch:
             message = decode(data)
-            assert isinstance(message, RequestMessage | Busy)
+            assert isinstance(message, RequestMessage | Busy | Credit)
             self._world.act(host, partial(host.sessions.on_message, source.name, message, self._world.now))

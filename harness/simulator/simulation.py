@@ -9,6 +9,7 @@ from harness.simulator.faults import Faults
 from harness.simulator.losses import Losses
 from harness.simulator.model import Host
 from harness.simulator.network import Network
+from harness.simulator.rings import Rings, check_rings
 from harness.simulator.scenario import Scenario
 from harness.simulator.servers import Servers
 from harness.simulator.world import World
@@ -20,7 +21,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, faults: Faults) -> None:
         self._world = World(scenario, faults)
         self._network = Network(self._world)
-        self._engine = Engine(self._world, self._network)
+        self._engine = Engine(self._world, self._network, Rings(self._world))
         Losses(self._world, Servers(self._world))
 
     @property
@@ -49,4 +50,5 @@ class Simulation:
             self._engine.land(flight, slice(None), finished=True)
         if complete:
             check_nothing_left(world.hosts)
+            check_rings(list(world.hosts.values()), proved=all(loss.proved for loss in world.scenario.losses))
         return self

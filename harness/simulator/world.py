@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from disagg.protocol.types import NEVER, PeerRank
+from disagg.protocol.types import NEVER, PeerRank, QuarantineLease, ReleaseLease
 from harness.simulator.checks import check_host
 from harness.simulator.faults import Faults
 from harness.simulator.model import Flight, Host, Request, Violation
@@ -61,17 +61,27 @@ class World:
         if not host.alive:
             return
         call()
-        if self.violation is not None:
-            raise self.violation
-        effects = host.sessions.effects
-        while effects:
-            effect = effects.popleft()
-            self._handlers[type(effect)](host, effect)
+        self._carry_out(host)
+        host.sessions.flush()
+        self._carry_out(host)
         check_host(host, self.scenario.limits, num_instances=len({peer.instance for peer in self.hosts}))
         due = host.sessions.next_tick()
         if due < host.tick_at:
             host.tick_at = due
             self.at(max(due, self.now) + self.faults.lateness_s(), partial(self._tick, host, due))
+
+    def _carry_out(self, host: Host) -> None:
+        effects = host.sessions.effects
+        while effects:
+            match effects.popleft():
+                case ReleaseLease(lease):
+                    lease.release()
+                case QuarantineLease(lease, reason):
+                    lease.quarantine(reason)
+                case effect:
+                    self._handlers[type(effect)](host, effect)
+        if self.violation is not None:
+            raise self.violation
 
     def _tick(self, host: Host, due: float) -> None:
         if host.tick_at == due:

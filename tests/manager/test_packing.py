@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from disagg.runtime.credits import Packing
 
 from disagg import ConfigError, RemoteProtocolError, new_request_id
 from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
@@ -19,7 +20,6 @@ from disagg.layout.plan import TransferPlan
 from disagg.protocol.messages import Complete, Credit, Filled, Part, RingGrant
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.types import Limits, PeerRank, RequestKey, Ticket
-from disagg.runtime.credits import Packing
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from disagg.transfer import worker as transfers

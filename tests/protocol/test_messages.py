@@ -22,8 +22,10 @@ from disagg.protocol.messages import (
     AnyMessage,
     Busy,
     Complete,
+    CopyBegun,
     Credit,
     Drained,
+    EarlyComplete,
     Filled,
     Goodbye,
     Heartbeat,
@@ -37,6 +39,7 @@ from disagg.protocol.messages import (
     Reserve,
     RingGrant,
     SlotRow,
+    SlotsFilled,
     Welcome,
     Written,
     decode,
@@ -80,10 +83,11 @@ SAMPLES: dict[str, Message] = {
     "complete": Complete(
         **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), payload=b"first"
     ),
-    "complete_filled": Complete(
-        **IDS, nonce=7, final=False, filled=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
+    "slots_filled": SlotsFilled(
+        **IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
     ),
-    "complete_foretold": Complete(**IDS, nonce=7, final=False, written=(Written(0, "kv", None, 0, 8),), word=(5, 517)),
+    "copy_begun": CopyBegun(**IDS, nonce=7),
+    "early_complete": EarlyComplete(**IDS, nonce=7, written=(Written(0, "kv", None, 0, 8),), word=(5, 517)),
     "complete_packed": Complete(**IDS, nonce=7, written=(Written(0, "kv", (1,), 0, 8),), packed=((0, 65536),)),
     "abort": Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
     "drained": Drained(**IDS, nonce=7, reason="broken wire"),
@@ -133,7 +137,7 @@ def test_there_is_a_sample_and_a_golden_file_of_every_message() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_bytes_of_a_message_are_what_they_have_always_been(name: str) -> None:
     golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
     assert encode(SAMPLES[name]) == golden
     assert decode(golden) == SAMPLES[name]
 

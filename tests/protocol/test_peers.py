@@ -314,7 +314,7 @@ def test_nothing_counts_before_a_hello_was_accepted() -> None:
     ("said", "user", "reason"),
     [
         (hello("stranger"), "", "peer 'stranger' is not configured at prefill-0/0"),
-        (hello(version=99), "", "protocol version: 99 at decode-0/0, 1 at prefill-0/0"),
+        (hello(version=99), "", f"protocol version: 99 at decode-0/0, {PROTOCOL_VERSION} at prefill-0/0"),
         (hello(), "other key", "configured with another public key at prefill-0/0"),
         (hello("prefill-0", 1, address=SECOND), "", "rank 1 of 1"),
     ],

@@ -168,7 +168,7 @@ def test_an_attempt_is_sent_once_to_each_peer() -> None:
 def test_what_a_receiver_sees_by_itself_is_not_said_until_it_does_not_answer() -> None:
     sessions = Sessions()
     sending(sessions)
-    foretold = sessions.sends.foretell(Ticket(D0, KEY, 0))
+    foretold = sessions.sends.complete_early(Ticket(D0, KEY, 0))
     assert foretold == Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")
     done(sessions, known=True)
     assert said(sessions) == []
@@ -180,7 +180,7 @@ def test_what_a_receiver_sees_by_itself_is_not_said_until_it_does_not_answer() -
 def test_a_receiver_that_answers_before_this_side_knows_is_not_asked_again(known: bool) -> None:
     sessions = Sessions()
     session = sending(sessions)
-    sessions.sends.foretell(Ticket(D0, KEY, 0))
+    sessions.sends.complete_early(Ticket(D0, KEY, 0))
     sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
     assert session.destinations[D0].state is SendState.ACTIVE
     assert effects(sessions) == []
@@ -196,7 +196,7 @@ def test_a_receiver_that_answers_before_this_side_knows_is_not_asked_again(known
 def test_a_receiver_that_was_foretold_and_answers_is_told_that_it_failed() -> None:
     sessions = Sessions()
     session = sending(sessions)
-    sessions.sends.foretell(Ticket(D0, KEY, 0))
+    sessions.sends.complete_early(Ticket(D0, KEY, 0))
     sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
     done(sessions, error="broken wire")
     assert session.destinations[D0].state is SendState.DRAINED
@@ -207,7 +207,7 @@ def test_a_receiver_that_was_foretold_and_answers_is_told_that_it_failed() -> No
 def test_what_was_foretold_is_said_where_the_receiver_may_not_have_seen_it(case: str) -> None:
     sessions = Sessions()
     sending(sessions)
-    foretold = sessions.sends.foretell(Ticket(D0, KEY, 0)) if case != "never foretold" else None
+    foretold = sessions.sends.complete_early(Ticket(D0, KEY, 0)) if case != "never foretold" else None
     done(sessions, known=case not in ("too late", "it failed"), error="broken wire" if case == "it failed" else "")
     messages = [message for _, message in said(sessions)]
     if case == "it failed":
@@ -235,7 +235,7 @@ def test_what_cannot_be_foretold(case: str) -> None:
         done(sessions, error="the engine cannot tell", unsettled=True)
     if case == "ended":
         sessions.sends.abort(session, FAILED, 0.0)
-    assert sessions.sends.foretell(Ticket(D1 if case == "unknown" else D0, KEY, 0)) is None
+    assert sessions.sends.complete_early(Ticket(D1 if case == "unknown" else D0, KEY, 0)) is None
 
 
 # --------------------------------------------------------------------------------------------------------- how it succeeds
@@ -614,10 +614,10 @@ def test_the_same_attempt_with_another_nonce_or_other_content_is_refused_and_the
 @pytest.mark.parametrize(
     ("peer", "asked", "reason"),
     [
-        (D0, reserve(source=1), "reserve of source group 1 came to group 0"),
-        (D0, reserve(group=1), "D/0 of group 1 is no destination"),
-        (D1, reserve(), "D/1 of group 0 is no destination"),
-        (PeerRank("D", 2), reserve(), "D/2 of group 0 is no destination"),
+        (D0, reserve(source=1), "expected a reserve of source group 0, found 1"),
+        (D0, reserve(group=1), "D/0 of group 1 is not a destination"),
+        (D1, reserve(), "D/1 of group 0 is not a destination"),
+        (PeerRank("D", 2), reserve(), "D/2 of group 0 is not a destination"),
     ],
     ids=["source group", "destination group", "not elected", "rank of another group"],
 )

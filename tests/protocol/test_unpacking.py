@@ -9,7 +9,7 @@ import numpy as np
 from disagg.core.errors import RequestAborted
 from disagg.core.leases import LeaseState
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Complete, Drained, Filled, Outcome, Part, Reserve, Written, pack_rows
+from disagg.protocol.messages import Abort, Complete, Drained, Filled, Outcome, Part, Reserve, SlotsFilled, Written, pack_rows
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
@@ -24,8 +24,8 @@ def complete(*, packed: tuple[tuple[int, int], ...]) -> Complete:
     return Complete(**IDS, written=(Written(0, "kv", None, 0, 8),), packed=packed, payload=b"first")
 
 
-def slot(number: int = 0, nonce: int = 7) -> Complete:
-    return Complete(**{**IDS, "nonce": nonce}, final=False, filled=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
+def slot(number: int = 0, nonce: int = 7) -> SlotsFilled:
+    return SlotsFilled(**{**IDS, "nonce": nonce}, slots=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
 
 
 def receiving() -> tuple[Sessions, ReceiveSession]:
@@ -134,5 +134,4 @@ def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:
     sessions.sends.settled(second, now=0.2)
     said = [e.message for e in sessions.effects if isinstance(e, SendMessage)][-1]
     assert isinstance(said, Complete)
-    assert said.final
     assert said.packed == ((0, 4096),)

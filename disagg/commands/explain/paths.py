@@ -13,7 +13,7 @@ from disagg.commands.explain.summary import Pair, Part, PathShare
 from disagg.commands.shell.text import size
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
-from disagg.runtime.paths import MIN_PIECES, Way, is_small, way_of
+from disagg.runtime.paths import MIN_PIECES, Path, is_small, path_of
 
 
 class Division(NamedTuple):
@@ -99,10 +99,10 @@ def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
     if not whole.has_copies(MIN_PIECES):
         return Division(*everything, f"{why}; fewer than {MIN_PIECES} runs do not justify a staging buffer's two messages")
     chosen = _only(whole, small)
-    way = way_of(chosen, below, engine.staging.gathers_from)
-    if way is Way.DIRECT:
+    path = path_of(chosen, below, engine.staging.gathers_from)
+    if path is Path.DIRECT:
         return Division(*everything, f"{why}; {'most of them are ' if large else ''}not below {engine.threshold}")
-    if way is Way.COLLECTED:
+    if path is Path.GATHERED:
         together = size(mean_run_at_destination(chosen))
         why = f"{why}; {together} are contiguous at the destination, and the engine gathers them"
         return Division(*everything, why, gathered=True)
