@@ -1,77 +1,77 @@
-# `make setup` makes `.venv`; every other target does so first, and a second time costs nothing.
+# `make setup` creates `.venv`. Most other targets run it first; it does nothing if `.venv` is up to date.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-# One more than there are cores: tests wait for processes of their own, too.
+# One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
-help: ## What there is
+help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-setup: ## Virtual environment, packages, extension module
+setup: ## Create the virtual environment, install packages, build the extension module
 	@scripts/setup.sh
 
-demo: setup ## A prefill and a decode instance with different layouts, over real engines
+demo: setup ## Run a prefill and a decode instance with different layouts over real engines
 	@$(BIN)/python -m disagg.commands.bench.demo
 
-chaos: setup ## 200 rounds of killed ranks for each engine, every byte looked at (CHAOS_ARGS=... for the program)
+chaos: setup ## Kill ranks in 200 rounds for each engine and check every byte (CHAOS_ARGS=... for the program)
 	@$(BIN)/python -m harness.chaos $(CHAOS_ARGS)
 
-test: setup ## All tests; an engine that is missing is a failure, not a skip (PYTEST_ARGS=... for pytest)
+test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
 
-check: setup ## Format, lint, types, direction of imports
+check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: lint"; $(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: types"; $(BIN)/mypy --no-error-summary $(PYTHON_CODE)
 	@echo "check: direction of imports"; $(BIN)/lint-imports | grep -E 'KEPT|BROKEN|->|not allowed|Contracts:|rror'
 	@echo "check: format of C++"; $(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
 
-format: setup ## Put Python and C++ into format
+format: setup ## Format Python and C++
 	@$(BIN)/ruff format --quiet $(PYTHON_CODE)
 	@$(BIN)/ruff check --quiet --fix $(PYTHON_CODE)
 	@$(BIN)/clang-format -i $(CXX_CODE)
 
-coverage: setup ## Branch coverage of the pure core by its own tests
+coverage: setup ## Measure branch coverage of the pure core by its own tests
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(addprefix tests/,core layout models protocol state)
 	@$(BIN)/coverage report
 
-coverage-report: setup ## The same, of the last `make test`
+coverage-report: setup ## Report the coverage of the last `make test`
 	@$(BIN)/coverage report
 
-docs: setup ## The documentation's site, in site/; pages are checked by tests/docs
+docs: setup ## Build the documentation site in site/; tests/docs checks the pages
 	@echo "docs: building the site"; NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-build: setup ## Source distribution and wheel, in dist/
+build: setup ## Build the source distribution and the wheel in dist/
 	@echo "build: source distribution and wheel"; rm -rf dist
 	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
 	@rm -f build.log; ls dist
 
-wheel-test: build ## The wheel in a clean environment, used from outside the tree
+wheel-test: build ## Test the wheel in a clean environment, outside the source tree
 	@scripts/wheel_test.sh
 
-gpu-test: ## Tests that need two NVIDIA GPUs, with the Python that sees them (PYTHON=...)
+gpu-test: ## Run the tests that need two NVIDIA GPUs (PYTHON=... names the interpreter)
 	@STEPS=tests scripts/gpu_all.sh
 
-gpu-bench: ## Kill test and benchmarks on two NVIDIA GPUs; results in out/gpu
+gpu-bench: ## Run the kill test and the benchmarks on two NVIDIA GPUs; results in out/gpu
 	@STEPS="kill bench request engines models" scripts/gpu_all.sh
 
-sanitize: setup ## C++ tests of the headers under the address and undefined-behaviour sanitizers
+sanitize: setup ## Run the C++ tests under the address and undefined-behaviour sanitizers
 	@echo "sanitize: building"
 	@$(BIN)/cmake -S . -B build/sanitize -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDISAGG_STRICT=ON -DDISAGG_SANITIZE=ON -DDISAGG_TESTS=ON -DDISAGG_PYTHON_MODULE=OFF >/dev/null
 	@$(BIN)/cmake --build build/sanitize -- --quiet
 	@build/sanitize/test_headers
 
-clean: ## Remove builds and what tools left behind
+clean: ## Remove builds and the caches of tools
 	@rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
 	@find disagg harness tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## Remove the virtual environment too
+distclean: clean ## Also remove the virtual environment
 	@rm -rf .venv

@@ -25,7 +25,7 @@ struct CopyColumns {
     std::span<const std::uint64_t> nbytes;
 };
 
-// Less than this is not worth a thread of its own.
+// Each thread of a copy gets at least this many bytes.
 inline constexpr std::uint64_t kBytesPerThread = std::uint64_t{1} << 20;
 
 namespace detail {
@@ -39,17 +39,17 @@ struct Place {
 };
 
 inline constexpr std::uint64_t kLine = 64;
-// Pieces of whole lines up to this size are copied by a loop of our own, which costs less than finding out how.
+// `copy_lines` copies pieces of whole lines up to this size: the library's `memcpy` first spends time on choosing a method.
 inline constexpr std::uint64_t kLargestByLines = 4096;
-// What is copied next is fetched meanwhile: pieces lie in no order that the processor could guess, and within them it stops
-// at the end of every page. So far ahead, in bytes, and in pieces where they are short.
+// How far to prefetch ahead of the copy, in bytes and in (short) pieces. The processor cannot predict where the next piece
+// lies, and its own prefetch inside a piece stops at the end of every page.
 inline constexpr std::uint64_t kAhead = 4096;
 inline constexpr std::size_t kPiecesAhead = 8;
-// Longer pieces than this are long enough for the library's copy.
+// Pieces longer than this are left to the library's `memcpy`.
 inline constexpr std::uint64_t kLargestAhead = std::uint64_t{1} << 15;
 
 #if defined(__SSE2__)
-// Copies `nbytes`, a multiple of `kLine`. `Streaming` goes past the caches, and then `to` is a multiple of 16.
+// Copies `nbytes`, a multiple of `kLine`. `Streaming` bypasses the caches and needs `to` to be a multiple of 16.
 template <bool Streaming>
 inline void copy_lines(void* to, const void* from, std::uint64_t nbytes) {
     auto* t = static_cast<__m128i*>(to);
@@ -70,7 +70,7 @@ inline void copy_lines(void* to, const void* from, std::uint64_t nbytes) {
         }
     }
 }
-// After streaming stores, before anyone is told.
+// Makes streaming stores visible to other threads. Call it before the copy is reported as done.
 inline void finish_streaming() { _mm_sfence(); }
 #else
 template <bool Streaming>
@@ -80,7 +80,7 @@ inline void copy_lines(void* to, const void* from, std::uint64_t nbytes) {
 inline void finish_streaming() {}
 #endif
 
-// Which sides of a batch lie in no order.
+// Which sides of a batch have pieces in no particular order.
 enum class Scattered { kSource, kDestination, kBoth };
 
 template <bool ForWriting>
@@ -90,14 +90,14 @@ inline void prefetch(std::uint64_t address, std::uint64_t nbytes) {
     }
 }
 
-// How many pieces of this size are `kAhead` bytes, or `kPiecesAhead` where they are more.
+// The number of pieces of this size in `kAhead` bytes, at most `kPiecesAhead`.
 inline std::size_t pieces_ahead(std::uint64_t nbytes) {
     std::size_t pieces = kPiecesAhead;
     while (pieces > 1 && nbytes * pieces > kAhead) pieces /= 2;
     return pieces;
 }
 
-// Copies a piece of more than `kAhead` bytes, fetching as far ahead in it, and then the beginning of the one at `next`.
+// Copies a piece of more than `kAhead` bytes. Prefetches `kAhead` bytes ahead, at its end from the next piece, at `next`.
 inline void copy_long_piece(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes, std::uint64_t next) {
     constexpr std::uint64_t kStep = 4 * kLine;
     std::uint64_t done = 0;
@@ -113,7 +113,7 @@ template <bool Streaming>
 inline void copy_piece(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes) {
     if (nbytes == 0) return;
     if constexpr (Streaming) {
-        // Whole lines only: a line that is written in parts costs two ways to memory.
+        // Stream whole lines only: to write part of a line costs a read and a write of memory.
         const std::uint64_t head = std::min((kLine - to % kLine) % kLine, nbytes);
         const std::uint64_t body = (nbytes - head) / kLine * kLine, tail = nbytes - head - body;
         if (head > 0) std::memcpy(pointer(to), pointer(from), head);
@@ -126,8 +126,8 @@ inline void copy_piece(std::uint64_t to, std::uint64_t from, std::uint64_t nbyte
     }
 }
 
-// Copies `total` bytes of a batch, beginning at `from`. `source` and `destination` give the address of a place; the side
-// that is not scattered is asked for each place once, in order.
+// Copies `total` bytes of a batch, beginning at `from`. `source` and `destination` return the address of a place. The one whose
+// side is not scattered is called once for each place, in order.
 template <Scattered Where, bool Streaming, typename Source, typename Destination>
 inline void copy_range(std::span<const std::uint64_t> nbytes, Place from, std::uint64_t total, Source source,
                        Destination destination) {
@@ -155,16 +155,16 @@ inline void copy_range(std::span<const std::uint64_t> nbytes, Place from, std::u
     if constexpr (Streaming) finish_streaming();
 }
 
-// The sum, which must not wrap: columns may come from anywhere, and work is shared out by it.
+// The sum. Throws `std::invalid_argument` if it wraps, because the division of work between threads depends on it.
 inline std::uint64_t total_nbytes(std::span<const std::uint64_t> nbytes) {
     std::uint64_t total = 0;
     bool wraps = false;
     for (const std::uint64_t size : nbytes) wraps |= __builtin_add_overflow(total, size, &total);
-    if (wraps) throw std::invalid_argument("nbytes: the sum is not below 2**64");
+    if (wraps) throw std::invalid_argument("nbytes: expected a sum below 2**64");
     return total;
 }
 
-// Where each of `shares` equal shares of the bytes begins.
+// The start of each of `shares` equal shares of the bytes.
 inline std::vector<Place> share_starts(std::span<const std::uint64_t> nbytes, std::uint64_t share, std::size_t shares) {
     std::vector<Place> starts(shares);
     Place place;
@@ -183,11 +183,11 @@ inline std::vector<Place> share_starts(std::span<const std::uint64_t> nbytes, st
 
 }  // namespace detail
 
-// Performs every copy of the batch, on up to `num_threads` threads (this one included): each takes an equal share of the
-// bytes, large copies being divided, and none less than `kBytesPerThread`. Returns the number of bytes copied, after all
-// of them are. The caller guarantees that every range is mapped, that no source range overlaps a destination range, and
-// that destination ranges are disjoint. Columns of different lengths, or no thread at all, throw `std::invalid_argument`
-// and nothing is copied.
+// Copies the whole batch on up to `num_threads` threads, the calling one included. Each thread takes an equal share of the
+// bytes, at least `kBytesPerThread`; large copies are divided. Returns the number of bytes copied once all are. The caller
+// guarantees that every range is mapped, that no source range overlaps a destination range, and that destination ranges are
+// disjoint. Throws `std::invalid_argument`, with nothing copied, for columns of different lengths, a sum of 2**64 bytes and
+// more, or `num_threads` below 1.
 inline std::uint64_t copy_batch(const CopyColumns& batch, std::int64_t num_threads) {
     const std::size_t size = batch.nbytes.size();
     if (batch.source.size() != size || batch.destination.size() != size) {

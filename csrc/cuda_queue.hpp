@@ -1,5 +1,5 @@
-// What starting a kernel takes of the CUDA driver, as one call. The driver is loaded by its name when it is needed: nothing
-// here needs CUDA to be compiled, nor to be there on a machine without a GPU.
+// Kernel launches through the CUDA driver, each as one call. The driver is loaded by name at run time, so neither the build nor
+// a machine without a GPU needs CUDA.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,22 +12,22 @@
 
 namespace disagg {
 
-// A driver's call that failed, and its status; `call` is nullptr where none did.
+// The driver call that failed (nullptr if none did), and its status.
 struct CudaStatus {
     const char* call = nullptr;
     int status = 0;
 };
 
-// Work for one stream of one context. Handles are the driver's, as numbers.
+// Work for one stream of one context. Handles are the driver's, as integers.
 class CudaQueue {
   public:
     static constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
 
-    // Throws std::runtime_error where `library` is no driver.
+    // Throws `std::runtime_error` if `library` is not a CUDA driver.
     CudaQueue(const std::string& library, std::uintptr_t context, std::uintptr_t stream, std::uintptr_t uploads)
         : context_{handle(context)}, stream_{handle(stream)}, uploads_{handle(uploads)} {
         void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!loaded) throw std::runtime_error(std::string("CUDA driver: ") + dlerror());
+        if (!loaded) throw std::runtime_error(std::string("CUDA driver: cannot be loaded: ") + dlerror());
         find(loaded, "cuCtxPushCurrent_v2", push_);
         find(loaded, "cuCtxPopCurrent_v2", pop_);
         find(loaded, "cuMemcpyHtoDAsync_v2", upload_);
@@ -37,7 +37,8 @@ class CudaQueue {
         find(loaded, "cuLaunchKernel", launch_);
     }
 
-    // Copies `nbytes` bytes from `host` to `device` on the stream for uploads, and has the other wait for it by an event.
+    // Copies `nbytes` bytes from `host` to `device` on the upload stream. Later launches wait for the event `uploaded`, which
+    // is recorded behind the copy.
     CudaStatus upload(std::uint64_t device, std::uintptr_t host, std::size_t nbytes, std::uintptr_t uploaded) const {
         const Current current{*this};
         if (current.status) return {"cuCtxPushCurrent", current.status};
@@ -47,8 +48,8 @@ class CudaQueue {
         return {};
     }
 
-    // Starts a kernel whose parameters are all words of 64 bits, with `shared` bytes for each block, and records `done` behind
-    // it.
+    // Launches a kernel whose parameters are all 64-bit words, with `shared` bytes of shared memory for each block. Records
+    // the event `done` behind it, unless that is 0.
     CudaStatus launch(std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments, unsigned blocks, unsigned threads,
                       unsigned shared, std::uintptr_t done) const {
         std::vector<const void*> pointers;
@@ -63,10 +64,7 @@ class CudaQueue {
         return {};
     }
 
-    // Whether what was before an event is done, or has failed.
-    bool is_over(std::uintptr_t event) const { return query(event).status != kNotReady; }
-
-    // The status of an event: 0 where what was before it is done, kNotReady, or an error.
+    // The status of an event: 0 if the work before it is done, kNotReady if it is not, otherwise an error.
     CudaStatus query(std::uintptr_t event) const {
         const Current current{*this};
         if (current.status) return {"cuCtxPushCurrent", current.status};
@@ -74,7 +72,7 @@ class CudaQueue {
     }
 
   private:
-    // The context is this thread's while one of these lives.
+    // Makes the context current on this thread for its lifetime.
     struct Current {
         explicit Current(const CudaQueue& queue) : owner{queue}, status{queue.push_(queue.context_)} {}
         ~Current() {
@@ -92,7 +90,7 @@ class CudaQueue {
     template <typename Function>
     static void find(void* library, const char* name, Function*& found) {
         found = reinterpret_cast<Function*>(dlsym(library, name));
-        if (!found) throw std::runtime_error(std::string("CUDA driver: it has no ") + name);
+        if (!found) throw std::runtime_error(std::string("CUDA driver: the library has no function ") + name);
     }
 
     void* context_;
@@ -106,6 +104,16 @@ class CudaQueue {
     int (*query_)(void*);
     int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, const void* const*,
                    void**);
+};
+
+// An event that is recorded on a queue's stream.
+struct CudaEvent {
+    const CudaQueue* queue = nullptr;
+    std::uintptr_t event = 0;
+
+    int status() const { return queue->query(event).status; }
+    // Whether the work before the event is done or has failed.
+    bool is_done() const { return status() != CudaQueue::kNotReady; }
 };
 
 }  // namespace disagg

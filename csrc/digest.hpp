@@ -1,4 +1,4 @@
-// A sum over state that depends on where each element belongs, and not on where it lies or in which order it is added.
+// A digest of state: a sum that depends on the global coordinates of each element, not on its address or the order of addition.
 #pragma once
 
 #include <algorithm>
@@ -11,21 +11,21 @@
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
 #include "threads.hpp"
+#include "token_runs.hpp"
 
 namespace disagg {
 
-// One inner axis of a box: `count` positions from global coordinate `start` on, `stride` bytes apart in memory. Which axis
-// it is, is its place in the list: the same on both sides, whatever the order in memory.
+// One inner axis of a box: `count` positions from global coordinate `start` on, `stride` bytes apart in memory. Its index in
+// the list identifies the axis, so both sides list the axes in the same order, whatever their order in memory.
 struct DigestAxis {
     std::uint64_t count = 1;
     std::uint64_t stride = 0;
     std::uint64_t start = 0;
 };
 
-// The tensors of one component and role, `itemsize` bytes an element: layer `layers[i]` begins at `bases[i]`, the offsets of
-// the box included. A run has its row, its offset in it, its first global position (`destination_offset`) and its length.
+// The tensors of one component and role, with elements of `itemsize` bytes. `bases[i]` is the address of the box in layer
+// `layers[i]`. A run gives the source row, the offset in it, the first global position (`destination_offset`) and the length.
 struct DigestBox {
     std::span<const std::int64_t> layers;
     std::span<const std::uint64_t> bases;
@@ -36,19 +36,19 @@ struct DigestBox {
     std::uint64_t seed = 0;
 };
 
-// Where the parts of a sum are added to, if they are wanted: a place for each entry of `layers`, and one for each number that
-// a run may have as its `destination_row`.
+// Arrays to which the parts of a sum are added, or empty: one entry for each entry of `layers`, and one for each possible
+// `destination_row` of a run.
 struct DigestParts {
     std::span<std::uint64_t> by_layer;
     std::span<std::uint64_t> by_row;
 };
 
-// Fewer bytes than this are not worth a thread of their own.
+// Each thread of a digest gets at least this many bytes.
 inline constexpr std::uint64_t kDigestBytesPerThread = std::uint64_t{1} << 20;
 
 namespace detail {
 
-// The finaliser of SplitMix64: every bit of the argument changes half of the result's.
+// The finaliser of SplitMix64: each bit of the argument changes half of the bits of the result on average.
 constexpr std::uint64_t mix(std::uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -68,12 +68,12 @@ class Weights {
 };
 
 inline constexpr std::uint64_t kLayerAxis = 0, kTokenAxis = 1, kHalfAxis = 2, kFirstInnerAxis = 3;
-// The innermost loop's weights stay in the nearest cache.
+// The most weights of the innermost loop, so that they stay in the first-level cache.
 inline constexpr std::uint64_t kLargestTable = 1024;
-// Of a token that comes soon, so many bytes are fetched ahead.
+// The number of bytes to prefetch of a later token.
 inline constexpr std::uint64_t kPrefetched = 512;
 
-// The weights of consecutive elements, in halves: a 32-bit product is one instruction, a 64-bit one is many.
+// The weights of consecutive elements in 32-bit halves: a 32-bit product is one vector instruction, a 64-bit one is several.
 struct WeightTable {
     std::vector<std::uint32_t> low, high;
 
@@ -126,13 +126,13 @@ Dot<Unit> choose_dot() {
     return dot_any<Unit>;
 }
 
-// An axis with its weights; axes of the nest are ordered by stride, the largest outermost.
+// An axis with its weights. The axes of a nest are ordered by stride, the largest outermost.
 struct WeightedAxis {
     std::uint64_t stride;
     std::vector<std::uint64_t> weights;
 };
 
-// The nest of loops below one token: axes from the outermost to the innermost, whose elements follow each other.
+// The nest of loops over one token: axes from the outermost to the innermost, whose elements are contiguous.
 template <typename Unit>
 class Nest {
   public:
@@ -147,7 +147,7 @@ class Nest {
         }
         std::stable_sort(axes.begin(), axes.end(),
                          [](const WeightedAxis& a, const WeightedAxis& b) { return a.stride > b.stride; });
-        // The halves of eight bytes are an axis of their own: a weight cannot tell two changes of a topmost bit apart.
+        // The halves of 8-byte elements form an axis of their own: with one odd weight, two changes of a top bit would cancel.
         WeightedAxis inner{sizeof(Unit), {1}};
         const Weights of_half(box.seed, kHalfAxis);
         if (box.itemsize == 8) inner.weights = {of_half[0], of_half[1]};
@@ -200,7 +200,7 @@ std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs,
     std::uint64_t per_token = box.itemsize;
     for (const DigestAxis& axis : box.axes) per_token *= axis.count;
     const std::size_t shares = std::min(num_shares(nbytes, kDigestBytesPerThread, num_threads), total);
-    // A share's sums: of each layer, then of each row.
+    // The sums of each share: one for each layer, then one for each row.
     const std::size_t num_rows = parts.by_row.size(), width = box.layers.size() + num_rows;
     std::vector<std::uint64_t> sums(shares * width);
     run_shares(shares, [&](std::size_t share) {
@@ -214,7 +214,7 @@ std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs,
             std::uint64_t of_run = 0;
             for (std::int64_t i = 0; i < run.length; ++i) {
                 const auto position = static_cast<std::uint64_t>(run.destination_offset) + static_cast<std::uint64_t>(i);
-                // A box of few heads leaves out most of a token: the processor does not guess where the next part lies.
+                // A box of few heads skips most of a token, so the processor cannot predict where its next part lies.
                 for (std::uint64_t line = 0; line < std::min(per_token, kPrefetched); line += 64) {
                     __builtin_prefetch(reinterpret_cast<const void*>(address + 4 * box.token_stride + line));
                 }
@@ -238,24 +238,28 @@ std::uint64_t digest_units(const DigestBox& box, std::span<const TokenRun> runs,
 
 }  // namespace detail
 
-// The sum, modulo 2^64, of every element of the box (its bytes as a little-endian integer; eight bytes as two) times one
-// odd weight for each of its global coordinates: layer, position, and every inner axis. Equal for equal content wherever
-// that lies; sums of disjoint boxes add up to the sum of their union. What each layer and each `destination_row` contributes
-// is added to `parts`. Up to `num_threads` threads. The caller guarantees that the memory is mapped. Throws
-// `std::invalid_argument` for an item size other than 1, 2, 4 or 8, bases that are not one a layer, parts that do not have a
-// place for each layer or for a run's row, runs that are empty, or more than 2^48 bytes; then nothing was added.
+// The sum, modulo 2^64, of every element of the box (its bytes as a little-endian integer; 8 bytes as two) times one odd weight
+// for each of its global coordinates: layer, position, and every inner axis. Equal content has equal sums, whatever its layout
+// in memory. The sums of disjoint boxes add up to the sum of their union. Adds the part of each layer and each
+// `destination_row` to `parts`. Uses up to `num_threads` threads. The caller guarantees that the memory is mapped. Throws
+// `std::invalid_argument`, with nothing added, for an item size other than 1, 2, 4 or 8, a number of bases other than one for
+// each layer, `parts` without an entry for a layer or for a run's row, empty runs, or more than 2^48 bytes.
 inline std::uint64_t digest(const DigestBox& box, std::span<const TokenRun> runs, std::int64_t num_threads,
                             const DigestParts& parts = {}) {
     if (box.bases.size() != box.layers.size()) throw std::invalid_argument("digest: expected a base for each layer");
     if (!parts.by_layer.empty() && parts.by_layer.size() != box.layers.size()) {
-        throw std::invalid_argument("digest: expected a place for each layer");
+        throw std::invalid_argument("digest: expected an entry of by_layer for each layer");
     }
     check_num_threads(num_threads);
     std::uint64_t positions = 0;
     for (const TokenRun& run : runs) {
-        if (run.length < 1) throw std::invalid_argument("runs: expected lengths of at least 1");
+        if (run.length < 1)
+            throw std::invalid_argument("runs: expected lengths of at least 1, found " + std::to_string(run.length));
         const auto row = static_cast<std::uint64_t>(run.destination_row);
-        if (!parts.by_row.empty() && row >= parts.by_row.size()) throw std::invalid_argument("runs: a row has no place");
+        if (!parts.by_row.empty() && row >= parts.by_row.size()) {
+            throw std::invalid_argument("runs: expected destination rows below " + std::to_string(parts.by_row.size()) +
+                                        ", the length of by_row, found " + std::to_string(run.destination_row));
+        }
         positions += std::min<std::uint64_t>(static_cast<std::uint64_t>(run.length), std::uint64_t{1} << 48);
         positions = std::min<std::uint64_t>(positions, std::uint64_t{1} << 48);
     }

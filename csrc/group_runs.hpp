@@ -15,7 +15,7 @@
 
 namespace disagg {
 
-// Where runs are written: three arrays with room for all of them.
+// The output of runs: three arrays with room for all of them.
 struct RunColumns {
     std::int64_t* source_starts;
     std::int64_t* destination_starts;
@@ -28,13 +28,13 @@ inline constexpr std::size_t kMaskBits = 64;
 
 constexpr std::uint64_t bits(std::int64_t value) { return static_cast<std::uint64_t>(value); }
 
-// About up to 64 pairs: where both ids are one more than those of the pair before, and where an id is negative.
+// One bit for each of up to 64 pairs: whether both ids are one more than in the pair before, and whether an id is negative.
 struct PairMasks {
     std::uint64_t steps;
     std::uint64_t negative;
 };
 
-// Of the pairs `[index, index + count)`, one at a time. Differences are unsigned: no overflow to be undefined.
+// The masks of pairs `[index, index + count)`, one at a time. Differences are unsigned, so they cannot overflow.
 template <typename S, typename D>
 PairMasks masks_any(const S* source, const D* destination, std::size_t index, std::size_t count) {
     PairMasks masks{0, 0};
@@ -51,7 +51,7 @@ PairMasks masks_any(const S* source, const D* destination, std::size_t index, st
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DISAGG_GROUP_AVX 1
-// Masks of 64 pairs from `index`, which is not 0. A difference that wraps needs a negative id.
+// The masks of 64 pairs from `index` on, which is not 0. A difference wraps only if an id is negative.
 
 [[gnu::target("avx2"), gnu::always_inline]] inline __m256i load_four(const std::int64_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -94,7 +94,7 @@ template <typename S, typename D>
     return masks;
 }
 
-// What these scans use of the processor.
+// The instruction sets that these scans use.
 #define DISAGG_AVX512 "avx512f,avx512dq,popcnt"
 
 [[gnu::target(DISAGG_AVX512), gnu::always_inline]] inline __m512i load_eight(const std::int64_t* from) {
@@ -104,7 +104,7 @@ template <typename S, typename D>
     return _mm512_maskz_cvtepi32_epi64(0xff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// Ids before come from the vector before: loads across lines would cost twice.
+// Takes the preceding ids from the preceding vector: a second load would cross cache lines and cost twice as much.
 template <typename S, typename D>
 [[gnu::target(DISAGG_AVX512)]] PairMasks masks_avx512(const S* source, const D* destination, std::size_t index) {
     PairMasks masks{0, 0};
@@ -142,14 +142,14 @@ template <typename S, typename D>
 }
 #endif
 
-// Two words for every 64 pairs go to `words`: where something begins (a run, or a pair with a negative id, which is alone),
-// and where an id is negative. Returns how many runs there are. `whole(index)` gives the masks of 64 pairs from `index`,
-// which is not 0. Inlined, so that it is built for the processor that `whole` is for.
+// Writes two words for every 64 pairs to `words`: the pairs that begin a run or have a negative id, and the pairs that have a
+// negative id. Returns the number of runs. `whole(index)` returns the masks of 64 pairs from `index` on, which is not 0. Always
+// inlined, so that it is compiled for the instruction set of `whole`.
 template <typename S, typename D, typename Whole>
 [[gnu::always_inline]] inline std::size_t scan(const S* source, const D* destination, std::size_t size, std::uint64_t* words,
                                                const Whole& whole) {
     std::size_t num_runs = 0;
-    std::uint64_t before = 0;  // whether the last pair of the words before has a negative id
+    std::uint64_t before = 0;  // whether the last pair of the previous 64 has a negative id
     for (std::size_t index = 0; index < size; index += kMaskBits) {
         const std::size_t count = std::min(size - index, kMaskBits);
         const PairMasks masks = index > 0 && count == kMaskBits ? whole(index) : masks_any(source, destination, index, count);
@@ -203,14 +203,14 @@ std::size_t scan_any(const S* source, const D* destination, std::size_t size, st
 
 }  // namespace detail
 
-// Pairs of two lists, looked at once: which of them begin a run. `num_words(size)` words of memory are the caller's.
+// The runs of two lists. The caller provides `num_words(size)` words of memory, which must outlive it.
 //
-// A run is a maximal stretch in which `source` and `destination` both step by one; a pair with a negative id is in no run.
-// If either side is empty there are none; otherwise lengths that differ throw `std::invalid_argument`.
+// A run is a maximal stretch in which `source` and `destination` both step by one; a pair with a negative id belongs to no run.
+// If either side is empty there are no runs. Otherwise different lengths throw `std::invalid_argument`.
 template <typename S, typename D>
 class RunGroups {
   public:
-    // Words of scratch for lists of `size`: two bits a pair.
+    // Words of scratch memory for lists of `size`: two bits for each pair.
     static constexpr std::size_t num_words(std::size_t size) {
         return 2 * ((size + detail::kMaskBits - 1) / detail::kMaskBits);
     }
@@ -226,19 +226,18 @@ class RunGroups {
         num_runs_ = scanner()(source_, destination_, size_, words_);
     }
 
-    // How many runs there are.
     std::size_t num_runs() const { return num_runs_; }
 
     // Writes all runs, in order.
     void write(const RunColumns& out) const {
-        std::size_t count = 0, last = 0;  // `last`: where the newest run began, if it is still open
+        std::size_t count = 0, last = 0;  // `last`: the start of the newest run, if it is still open
         bool open = false;
         for (std::size_t index = 0; index < size_; index += detail::kMaskBits) {
             const std::size_t word = index / detail::kMaskBits * 2;
             const std::uint64_t negative = words_[word + 1];
             std::uint64_t begins = words_[word];
             if (negative == 0 && open) {
-                if (begins == ~std::uint64_t{0}) {  // ids in no order: nothing but runs of one
+                if (begins == ~std::uint64_t{0}) {  // no ids are consecutive: only runs of length one
                     out.lengths[count - 1] = static_cast<std::int64_t>(index - last);
                     for (std::size_t k = 0; k < detail::kMaskBits; ++k) {
                         out.source_starts[count + k] = source_[index + k];
@@ -275,7 +274,7 @@ class RunGroups {
     }
 
   private:
-    // The fastest scan that this processor has the instructions for.
+    // The fastest scan that this processor supports.
     static auto scanner() {
 #if defined(DISAGG_GROUP_AVX)
         if (detail::has_avx512()) return detail::scan_avx512<S, D>;

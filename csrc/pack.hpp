@@ -1,5 +1,5 @@
-// A request's bytes on one side, as a stream that both sides know the order of: gathered into contiguous memory by its
-// writer, scattered from there by its reader. What travels as few large writes.
+// The bytes of a request on one side, as a stream whose order both sides know. The writer gathers it into contiguous memory,
+// and the reader scatters it from there, so that the bytes travel in few large writes.
 #pragma once
 
 #include <algorithm>
@@ -14,27 +14,28 @@
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
 #include "copy.hpp"
+#include "spans.hpp"
 #include "threads.hpp"
+#include "token_runs.hpp"
 
 namespace disagg {
 
-// Pieces of this total and more go past the caches: nobody reads pages that soon, and lines that are written as
-// a whole need not be read first.
+// From this total on, stores bypass the caches: no reader needs the pages soon, and whole lines need not be read before they
+// are written.
 inline constexpr std::uint64_t kStreamingBytes = std::uint64_t{1} << 17;
-// Shorter pieces leave the processor's few buffers for such lines too soon.
+// Shorter pieces do not bypass the caches: they would evict half-filled lines from the processor's few write buffers.
 inline constexpr std::uint64_t kStreamingPiece = 256;
 
 enum class Side { kSource, kDestination };
 
 namespace detail {
 
-// One layer's pieces on one side, as offsets from its base; pieces that touch are one, whatever the other side has.
+// The pieces of one layer on one side, as offsets from its base. Adjacent pieces are joined, whatever the other side has.
 struct Pieces {
     std::vector<std::uint64_t> offsets;
     std::vector<std::uint64_t> nbytes;
-    std::vector<std::uint64_t> ends;  // in the stream, from the layer's beginning on
+    std::vector<std::uint64_t> ends;  // in the stream, from the start of the layer
 
     std::uint64_t total() const { return ends.empty() ? 0 : ends.back(); }
 
@@ -55,11 +56,11 @@ struct Pieces {
             wraps |= __builtin_add_overflow(end, nbytes[i], &end);
             ends[i] = end;
         }
-        if (wraps) throw std::invalid_argument("nbytes: the sum is not below 2**64");
+        if (wraps) throw std::invalid_argument("nbytes: expected a sum below 2**64");
     }
 };
 
-// How one side's memory is stepped through.
+// The strides of a span on one side.
 struct Steps {
     std::uint64_t row;
     std::uint64_t token;
@@ -81,7 +82,7 @@ struct Steps {
 inline Pieces make_pieces(const Span& span, const Steps& steps, std::span<const TokenRun> runs, Side side) {
     const std::uint64_t num_unjoined = num_pieces(span, runs);
     if (num_unjoined == 0) return {};
-    // The offsets of every step of all dims, outermost first.
+    // The offsets of all steps of all dims, outermost first.
     std::vector<std::uint64_t> inner{0};
     for (const auto& [count, stride] : steps.dims) {
         std::vector<std::uint64_t> next;
@@ -91,7 +92,7 @@ inline Pieces make_pieces(const Span& span, const Steps& steps, std::span<const 
         }
         inner = std::move(next);
     }
-    // The pieces of one position, where those that touch are one: what a run without gaps is made of.
+    // The pieces of one position, with adjacent ones joined. A `whole` position is one piece without a gap to the next.
     Pieces position;
     for (const std::uint64_t offset : inner) position.add(offset, steps.nbytes);
     const bool whole = position.offsets.size() == 1 && position.offsets[0] == 0 && position.nbytes[0] == steps.token;
@@ -129,7 +130,7 @@ struct ScatteredPlaces {
     std::uint64_t operator()(Place place) const { return base + offsets[place.index] + place.offset; }
 };
 
-// One layer of one span: its pieces lie at `start` of the stream, and in memory from `base` on.
+// One layer of one span: its pieces begin at byte `start` of the stream, and at address `base` in memory.
 struct StreamBlock {
     std::shared_ptr<const Pieces> pieces;
     std::uint64_t base;
@@ -138,7 +139,7 @@ struct StreamBlock {
     ScatteredPlaces places() const { return {pieces->offsets.data(), base}; }
 };
 
-// The place in contiguous memory of whatever piece is asked for; pieces are asked for in order.
+// The addresses of pieces in contiguous memory. Must be called for one piece after the other.
 class Contiguous {
   public:
     Contiguous(std::uint64_t address, std::span<const std::uint64_t> nbytes) : next_(address), nbytes_(nbytes) {}
@@ -155,24 +156,23 @@ class Contiguous {
 
 }  // namespace detail
 
-// Spans over their runs of tokens, one behind the other, in the order of `expand`: spans, layers, runs, dims. Only one
-// layer's pieces are ever held, for all layers and spans of one shape; `gather` and `scatter` may be called from several
-// threads at once, `append` may not. The caller guarantees that all memory is mapped and that nothing overlaps the staging.
+// Spans over their token runs, concatenated in the order of `expand`: spans, layers, runs, dims. Holds the pieces of one layer
+// for all layers and spans of one shape. Several threads may call `gather` and `scatter` at once; `append` needs exclusive
+// access. The caller guarantees that all memory is mapped and that nothing overlaps the staging.
 class Stream {
   public:
     explicit Stream(Side side) : side_(side) {}
 
     std::uint64_t total() const { return blocks_.empty() ? 0 : blocks_.back().start + blocks_.back().pieces->total(); }
 
-    // Copies that one pass makes, not counting what a cut adds.
+    // The number of copies of one pass over the whole stream. Passes over parts of it make more.
     std::uint64_t num_pieces() const {
         std::uint64_t count = 0;
         for (const detail::StreamBlock& block : blocks_) count += block.pieces->offsets.size();
         return count;
     }
 
-    // Adds the spans; only layers of `layers`, where it is given. `std::invalid_argument` as for `expand`, and then nothing
-    // is added.
+    // Adds the spans. If `layers` is given, adds only these layers. Throws like `expand`, with nothing added.
     void append(std::span<const Span* const> spans, std::span<const std::span<const TokenRun>> runs,
                 const std::optional<std::span<const std::int64_t>>& layers) {
         detail::check_spans(spans, runs);
@@ -196,15 +196,15 @@ class Stream {
                 if (!chosen.has(span.layers[i])) continue;
                 added.push_back({pieces, bases[i], end});
                 if (__builtin_add_overflow(end, pieces->total(), &end)) {
-                    throw std::invalid_argument("nbytes: the sum is not below 2**64");
+                    throw std::invalid_argument("nbytes: expected a sum below 2**64");
                 }
             }
         }
         blocks_.insert(blocks_.end(), added.begin(), added.end());
     }
 
-    // The stream's bytes `[offset, offset + nbytes)`, to `staging`. On up to `num_threads` threads where there are many.
-    // `std::out_of_range` where the stream does not have them, and then nothing is copied.
+    // Copies bytes `[offset, offset + nbytes)` of the stream to `staging`. Large copies use up to `num_threads` threads. Throws
+    // `std::out_of_range`, with nothing copied, if the stream is too short.
     void gather(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads) const {
         share(offset, nbytes, staging, num_threads,
               [](const detail::StreamBlock& block, detail::Place from, std::uint64_t count, std::uint64_t at) {
@@ -214,7 +214,7 @@ class Stream {
               });
     }
 
-    // The other way round: the bytes at `staging` are the stream's. Long pieces are written past the caches.
+    // The reverse of `gather`. Stores of long pieces bypass the caches.
     void scatter(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, std::int64_t num_threads) const {
         const bool many = nbytes >= kStreamingBytes;
         share(offset, nbytes, staging, num_threads,
@@ -231,8 +231,8 @@ class Stream {
               });
     }
 
-    // The copies that `gather` or `scatter` would make of that range, one for each piece or part of one, to `out`, whose
-    // content is overwritten. Throws as they do, and then `out` is as it was.
+    // Writes to `out` the copies that `gather` or `scatter` would make of that range, one for each piece or part of a piece.
+    // Throws like them, with `out` unchanged.
     void copies(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t staging, Columns& out) const {
         check(offset, nbytes);
         std::vector<std::array<std::uint64_t, 3>> found;  // address, at, length
@@ -261,7 +261,7 @@ class Stream {
   private:
     void check(std::uint64_t offset, std::uint64_t nbytes) const {
         if (offset > total() || nbytes > total() - offset) {
-            throw std::out_of_range("stream of " + std::to_string(total()) + " bytes: expected a range of it, found [" +
+            throw std::out_of_range("stream of " + std::to_string(total()) + " bytes: expected a range inside it, found [" +
                                     std::to_string(offset) + ", +" + std::to_string(nbytes) + ")");
         }
     }

@@ -1,4 +1,4 @@
-// Copies between the memory of this process and that of another one on the same machine, through the kernel.
+// Copies between the memory of this process and that of another process on the same host, made by the kernel.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +20,10 @@
 
 namespace disagg {
 
-// Less than this is not worth a thread of its own.
+// Each thread of a copy gets at least this many bytes.
 inline constexpr std::uint64_t kProcessBytesPerThread = std::uint64_t{2} << 20;
 
-// Three columns of one length: addresses here, addresses in another process, bytes.
+// Three columns of one length: addresses in this process, addresses in the other process, lengths.
 struct ProcessCopies {
     std::span<const std::uint64_t> local;
     std::span<const std::uint64_t> remote;
@@ -32,15 +32,15 @@ struct ProcessCopies {
 
 namespace detail {
 
-// What the kernel takes in one call: vectors on each side, and bytes.
-inline constexpr std::size_t kMostVectors = 1024;
-inline constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 30;
+// The limits of one call of the kernel: vectors on each side, and bytes.
+inline constexpr std::size_t kMaxVectors = 1024;
+inline constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 30;
 
 #if defined(__linux__)
-// The vectors of one side in one call: pieces that touch are one.
+// The vectors of one side in one call. Adjacent pieces share a vector.
 class Vectors {
   public:
-    bool full() const { return size_ == kMostVectors; }
+    bool full() const { return size_ == kMaxVectors; }
     void add(std::uint64_t address, std::uint64_t nbytes) {
         if (size_ > 0 && end_ == address) {
             vectors_[size_ - 1].iov_len += nbytes;
@@ -53,23 +53,24 @@ class Vectors {
     unsigned long size() const { return size_; }
 
   private:
-    std::array<iovec, kMostVectors> vectors_;
+    std::array<iovec, kMaxVectors> vectors_;
     std::size_t size_ = 0;
     std::uint64_t end_ = 0;
 };
 
-// The kernel takes longer over a vector of its own than this process over a piece of less than this.
+// Pieces shorter than this are gathered first: that takes this process less time than a vector of its own takes the kernel.
 inline constexpr std::uint64_t kGatherBelow = 1024;
-// As much as stays in a core's cache until the kernel reads it, and is not mapped anew each time.
-inline constexpr std::uint64_t kRoomNbytes = std::uint64_t{96} << 10;
+// The size of the gathered bytes of one call: they stay in a core's cache until the kernel reads them, and the allocator
+// does not map such a block anew each time.
+inline constexpr std::uint64_t kGatherNbytes = std::uint64_t{96} << 10;
 
-// Where short pieces of this process lie one behind the other, on their way to another.
-class Room {
+// A buffer that gathers short pieces of this process on their way to the other.
+class GatherBuffer {
   public:
-    explicit Room(std::uint64_t most) : nbytes_(std::min(most, kRoomNbytes)) {}
+    explicit GatherBuffer(std::uint64_t largest) : nbytes_(std::min(largest, kGatherNbytes)) {}
     bool fits(std::uint64_t nbytes) const { return used_ + nbytes <= nbytes_; }
-    // Copies a piece behind the others, and begins to fetch what is at `next`; where the copy lies.
-    std::uint64_t take(std::uint64_t from, std::uint64_t nbytes, std::uint64_t next) {
+    // Appends a copy of a piece and returns its address. Prefetches the piece at `next`.
+    std::uint64_t append(std::uint64_t from, std::uint64_t nbytes, std::uint64_t next) {
         if (bytes_ == nullptr) bytes_ = std::make_unique_for_overwrite<unsigned char[]>(nbytes_);
         const std::uint64_t to = reinterpret_cast<std::uintptr_t>(bytes_.get()) + used_;
         prefetch<false>(next, nbytes);
@@ -85,37 +86,39 @@ class Room {
     std::uint64_t used_ = 0;
 };
 
-// Copies pieces `[index, stop)` until all are copied, or one fails; 0 or the system's error number.
+// Copies pieces `[index, stop)` until all are copied or one fails. Returns 0 or the system's error number.
 inline int copy_pieces(int pid, const ProcessCopies& pieces, std::size_t index, std::size_t stop, bool write) {
     const auto& [local, remote, sizes] = pieces;
-    // Neighbours are one vector as they lie.
+    // A piece with an adjacent neighbour shares its vector, so it is not gathered.
     const auto is_alone = [&](std::size_t i) {
         return (i == 0 || local[i - 1] + sizes[i - 1] != local[i]) &&
                (i + 1 == local.size() || local[i] + sizes[i] != local[i + 1]);
     };
-    Room room((stop - index) * kGatherBelow);
-    std::uint64_t offset = 0;  // how much of piece `index` has been copied
+    GatherBuffer gathered((stop - index) * kGatherBelow);
+    std::uint64_t offset = 0;  // bytes of piece `index` that have been copied
     while (index < stop) {
-        Vectors ours, theirs;
+        Vectors local_vectors, remote_vectors;
         std::uint64_t total = 0, begin = offset;
-        room.clear();
-        for (std::size_t i = index; i < stop && !ours.full() && !theirs.full() && total < kMostBytes; ++i) {
-            const std::uint64_t nbytes = std::min(sizes[i] - begin, kMostBytes - total);
+        gathered.clear();
+        for (std::size_t i = index; i < stop && !local_vectors.full() && !remote_vectors.full() && total < kMaxBytes; ++i) {
+            const std::uint64_t nbytes = std::min(sizes[i] - begin, kMaxBytes - total);
             std::uint64_t from = local[i] + begin;
             if (write && nbytes < kGatherBelow && is_alone(i)) {
-                if (!room.fits(nbytes)) break;
-                from = room.take(from, nbytes, local[std::min(i + kPiecesAhead, stop - 1)]);
+                if (!gathered.fits(nbytes)) break;
+                from = gathered.append(from, nbytes, local[std::min(i + kPiecesAhead, stop - 1)]);
             }
-            ours.add(from, nbytes);
-            theirs.add(remote[i] + begin, nbytes);
+            local_vectors.add(from, nbytes);
+            remote_vectors.add(remote[i] + begin, nbytes);
             total += nbytes;
             begin = 0;
         }
-        const ssize_t found = write ? process_vm_writev(pid, ours.data(), ours.size(), theirs.data(), theirs.size(), 0)
-                                    : process_vm_readv(pid, ours.data(), ours.size(), theirs.data(), theirs.size(), 0);
+        const ssize_t found = write ? process_vm_writev(pid, local_vectors.data(), local_vectors.size(), remote_vectors.data(),
+                                                        remote_vectors.size(), 0)
+                                    : process_vm_readv(pid, local_vectors.data(), local_vectors.size(), remote_vectors.data(),
+                                                       remote_vectors.size(), 0);
         if (found < 0) return errno;
         if (found == 0 && total > 0) return EIO;
-        // Fewer than were asked for: the next call says why.
+        // After a partial copy the next call returns the error.
         auto done = static_cast<std::uint64_t>(found);
         while (index < stop && done >= sizes[index] - offset) {
             done -= sizes[index] - offset;
@@ -133,9 +136,9 @@ inline int copy_pieces(int, const ProcessCopies&, std::size_t, std::size_t, bool
 }  // namespace detail
 
 // Copies `nbytes[i]` bytes from address `local[i]` to address `remote[i]` of process `pid` (or back, unless `write`), on up to
-// `num_threads` threads. Returns 0 when all is copied, or the system's error number: then any part may have been, and in
-// either case nothing is under way any more. None overlap at the destination. Throws `std::invalid_argument` where columns
-// are not of one length or there is no thread at all, with nothing copied.
+// `num_threads` threads. Returns 0 or the system's error number. After an error any part may have been copied; in either case
+// no copy is still running. The caller guarantees that destinations are disjoint. Throws `std::invalid_argument`, with nothing
+// copied, for columns of different lengths, a sum of 2**64 bytes and more, or `num_threads` below 1.
 inline int copy_between_processes(int pid, const ProcessCopies& pieces, bool write, std::int64_t num_threads) {
     check_num_threads(num_threads);
     const std::size_t count = pieces.nbytes.size();

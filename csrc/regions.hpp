@@ -1,4 +1,4 @@
-// Which of a few regions of memory addresses lie in.
+// Which of a few regions of memory contain given ranges of addresses.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace disagg {
 
-// Region `k` is `[starts[k], stops[k])`, on the device of number `devices[k]`; `starts` ascend, and none overlap.
+// Region `k` is `[starts[k], stops[k])` on device number `devices[k]`. `starts` ascend, and regions do not overlap.
 struct RegionColumns {
     std::span<const std::uint64_t> starts;
     std::span<const std::uint64_t> stops;
@@ -32,12 +32,12 @@ struct Descriptor {
 
 namespace detail {
 
-// Calls `found(i, k)` for each range, `k` being the region that holds it whole, up to the first that none holds; returns
-// how many came before that one.
+// Calls `found(i, k)` for each range `i` and the region `k` that contains it, up to the first range that no region contains.
+// Returns the number of ranges before that one.
 template <typename Found>
 std::size_t each_located(const RegionColumns& regions, const RangeColumns& ranges, const Found& found) {
     const auto starts = regions.starts, stops = regions.stops;
-    std::size_t k = 0;  // mostly the region of the one before
+    std::size_t k = 0;  // usually also the region of the next range
     for (std::size_t i = 0; i < ranges.addresses.size(); ++i) {
         const std::uint64_t address = ranges.addresses[i], size = ranges.nbytes[i];
         const auto holds = [&](std::size_t r) {
@@ -59,28 +59,28 @@ inline void check_lengths(const RegionColumns& regions, const RangeColumns& rang
         throw std::invalid_argument("regions: expected columns of one length");
     }
     if (ranges.addresses.size() != ranges.nbytes.size() || ranges.addresses.size() != num_found) {
-        throw std::invalid_argument("ranges: expected columns of one length, and as much room");
+        throw std::invalid_argument("ranges: expected columns of one length, and an output of that length");
     }
 }
 
 }  // namespace detail
 
-// How many ranges come before the first that no region holds whole. Throws `std::invalid_argument` for columns of different
+// The number of ranges before the first that no region contains. Throws `std::invalid_argument` for columns of different
 // lengths.
 inline std::size_t count_held(const RegionColumns& regions, const RangeColumns& ranges) {
     detail::check_lengths(regions, ranges, ranges.addresses.size());
     return detail::each_located(regions, ranges, [](std::size_t, std::size_t) {});
 }
 
-// The region of each range goes to `found`. Returns how many were found before the first that no region holds whole, from
-// which on nothing is written. Throws `std::invalid_argument` for columns of different lengths.
+// Writes the region of each range to `found`, up to the first range that no region contains. Returns the number written. Throws
+// `std::invalid_argument` for columns of different lengths.
 inline std::size_t locate(const RegionColumns& regions, const RangeColumns& ranges, std::span<std::int64_t> found) {
     detail::check_lengths(regions, ranges, found.size());
     return detail::each_located(regions, ranges,
                                 [&](std::size_t i, std::size_t k) { found[i] = static_cast<std::int64_t>(k); });
 }
 
-// As `locate`, but each range goes to `found` with the device of its region.
+// Like `locate`, but writes each range with the device of its region.
 inline std::size_t describe(const RegionColumns& regions, const RangeColumns& ranges, std::span<Descriptor> found) {
     detail::check_lengths(regions, ranges, found.size());
     return detail::each_located(regions, ranges, [&](std::size_t i, std::size_t k) {

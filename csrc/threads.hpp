@@ -1,8 +1,7 @@
-// Work shared out among threads that live for one call.
+// Work divided between threads that live for one call.
 //
-// Shares write to disjoint memory and only read what they have in common; starting and joining the threads orders the rest.
-// So there is no lock and no atomic here, and nothing that the thread sanitizer would have to be told: it is not part of the
-// tests, which check with the others that any number of threads gives what one does.
+// Shares write to disjoint memory and only read shared data. Starting and joining the threads orders all other accesses, so no
+// lock or atomic is needed. The tests check that any number of threads gives the same result as one.
 #pragma once
 
 #include <algorithm>
@@ -22,17 +21,17 @@ inline void check_num_threads(std::int64_t num_threads) {
     }
 }
 
-// More threads than this for one call help nobody, whatever was asked for.
-inline constexpr std::uint64_t kMostThreads = 256;
+// The most threads of one call. More do not make any call faster.
+inline constexpr std::uint64_t kMaxThreads = 256;
 
-// How many shares `total` units of work are worth: at most `num_threads`, and none smaller than `least`.
+// The number of shares for `total` units of work: at most `num_threads`, each of at least `least` units.
 inline std::size_t num_shares(std::uint64_t total, std::uint64_t least, std::int64_t num_threads) {
-    const std::uint64_t most = std::min(static_cast<std::uint64_t>(num_threads), kMostThreads);
+    const std::uint64_t most = std::min(static_cast<std::uint64_t>(num_threads), kMaxThreads);
     return static_cast<std::size_t>(std::clamp<std::uint64_t>(total / least, 1, most));
 }
 
-// Calls `work(share)` for each of `shares`, each on a thread of its own, the last on this one; returns when all have
-// returned. `work` must not throw. Where no thread is to be had, its share is done here all the same.
+// Calls `work(share)` for each of `shares`, each on a new thread except the last, which the calling thread does. Returns when
+// all have returned. `work` must not throw. If a thread cannot be started, the calling thread does its share.
 template <typename Work>
 void run_shares(std::size_t shares, const Work& work) {
     std::vector<std::jthread> threads;  // joined when it goes out of scope
@@ -47,7 +46,7 @@ void run_shares(std::size_t shares, const Work& work) {
     work(shares - 1);
 }
 
-// Calls `work(start, stop)` for ranges that make up `[0, total)`, none shorter than `least` unless it is the only one.
+// Calls `work(start, stop)` for ranges that cover `[0, total)`. Each has at least `least` items, unless there is only one.
 template <typename Work>
 void share_out(std::size_t total, std::size_t least, std::int64_t num_threads, const Work& work) {
     const std::size_t shares = num_shares(total, least, num_threads);

@@ -13,7 +13,7 @@ build() { # without CMake: one compiler call
   include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
   suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
   g++ -std=c++20 -O3 -shared -fPIC -fvisibility=hidden -DNDEBUG -w -I"$nanobind/include" -I"$nanobind/ext/robin_map/include" \
-    -Icsrc -I"$include" "$nanobind/src/nb_combined.cpp" csrc/module.cpp -o "disagg/core/_native$suffix" -lpthread
+    -Icsrc -I"$include" "$nanobind/src/nb_combined.cpp" csrc/bindings*.cpp -o "disagg/core/_native$suffix" -lpthread
 }
 
 names() { # backends are found by the names that an installed package gives them

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes `.venv` ready for development: packages at the versions of constraints-dev.txt, and this project, editable, with its
-# extension module built. Does only what its inputs have changed since the last time. PYTHON names another interpreter.
+# Prepares `.venv` for development: installs packages at the versions of constraints-dev.txt and this project in editable
+# mode, and builds the extension module. Repeats only the steps whose inputs have changed. PYTHON names another interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PATH="$PATH:/usr/sbin:/sbin" # ldconfig, for those who are not root
+PATH="$PATH:/usr/sbin:/sbin" # for ldconfig, which other users than root lack in PATH
 
 readonly venv=.venv
 readonly python="$venv/bin/python"
@@ -12,13 +12,13 @@ readonly extras=dev,docs,cli,nixl,mooncake-cpu,plot,examples
 readonly build_requirements=(scikit-build-core nanobind cmake ninja)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-say() { printf 'setup: %s\n' "$*"; }
+info() { printf 'setup: %s\n' "$*"; }
 fail() {
   printf 'setup: %s\n' "$*" >&2
   exit 1
 }
 
-# Runs a command with its output in the log, which is shown if it fails.
+# Runs a command with its output in the log file. Prints the end of it if the command fails.
 quietly() {
   if ! "$@" >"$log" 2>&1; then
     tail -n 40 "$log" >&2
@@ -28,12 +28,12 @@ quietly() {
 
 can_apt() { [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null; }
 
-# Installs Debian packages; tries what is already known before it asks for new lists.
+# Installs Debian packages. Updates the package lists only if the first attempt fails.
 apt_install() {
   local output
   output=$(mktemp)
   local install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
-  say "installing system packages: $*"
+  info "installing system packages: $*"
   if ! "${install[@]}" >"$output" 2>&1 && ! { apt-get update -qq && "${install[@]}"; } >"$output" 2>&1; then
     tail -n 20 "$output" >&2
     rm -f "$output"
@@ -42,16 +42,16 @@ apt_install() {
   rm -f "$output"
 }
 
-# `need CONDITION SENTENCE PACKAGE...`: where the condition fails, installs the packages and asks again, or says the sentence.
+# `need CONDITION MESSAGE PACKAGE...`: if the condition fails, installs the packages and tries again, or fails with the message.
 need() {
-  local condition=$1 sentence=$2
+  local condition=$1 message=$2
   shift 2
   "$condition" && return
   if can_apt; then
     apt_install "$@"
     "$condition" && return
   fi
-  fail "$sentence (Debian: apt-get install $*)"
+  fail "$message (Debian: apt-get install $*)"
 }
 
 recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -67,7 +67,7 @@ find_python() {
   return 1
 }
 
-# A virtual environment names its own place in its scripts: one that was moved or copied is of no use.
+# The scripts of a virtual environment contain its path, so one that was moved or copied does not work.
 is_usable() { [[ -x $python ]] && recent "$python" && grep -qsF "$PWD/$venv" "$venv/bin/activate"; }
 
 has_venv() { "$base" -c 'import ensurepip, venv' >/dev/null 2>&1; }
@@ -80,7 +80,7 @@ has_compiler() {
 std::jthread thread;' | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - >/dev/null 2>&1
 }
 
-# What Mooncake's wheel links to and does not bring. Without it everything else works.
+# Installs the libraries that Mooncake's wheel links to but does not contain. Everything else works without them.
 mooncake_libraries() {
   local cached missing=()
   cached=$(ldconfig -p)
@@ -92,23 +92,23 @@ mooncake_libraries() {
   if can_apt; then
     apt_install "${missing[@]}"
   else
-    say "Mooncake cannot be used before these system packages are installed: ${missing[*]} (as root: apt-get install ${missing[*]})"
+    info "Mooncake needs these system packages, which are not installed: ${missing[*]} (as root: apt-get install ${missing[*]})"
   fi
 }
 
 fingerprint() { { "$python" -VV && sha256sum "$@"; } | sha256sum; }
 
-# Whether the step of that name was last done with this fingerprint.
+# Whether the named step was last completed with this fingerprint.
 is_done() { [[ -f $venv/$1.stamp && $(<"$venv/$1.stamp") == "$2" ]]; }
 
 if [[ -n ${PYTHON:-} ]]; then
   find_python || fail "PYTHON=$PYTHON: expected Python 3.11 or newer, found $({ "$PYTHON" -V || echo none; } 2>/dev/null)"
 else
-  need find_python "Python 3.11 or newer is needed; PYTHON=... names one" python3
+  need find_python "Python 3.11 or newer was not found; PYTHON=... names an interpreter" python3
 fi
 if ! is_usable; then
-  need has_venv "$base cannot make virtual environments" python3-venv
-  say "creating $venv with $("$base" -V)"
+  need has_venv "$base cannot create virtual environments" python3-venv
+  info "creating $venv with $("$base" -V)"
   rm -rf "$venv"
   "$base" -m venv "$venv"
 fi
@@ -119,25 +119,25 @@ mapfile -t sources < <(find CMakeLists.txt csrc -type f \( -name CMakeLists.txt 
 packages=$(fingerprint pyproject.toml constraints-dev.txt scripts/setup.sh)
 extension=$(fingerprint pyproject.toml constraints-dev.txt scripts/setup.sh "${sources[@]}")
 if is_done packages "$packages" && is_done extension "$extension"; then
-  say "$venv is up to date"
+  info "$venv is up to date"
   exit
 fi
 
-need has_compiler "a C++20 compiler is needed; CXX=... names one" g++
-need has_headers "the headers of $("$python" -V) are needed" python3-dev
+need has_compiler "a C++20 compiler was not found; CXX=... names one" g++
+need has_headers "the headers of $("$python" -V) were not found" python3-dev
 
 pip=("$python" -m pip install -q --constraint constraints-dev.txt)
 export SKBUILD_CMAKE_DEFINE="DISAGG_STRICT=ON"
 if is_done packages "$packages"; then
-  say "building the extension module"
+  info "building the extension module"
   quietly "${pip[@]}" --no-build-isolation --no-deps --editable .
 else
-  say "installing build tools"
+  info "installing build tools"
   quietly "${pip[@]}" "${build_requirements[@]}"
-  say "installing packages, and building the extension module (minutes, the first time)"
+  info "installing packages and building the extension module (takes minutes the first time)"
   quietly "${pip[@]}" --no-build-isolation --editable ".[$extras]"
 fi
 "$python" -c 'import disagg.core._native' || fail "the extension module cannot be imported"
 echo "$packages" >"$venv/packages.stamp"
 echo "$extension" >"$venv/extension.stamp"
-say "$venv is ready"
+info "$venv is ready"

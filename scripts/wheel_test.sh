@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Installs the wheel in `dist/` into a new virtual environment, and uses it from outside the tree as a user would.
+# Installs the wheel in `dist/` into a new virtual environment and uses it outside the source tree, as a user would.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 wheel=$(echo "$PWD"/dist/disagg-*.whl)
 constraints=$PWD/constraints-dev.txt
 examples=$PWD/examples
-place=$(mktemp -d)
-trap 'rm -rf "$place"' EXIT
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 
-echo "wheel-test: installing ${wheel##*/} into an environment of its own"
-.venv/bin/python -m venv "$place/venv"
-PIP_DISABLE_PIP_VERSION_CHECK=1 "$place/venv/bin/pip" install -q --constraint "$constraints" "${wheel}[cli]" >"$place/pip.log" 2>&1 || {
-  tail -n 40 "$place/pip.log" >&2
+echo "wheel-test: installing ${wheel##*/} into a new environment"
+.venv/bin/python -m venv "$folder/venv"
+PIP_DISABLE_PIP_VERSION_CHECK=1 "$folder/venv/bin/pip" install -q --constraint "$constraints" "${wheel}[cli]" >"$folder/pip.log" 2>&1 || {
+  tail -n 40 "$folder/pip.log" >&2
   exit 1
 }
 
-cd "$place"
-PATH="$place/venv/bin:$PATH"
+cd "$folder"
+PATH="$folder/venv/bin:$PATH"
 unset PYTHONPATH
 python - <<'PYTHON'
 import importlib.metadata
@@ -36,7 +36,7 @@ assert pathlib.Path(_native.__file__).with_name("_native.pyi").exists(), "_nativ
 assert {"local", "mooncake", "nixl"} <= importlib.metadata.entry_points(group="disagg.backends").names, "entry points"
 assert "torch" not in sys.modules, "torch was imported"
 PYTHON
-echo "wheel-test: disagg-bench with the local backend"
+echo "wheel-test: running disagg-bench with the local backend"
 disagg-bench --backend local --model llama-3-8b --tokens 256 --prefill tp=2 --decode tp=1,page=32
-echo "wheel-test: the smallest embed"
+echo "wheel-test: running smallest_embed.py"
 python "$examples/smallest_embed.py"

@@ -1,4 +1,4 @@
-"""Binding in the compiled core, against its NumPy twin: the same copies in the same order, and the same errors."""
+"""Binding in the compiled core gives the copies, their order and the errors of the NumPy reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def triples(copies: CopyBatch) -> list[tuple[int, int, int]]:
 
 
 def outcome(function: Callable[..., CopyBatch], plan: ComponentPlan, **arguments: Any) -> object:
-    """The copies, or the text of the error."""
+    """The copies, or the message of the error."""
     try:
         return triples(function(plan, **arguments))
     except LayoutError as error:
@@ -40,7 +40,7 @@ def outcome(function: Callable[..., CopyBatch], plan: ComponentPlan, **arguments
 
 @st.composite
 def spans(draw: st.DrawFn, *, granules: tuple[int, ...] = (1, 2, 4)) -> SpanClass:
-    """Any shape of copies, strides that make neighbours touch more often than not."""
+    """Any shape of copies, with strides that usually make neighbours adjacent."""
     nbytes = draw(st.integers(1, 4))
     stride = st.one_of(st.just(nbytes), st.integers(0, 20), st.just(2**63))
     pair = st.tuples(stride, stride)
@@ -61,13 +61,13 @@ def spans(draw: st.DrawFn, *, granules: tuple[int, ...] = (1, 2, 4)) -> SpanClas
 
 
 def small_strides(span: SpanClass) -> bool:
-    """NumPy's twin adds offsets as int64: what does not fit is for the core alone."""
+    """Whether the offsets fit into int64, which the NumPy reference uses."""
     return all(stride < 2**40 for dim in span.dims for stride in dim[1:])
 
 
 @st.composite
 def pages(draw: st.DrawFn, *, num_rows: int) -> Pages:
-    """Mostly good ids, with sentinels and ids outside the pool among them."""
+    """Mostly valid ids, with some sentinels and ids outside the pool."""
     good = st.integers(0, num_rows - 1)
     numbers = draw(st.lists(good | good | good | good | st.integers(-2, num_rows + 1), max_size=24))
     if draw(st.booleans()):
@@ -77,7 +77,7 @@ def pages(draw: st.DrawFn, *, num_rows: int) -> Pages:
 
 @st.composite
 def bindings(draw: st.DrawFn) -> tuple[ComponentPlan, dict[str, Any]]:
-    """A plan of any shape and ownership, and a request: good ones and such that must be refused."""
+    """A plan of any shape and ownership, and a valid or invalid request."""
     owned: st.SearchStrategy[Owned] = st.just(EVERYTHING) | ownerships(size=40)
     spaces = [RowSpace(draw(st.sampled_from((4, 8, 12))), draw(st.integers(1, 30)), draw(owned)) for _ in range(2)]
     start = draw(st.integers(0, 30))
@@ -93,7 +93,7 @@ def bindings(draw: st.DrawFn) -> tuple[ComponentPlan, dict[str, Any]]:
 
 
 @given(bindings(), st.integers(1, 3))
-def test_binding_is_that_of_the_twin(binding: tuple[ComponentPlan, dict[str, Any]], num_threads: int) -> None:
+def test_binding_matches_the_reference(binding: tuple[ComponentPlan, dict[str, Any]], num_threads: int) -> None:
     plan, request = binding
     expected = outcome(bind_numpy, plan, **request)
     assert outcome(bind, plan, **request) == expected
@@ -101,14 +101,14 @@ def test_binding_is_that_of_the_twin(binding: tuple[ComponentPlan, dict[str, Any
 
 
 @given(spans(granules=(1,)).filter(small_strides), st.integers(0, 5), st.integers(0, 5))
-def test_slots_are_bound_as_the_twin_does(span: SpanClass, source: int, destination: int) -> None:
+def test_binding_of_slots_matches_the_reference(span: SpanClass, source: int, destination: int) -> None:
     plan = ComponentPlan("c", RowSpace(1, 5, None), RowSpace(1, 4, None), (span, span))
     request: dict[str, Rows] = {"source": Slot(source), "destination": Slot(destination)}
     assert outcome(bind, plan, **request) == outcome(bind_numpy, plan, **request)
 
 
 @given(spans(), st.lists(st.tuples(*[st.integers(-(2**63), MAX_INT64)] * 4, st.integers(-1, 6)), max_size=4))
-def test_no_numbers_break_the_expansion(span: SpanClass, runs: list[tuple[int, ...]]) -> None:
+def test_expansion_accepts_any_numbers(span: SpanClass, runs: list[tuple[int, ...]]) -> None:
     table = np.array(runs, dtype=np.int64).reshape(-1, 5)
     try:
         columns = _native.expand([core_span(span)], [table], None, 1, REUSED)
@@ -164,7 +164,7 @@ ONE = np.array([[0, 0, 0, 0, 1]], dtype=np.int64)
         (lambda: _native.token_runs(0, 2, 1, listed(period=-1), listed()), "period"),
     ],
 )
-def test_bad_arguments_are_refused(function: Callable[[], Any], message: str) -> None:
+def test_invalid_arguments_raise(function: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function()
 
@@ -174,7 +174,7 @@ def listed(**changed: Any) -> _native.PageList:
     return _native.PageList(np.arange(9, dtype=np.int32), **(fields | changed))
 
 
-def test_other_types_are_refused_not_converted() -> None:
+def test_arrays_of_another_type_raise() -> None:
     span = plain()
     with pytest.raises(TypeError):
         core_span(plain(layers=np.arange(3, dtype=np.int32)))
@@ -192,14 +192,14 @@ def test_other_types_are_refused_not_converted() -> None:
         listed(edges=np.array([0.0, 1.0]))
 
 
-def test_turns_that_hold_no_granule_end() -> None:
+def test_periods_without_a_whole_granule_end() -> None:
     narrow = listed(edges=np.array([1, 2]), period=4)
     runs, fault = _native.token_runs(0, 2**20, 4, narrow, narrow)
     assert fault is None
     assert runs.shape == (0, 5)
 
 
-def test_what_was_bound_lives_as_long_as_it_is_held() -> None:
+def test_bound_copies_outlive_growth_of_their_buffer() -> None:
     out = Columns()
     plan = ComponentPlan("c", RowSpace(4, 9, EVERYTHING), RowSpace(4, 9, EVERYTHING), (plain(),))
     few = bind(plan, source=Pages(np.arange(1)), destination=Pages(np.arange(1)), tokens=(0, 2), out=out)
@@ -208,11 +208,11 @@ def test_what_was_bound_lives_as_long_as_it_is_held() -> None:
     many = bind(plan, source=Pages(np.arange(9)), destination=Pages(np.arange(9)), tokens=(0, 36), out=out)
     assert out.capacity >= len(many) > room
     del out
-    assert triples(few) == before  # it grew into other memory, and left this one alone
+    assert triples(few) == before  # the buffer grew into new memory and left the old one unchanged
     assert len(many) == 3 * 36
 
 
-def test_buffers_are_used_again() -> None:
+def test_buffers_are_reused() -> None:
     out = Columns()
     plan = ComponentPlan("c", RowSpace(4, 9, EVERYTHING), RowSpace(4, 9, EVERYTHING), (plain(),))
     rows = {"source": Pages(np.arange(9)), "destination": Pages(np.arange(9)), "out": out}
@@ -223,7 +223,7 @@ def test_buffers_are_used_again() -> None:
     assert out.capacity == capacity
 
 
-def test_many_threads_bind_at_once() -> None:
+def test_threads_bind_concurrently() -> None:
     plan = ComponentPlan("c", RowSpace(4, 90, EVERYTHING), RowSpace(4, 90, EVERYTHING), (plain(),))
     rows = {"source": Pages(np.arange(90)), "destination": Pages(np.arange(90)[::-1])}
     expected = triples(bind(plan, tokens=(0, 360), **rows))  # type: ignore[arg-type]

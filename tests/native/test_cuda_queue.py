@@ -1,4 +1,4 @@
-"""What the CUDA driver is asked for when a kernel is started, by a driver that writes down its calls."""
+"""The calls of a queue into the CUDA driver, against a fake driver that records them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ static int call(uint64_t name, uint64_t what) {
   calls[2 * count++ + 1] = what;
   return (int)name == failing ? 700 : 0;
 }
-uint64_t *told(void) { return calls; }
+uint64_t *recorded(void) { return calls; }
 int begin(int fail) { int made = count; count = 0; failing = fail; return made; }
 int cuCtxPushCurrent_v2(void *context) { return call(1, (uintptr_t)context); }
 int cuCtxPopCurrent_v2(void **context) { *context = 0; return call(2, 0); }
@@ -59,16 +59,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calls(library: Path, *, fail: int = 0) -> list[tuple[int, int]]:
-    """What was called since the last time; from now on call `fail` fails."""
+    """The calls since the last invocation. From now on call `fail` fails."""
     driver = ctypes.CDLL(str(library))
-    driver.told.restype = ctypes.POINTER(ctypes.c_uint64)
-    count, told = driver.begin(fail), driver.told()
-    return [(told[2 * i], told[2 * i + 1]) for i in range(count)]
+    driver.recorded.restype = ctypes.POINTER(ctypes.c_uint64)
+    count, recorded = driver.begin(fail), driver.recorded()
+    return [(recorded[2 * i], recorded[2 * i + 1]) for i in range(count)]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_calls_come_in_order_and_the_context_is_given_back(library: Path, keeps: bool) -> None:
-    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, holds_gil=keeps)
+@pytest.mark.parametrize("holds_gil", [False, True])
+def test_calls_are_in_order_and_restore_the_context(library: Path, holds_gil: bool) -> None:
+    queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS, holds_gil=holds_gil)
     calls(library)
     assert queue.upload(1 << 32, 1 << 40, 5, 9) == (None, 0)
     copied = (3, (1 << 32) + (1 << 40) + 5 + UPLOADS)
@@ -86,7 +86,7 @@ def test_calls_come_in_order_and_the_context_is_given_back(library: Path, keeps:
 @pytest.mark.parametrize(
     ("number", "name"), [(1, "cuCtxPushCurrent"), (3, "cuMemcpyHtoDAsync"), (4, "cuEventRecord"), (5, "cuStreamWaitEvent")]
 )
-def test_an_upload_ends_with_the_call_that_fails(library: Path, number: int, name: str) -> None:
+def test_an_upload_stops_at_the_first_failed_call(library: Path, number: int, name: str) -> None:
     queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=number)
     assert queue.upload(16, 32, 5, 9) == (name, 700)
@@ -95,14 +95,14 @@ def test_an_upload_ends_with_the_call_that_fails(library: Path, number: int, nam
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "cuCtxPushCurrent"), (6, "cuLaunchKernel"), (4, "cuEventRecord")])
-def test_a_launch_ends_with_the_call_that_fails(library: Path, number: int, name: str) -> None:
+def test_a_launch_stops_at_the_first_failed_call(library: Path, number: int, name: str) -> None:
     queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=number)
     assert queue.launch(16, [1, 2, 3], 1, 32, 0, 9) == (name, 700)
     assert [call for call, _ in calls(library)] == {1: [1], 6: [1, 6, 2], 4: [1, 6, 4, 2]}[number]
 
 
-def test_an_event_of_a_lost_context_is_an_error(library: Path) -> None:
+def test_query_returns_the_error_of_a_lost_context(library: Path) -> None:
     queue = _native.CudaQueue(str(library), CONTEXT, STREAM, UPLOADS)
     calls(library, fail=7)
     assert queue.query(9) == ("cuEventQuery", 700)
@@ -110,7 +110,7 @@ def test_an_event_of_a_lost_context_is_an_error(library: Path) -> None:
     assert queue.query(9) == ("cuCtxPushCurrent", 700)
 
 
-def test_a_library_that_is_no_driver_is_refused() -> None:
+def test_a_library_other_than_the_driver_raises() -> None:
     with pytest.raises(RuntimeError, match="CUDA driver"):
         _native.CudaQueue("libm.so.6", 0, 0, 0)
     with pytest.raises(RuntimeError, match="CUDA driver"):

@@ -1,4 +1,4 @@
-"""The digest of state: equal for equal content wherever it lies, additive, and another for any wrong map."""
+"""The digest of state is independent of the layout, additive, and sensitive to misplaced elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = ((0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 0, 1))
 
 
 class Held:
-    """Content `[layer, token, head, dim]` in pages, in a memory order of its own."""
+    """Content `[layer, token, head, dim]` in pages, in any memory order."""
 
     def __init__(self, content: Content, *, page_size: int, order: tuple[int, ...], seed: int, layers: list[int]) -> None:
         num_layers, num_tokens, *inner = content.shape
@@ -79,7 +79,7 @@ def contents(draw: st.DrawFn) -> Content:
 
 
 @given(contents(), st.data())
-def test_the_digest_is_that_of_the_twin_in_any_layout_and_in_parts(content: Content, data: st.DataObject) -> None:
+def test_the_digest_matches_the_reference_in_any_layout_and_in_parts(content: Content, data: st.DataObject) -> None:
     num_layers, num_tokens, num_heads, dim = content.shape
     layers = data.draw(st.permutations(range(10)))[:num_layers]
     coordinates = [np.array(layers), np.arange(num_tokens), np.arange(num_heads), np.arange(dim)]
@@ -105,7 +105,7 @@ def test_the_digest_is_that_of_the_twin_in_any_layout_and_in_parts(content: Cont
 
 
 @given(contents(), st.data())
-def test_any_swap_of_unequal_elements_shows(content: Content, data: st.DataObject) -> None:
+def test_a_swap_of_unequal_elements_changes_the_digest(content: Content, data: st.DataObject) -> None:
     coordinates = [np.arange(size) for size in content.shape]
     whole = digest_numpy(content, coordinates, seed=1)
     changed = content.copy()
@@ -118,7 +118,7 @@ def test_any_swap_of_unequal_elements_shows(content: Content, data: st.DataObjec
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
-def test_swapped_neighbours_and_changed_bits_show(dtype: str, axis: int) -> None:
+def test_swapped_neighbours_and_changed_bits_change_the_digest(dtype: str, axis: int) -> None:
     rng = np.random.default_rng(0)
     width = np.dtype(dtype).itemsize
     content = rng.integers(0, 256, (2, 6, 3, 8, width), dtype=np.uint8).view(dtype)[..., 0]
@@ -137,7 +137,7 @@ def test_swapped_neighbours_and_changed_bits_show(dtype: str, axis: int) -> None
             assert digest(changed) != expected
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     layers, bases, runs = np.arange(1), np.zeros(1, np.uint64), np.array([[0, 0, 0, 0, 1]], dtype=np.int64)
     sizes: dict[str, Any] = {"row_stride": 0, "token_stride": 0, "itemsize": 1, "seed": 0}
 

@@ -1,4 +1,4 @@
-"""Gather, scatter and copies in the compiled core, against slices of arrays; nothing beside the pieces is touched."""
+"""Gather, scatter and copies in the compiled core move the right bytes, compared with slices of arrays, and no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = st.one_of(st.integers(0, 300), st.sampled_from((64, 128, 256, 512, 1024,
 
 
 def pieces(sizes: list[int], *, seed: int, align: int) -> tuple[npt.NDArray[np.uint8], dict[str, npt.NDArray[np.uint64]]]:
-    """Memory with disjoint pieces of `sizes` in it, in no order, and where they are."""
+    """Memory that contains disjoint pieces of `sizes` in random order, and their places."""
     rng = np.random.default_rng(seed)
     offsets = np.zeros(len(sizes), dtype=np.uint64)
     place = int(rng.integers(0, 65))
@@ -40,7 +40,7 @@ def pieces(sizes: list[int], *, seed: int, align: int) -> tuple[npt.NDArray[np.u
 
 
 def stream_of(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64], *, source: bool) -> Stream:
-    """The stream of these pieces: bytes are its tokens, addresses its rows."""
+    """A stream of these pieces, with bytes as tokens and addresses as rows."""
     one = np.zeros(1, dtype=np.uint64)
     span = _native.Span(
         np.zeros(1, np.int64), one, one, row_strides=(1, 1), token_strides=(1, 1), dims=(), nbytes=1, dense=True
@@ -52,7 +52,7 @@ def stream_of(addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64],
 
 
 @given(st.lists(SIZES, max_size=60), st.integers(0, 2**32), st.sampled_from((1, 16, 64)), st.integers(1, 4))
-def test_packing_is_that_of_the_twin(sizes: list[int], seed: int, align: int, num_threads: int) -> None:
+def test_packing_matches_the_reference(sizes: list[int], seed: int, align: int, num_threads: int) -> None:
     memory, where = pieces(sizes, seed=seed, align=align)
     total = sum(sizes)
     staging = np.full(total + 2, 0xA5, dtype=np.uint8)
@@ -96,7 +96,7 @@ def test_large_batches_of_equal_pieces(size: int, align: int, num_threads: int) 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> SpanClass:
-    """Copies of any shape whose offsets stay below 2,000 on both sides; neighbours touch more often than not."""
+    """Copies of any shape with offsets below 2,000 on both sides; neighbours are usually adjacent."""
     nbytes = draw(st.integers(1, 4))
     stride = st.one_of(st.just(nbytes), st.integers(0, 12))
     layers = draw(st.lists(st.integers(0, 5), max_size=4))
@@ -119,10 +119,10 @@ IDS = st.permutations(range(8)).map(lambda ids: Pages(np.array(ids, np.int32)))
 
 
 @given(st.lists(shapes(), max_size=3), IDS, IDS, st.sampled_from((None, (), (1, 3))), st.data())
-def test_streams_of_both_sides_have_the_bytes_of_the_copies_in_their_order(
+def test_streams_of_both_sides_hold_the_bytes_of_the_copies_in_order(
     spans: list[SpanClass], ours: Pages, theirs: Pages, layers: tuple[int, ...] | None, data: st.DataObject
 ) -> None:
-    """Whole, cut anywhere, and of chosen spans; against the twin of `bind`, which expands every piece."""
+    """Whole, cut anywhere, and of chosen spans; compared with the reference of `bind`, which expands every piece."""
     plan = ComponentPlan("kv", RowSpace(4, 8, EVERYTHING), RowSpace(2, 8, EVERYTHING), tuple(spans))
     rows: dict[str, Any] = {"source": ours, "destination": theirs, "tokens": (1, 15), "layers": layers}
     copies = bind_numpy(plan, **rows)
@@ -177,17 +177,17 @@ MORE = np.zeros(2, dtype=np.uint64)
 WRAPS = np.array([2**64 - 1, 2], dtype=np.uint64)
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     stream = stream_of(MORE, MORE + np.uint64(5), source=True)
     empty = Stream(source=False)
     for listing in (stream.copies, empty.copies):
         assert all(len(column) == 0 for column in listing(0, 0, 0))
-        with pytest.raises(IndexError, match="expected a range of it"):
+        with pytest.raises(IndexError, match="expected a range inside it"):
             listing(9, 2, 0)
     for function in (stream.gather, stream.scatter, empty.gather, empty.scatter):
         function(0, 0, 0)
         for offset, nbytes in ((11, 0), (0, 11), (9, 2), (2**64 - 1, 2)):
-            with pytest.raises(IndexError, match="expected a range of it"):
+            with pytest.raises(IndexError, match="expected a range inside it"):
                 function(offset, nbytes, 0)
         with pytest.raises(ValueError, match="num_threads"):
             function(0, 0, 0, 0)
@@ -212,6 +212,6 @@ def test_bad_arguments_are_refused() -> None:
     assert empty.total == 0
 
 
-def test_copies_whose_sum_wraps_are_refused() -> None:
+def test_copies_whose_sum_wraps_raise() -> None:
     with pytest.raises(ValueError, match="sum"):
         _native.copy_batch(MORE, MORE, WRAPS)

@@ -1,4 +1,4 @@
-"""Copies through the kernel, against slices of arrays: the other process is this one, which the system does not mind."""
+"""Copies through the kernel, compared with slices of arrays. The other process is this one, which the system allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def column(values: list[int]) -> Column:
 
 
 def apart(sizes: list[int], rng: np.random.Generator, *, gap: int) -> npt.NDArray[np.int64]:
-    """Offsets of disjoint pieces in no order, up to `gap` bytes apart; some touch."""
+    """Offsets of disjoint pieces, ascending or in random order, up to `gap` bytes apart; some are adjacent."""
     offsets, place = np.zeros(len(sizes), dtype=np.int64), 0
     for piece in rng.permutation(len(sizes)) if rng.integers(0, 2) else range(len(sizes)):
         place += int(rng.integers(0, gap + 1))
@@ -40,7 +40,7 @@ def apart(sizes: list[int], rng: np.random.Generator, *, gap: int) -> npt.NDArra
     st.sampled_from((0, 3)),
     st.integers(0, 2**32),
 )
-def test_every_piece_is_copied_and_nothing_else(sizes: list[int], write: bool, gap: int, seed: int) -> None:
+def test_every_piece_and_nothing_else_is_copied(sizes: list[int], write: bool, gap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     here, there = apart(sizes, rng, gap=gap), apart(sizes, rng, gap=gap)
     room = sum(sizes) + len(sizes) * gap + 1
@@ -56,7 +56,7 @@ def test_every_piece_is_copied_and_nothing_else(sizes: list[int], write: bool, g
 
 
 @pytest.mark.parametrize("size", [4096, 3_000_000])
-def test_threads_share_what_is_large(size: int) -> None:
+def test_threads_share_large_copies(size: int) -> None:
     count = 20_000_000 // size
     source, destination = np.arange(count * size // 8, dtype=np.uint64), np.zeros(count * size // 8, dtype=np.uint64)
     order = np.random.default_rng(0).permutation(count) * size
@@ -66,7 +66,7 @@ def test_threads_share_what_is_large(size: int) -> None:
     assert (source == destination).all()
 
 
-def test_the_systems_error_comes_back() -> None:
+def test_the_error_of_the_system_is_returned() -> None:
     memory = np.zeros(8192, dtype=np.uint8)
     local, sizes = addresses(memory, [0, 100]), column([100, 100])
     nowhere = column([int(local[0]), 4096])
@@ -75,7 +75,7 @@ def test_the_systems_error_comes_back() -> None:
     assert _native.copy_between_processes(os.getpid(), local[:0], local[:0], sizes[:0], write=True) == 0
 
 
-def test_columns_that_do_not_match_are_refused() -> None:
+def test_columns_of_different_lengths_raise() -> None:
     memory = np.zeros(64, dtype=np.uint8)
     one, two = addresses(memory, [0]), addresses(memory, [0, 8])
     for local, remote, sizes, num_threads, message in (

@@ -1,4 +1,4 @@
-"""Which regions hold ranges of memory: the compiled core against its twin, and what it says to whom it serves."""
+"""Which regions contain ranges of memory: the compiled core matches the reference, and the index reports ranges outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = tuple[int, int, int]
 
 TOP = 2**64 - 1
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50), st.integers(0, 9)), max_size=8)
-"""Of each region: the gap before it, its length, its device."""
+"""The gap before each region, its length and its device."""
 
 
 def regions_of(rows: list[Row], base: int) -> tuple[Addresses, Addresses, Addresses]:
@@ -32,7 +32,7 @@ def regions_of(rows: list[Row], base: int) -> tuple[Addresses, Addresses, Addres
 
 
 @given(ROWS, st.sampled_from((0, 1, 2**40, 2**63 - 200)), st.data())
-def test_ranges_are_located_as_by_the_twin(rows: list[Row], base: int, data: st.DataObject) -> None:
+def test_location_matches_the_reference(rows: list[Row], base: int, data: st.DataObject) -> None:
     starts, stops, devices = regions_of(rows, base)
     size = st.one_of(st.integers(1, 60), st.sampled_from((2**63, TOP)))
     address = st.one_of(st.integers(max(base - 5, 0), base + 300), st.sampled_from((0, 2**63, TOP)))
@@ -58,14 +58,14 @@ def test_ranges_are_located_as_by_the_twin(rows: list[Row], base: int, data: st.
     assert (described[first:] == 7).all()
 
 
-def test_a_range_of_no_bytes_is_held_where_a_region_begins_or_ends() -> None:
+def test_an_empty_range_is_inside_at_the_edges_of_a_region() -> None:
     starts, stops, devices = (np.array([value], dtype=np.uint64) for value in (100, 110, 0))
     core, found = _native.Regions(starts, stops, devices), np.empty(1, dtype=np.int64)
     held = [core.locate(np.array([at], np.uint64), np.zeros(1, np.uint64), found) for at in (99, 100, 110, 111)]
     assert held == [0, 1, 1, 0]
 
 
-def test_many_ranges_let_go_of_the_interpreter_and_stay_right() -> None:
+def test_many_ranges_are_located_without_the_gil() -> None:
     starts, stops, devices = regions_of([(1, 50, 3)] * 100, 1000)
     addresses = np.random.default_rng(0).permutation(np.repeat(starts, 100))
     nbytes = np.full(len(addresses), 50, dtype=np.uint64)
@@ -74,7 +74,7 @@ def test_many_ranges_let_go_of_the_interpreter_and_stay_right() -> None:
     assert (starts[found] == addresses).all()
 
 
-def test_columns_of_other_lengths_and_types_are_refused() -> None:
+def test_columns_of_other_lengths_and_types_raise() -> None:
     one, two = np.ones(1, dtype=np.uint64), np.ones(2, dtype=np.uint64)
     place, row = np.empty(1, dtype=np.int64), np.empty((1, 3), dtype=np.uint64)
     for columns in itertools.product((one, two), repeat=3):
@@ -96,7 +96,7 @@ def test_columns_of_other_lengths_and_types_are_refused() -> None:
         regions.describe(one, one, one)
 
 
-def test_the_first_copy_outside_all_regions_is_named_with_its_side() -> None:
+def test_the_error_names_the_first_copy_outside_all_regions() -> None:
     index = RegionIndex([MemoryRegion(0x2000, 0x100, Device("cuda", 3)), MemoryRegion(0x1000, 0x100, Device("cuda", 1))])
     assert index.kind == "cuda"
     addresses, nbytes = (np.array(column, dtype=np.uint64) for column in ([0x2010, 0x1000, 0x10F0], [16, 256, 17]))

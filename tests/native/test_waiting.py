@@ -1,4 +1,4 @@
-"""Threads that wait without the interpreter, and others that let them have it when there is work."""
+"""Waits without the GIL, the signals that end them, and threads that yield the GIL to others with work."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from disagg.core import _native
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def stubborn() -> Iterator[None]:
-    """A thread keeps the interpreter until it lets go of it by itself."""
+def no_switching() -> Iterator[None]:
+    """A thread holds the GIL until it releases it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -27,35 +28,35 @@ def stubborn() -> Iterator[None]:
 
 Wait = Callable[[_native.Flag, _native.Alarm], object]
 WAITS: dict[str, Wait] = {
-    "linger": lambda sign, _: _native.busy_poll(PATIENCE_S, signs=[sign]),
+    "busy_poll": lambda flag, _: _native.busy_poll(TIMEOUT_S, completions=[flag]),
     "sleep": lambda *_: _native.sleep(1e-3),
-    "alarm": lambda _, alarm: alarm.wait(PATIENCE_S),
-    "alarm, in vain": lambda *_: _native.Alarm().wait(1e-3),
+    "alarm": lambda _, alarm: alarm.wait(TIMEOUT_S),
+    "alarm that is never set": lambda *_: _native.Alarm().wait(1e-3),
 }
 
 
-@pytest.mark.usefixtures("stubborn")
+@pytest.mark.usefixtures("no_switching")
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_a_thread_that_has_work_goes_on_though_another_asks_again_and_again(wait: Wait) -> None:
-    sign, alarm, done = _native.Flag(), _native.Alarm(), list[bool]()
+def test_polling_yields_the_gil_to_a_thread_with_work(wait: Wait) -> None:
+    flag, alarm, done = _native.Flag(), _native.Alarm(), list[bool]()
 
     def work() -> None:
         _native.enlist_thread()
         for _ in range(3):
-            wait(sign, alarm)
+            wait(flag, alarm)
             alarm.set()
             done.append(True)
 
     thread = threading.Thread(target=work)
     thread.start()
     _native.yield_gil()
-    sign.set()
+    flag.set()
     alarm.set()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while len(done) < 3 and time.monotonic() < deadline:
         _native.yield_gil()
     assert len(done) == 3
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
 
 
@@ -65,27 +66,77 @@ def test_descriptors_end_a_wait() -> None:
     assert not _native.busy_poll(0.0, watched, [])
     assert not _native.is_readable(descriptor)
     os.eventfd_write(descriptor, 1)
-    assert _native.busy_poll(PATIENCE_S, watched, [])
+    assert _native.busy_poll(TIMEOUT_S, watched, [])
     assert _native.is_readable(descriptor)
-    _native.sleep(PATIENCE_S, watched)
+    _native.sleep(TIMEOUT_S, watched)
     os.close(descriptor)
 
 
-def test_an_alarm_that_was_set_before_is_heard_once() -> None:
+def test_an_alarm_set_before_the_wait_ends_one_wait() -> None:
     alarm = _native.Alarm()
     alarm.set()
     alarm.set()
-    assert alarm.wait(PATIENCE_S)
+    assert alarm.wait(TIMEOUT_S)
     assert not alarm.wait(0.0)
     assert not alarm.wait(-1.0)
 
 
-@pytest.mark.parametrize("sign", [None, 3, "sign"])
-def test_what_is_no_sign_is_refused(sign: object) -> None:
-    with pytest.raises((TypeError, RuntimeError)):
-        _native.busy_poll(0.0, signs=[sign])  # type: ignore[list-item]
+@pytest.mark.parametrize("other", [None, 3, "flag", np.zeros(1, np.uint64)], ids=["none", "int", "str", "array"])
+def test_other_objects_are_not_completions(other: Any) -> None:
+    with pytest.raises(TypeError, match="completions: expected only Flag"):
+        _native.busy_poll(0.0, completions=[other])
+    with pytest.raises(TypeError, match=r"expected a Flag or a CudaEvent|incompatible function arguments"):
+        _native.CompletionSignal(other, np.zeros(1, np.uint64), 0, 1)
+    with pytest.raises(TypeError, match=r"expected a CudaQueue|incompatible function arguments"):
+        _native.CudaEvent(other, 1)
 
 
-def test_packets_leave_at_once_or_not_at_all() -> None:
+def test_a_signal_sets_its_word_once_the_flag_is_set() -> None:
+    page = np.zeros(2, np.uint64)
+    flag = _native.Flag()
+    signal, word = _native.CompletionSignal(flag, page, 1, 7), _native.CompletionWord(page, 1, 7)
+    assert not _native.busy_poll(0.0, completions=[signal, word])
+    flag.set()
+    assert not word.is_set()
+    assert _native.busy_poll(0.0, completions=[signal])
+    assert page.tolist() == [0, 7]
+    assert word.is_set()
+    assert _native.busy_poll(TIMEOUT_S, completions=[word])
+
+
+def test_a_word_outside_its_page_raises() -> None:
+    page = np.zeros(2, np.uint64)
+    with pytest.raises(IndexError, match="expected an index below 2, found 2"):
+        _native.CompletionWord(page, 2, 1)
+    with pytest.raises(IndexError, match="expected an index below 2, found 2"):
+        _native.CompletionSignal(_native.Flag(), page, 2, 1)
+
+
+def test_a_signal_needs_a_writable_page() -> None:
+    page = np.zeros(2, np.uint64)
+    page.flags.writeable = False
+    assert not _native.CompletionWord(page, 0, 1).is_set()
+    with pytest.raises(TypeError):
+        _native.CompletionSignal(_native.Flag(), page, 0, 1)
+
+
+def test_all_waiters_see_a_flag_that_is_set() -> None:
+    flag, found = _native.Flag(), list[bool]()
+    threads = [threading.Thread(target=lambda: found.append(flag.busy_poll(TIMEOUT_S))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not flag.busy_poll(1e-3)
+    flag.yield_to_waiter()  # no waiter can leave yet, so this gives up
+    assert not found
+    flag.set()
+    flag.yield_to_waiter()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert found == [True] * 3
+    assert flag.busy_poll(0.0)
+    flag.yield_to_waiter()
+
+
+def test_a_packet_that_cannot_be_sent_raises() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         _native.send(-1, b"packet")

@@ -217,14 +217,14 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Completion
     words = [view.word(*seen) for _, seen in notices]
     assert len({value for _, (_, value) in notices}) == len(notices)
     notice, word = notices[0][0], words[0]
-    assert not _native.busy_poll(0.0, signs=[notice, word])
+    assert not _native.busy_poll(0.0, completions=[notice, word])
     assert not word.is_set()
     sign.set()
-    assert _native.busy_poll(0.0, signs=[notice])
+    assert _native.busy_poll(0.0, completions=[notice])
     assert [each.is_set() for each in words] == [True] + [False] * NUM_WORDS
     notices[-1][0].signal()  # the same word, for something else
     assert [each.is_set() for each in words] == [False] * NUM_WORDS + [True]
-    assert _native.busy_poll(10.0, signs=[words[-1]])
+    assert _native.busy_poll(10.0, completions=[words[-1]])
 
 
 def test_no_board_where_nobody_looks(listener: Listener, board: CompletionPage) -> None:

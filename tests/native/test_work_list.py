@@ -1,4 +1,4 @@
-"""How orders are cut, and what makes none; that a kernel reads what is meant is in `tests/gpu/test_span_twin.py`."""
+"""Sizes, tiles and errors of work lists. `tests/backends/test_span_twin.py` tests that kernels read them correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sizes(steps: int = 2, nbytes: int = 8, num_bases: int = 3, *, dense: bool = 
     return _native.SpanSizes(column(steps), column(nbytes), column(num_bases), np.array([dense]))
 
 
-def order(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _native.WorkList:
+def work_list(runs: npt.NDArray[np.int64] = RUNS, *, span: int = 0, bases: Any = None, **shape: Any) -> _native.WorkList:
     return _native.WorkList(sizes(**shape), [(span, bases, runs)])
 
 
@@ -37,12 +37,12 @@ def encoded(found: _native.WorkList, *, tile: int = 16, num_words: int | None = 
     [(None, False, 30, 240), (None, True, 12, 240), (np.array([2]), False, 10, 80), (np.zeros(0, np.int64), False, 0, 0)],
 )
 def test_sizes(bases: Any, dense: bool, pieces: int, nbytes: int) -> None:
-    found = order(bases=bases, dense=dense)
+    found = work_list(bases=bases, dense=dense)
     assert (found.num_pieces, found.total_nbytes) == (pieces, nbytes)
 
 
-def test_tiles_begin_anew_with_each_base() -> None:
-    found = encoded(order(), tile=32)  # 80 bytes of each base: 3 tiles
+def test_each_base_starts_a_new_tile() -> None:
+    found = encoded(work_list(), tile=32)  # 3 tiles for the 80 bytes of each base
     assert found.tiles(0, 240) == (0, 9)
     assert found.tiles(79, 81) == (2, 4)
     assert found.tiles(64, 65) == (2, 3)
@@ -51,32 +51,32 @@ def test_tiles_begin_anew_with_each_base() -> None:
 
 HUGE = np.array([[0, 0, 0, 0, 2**62]])
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: order(span=1), "no span class 1"),
-    (lambda: order(np.array([[0, 0, 0, 0, 0]])), "at least one position"),
-    (lambda: order(np.array([[0, 0, 0, 0, -1]])), "at least one position"),
-    (lambda: order(HUGE, steps=4), "2\\*\\*64"),
-    (lambda: order(HUGE, steps=1, nbytes=4), "2\\*\\*64"),
-    (lambda: order(HUGE, steps=1, nbytes=1, num_bases=4), "2\\*\\*64"),
-    (lambda: order(np.concatenate([HUGE] * 4), steps=1, nbytes=1), "2\\*\\*64"),
-    (lambda: encoded(order(), num_words=3), "words, found 3"),
-    (lambda: encoded(order(), tile=0), "expected"),
-    (lambda: encoded(order(), num_shapes=0), "not uploaded"),
-    (lambda: encoded(order(np.array([[0, 0, 0, 0, 2**31]]), steps=1, nbytes=1, num_bases=1)), "at most 2147483647 pieces"),
-    (lambda: encoded(order(steps=1, nbytes=2**40, num_bases=1), tile=1), "at most 2147483647 pieces"),
-    (lambda: order().tiles(0, 1), "expected a range"),
-    (lambda: encoded(order()).tiles(0, 241), "expected a range"),
-    (lambda: encoded(order()).tiles(5, 5), "expected a range"),
+    (lambda: work_list(span=1), "no span class 1"),
+    (lambda: work_list(np.array([[0, 0, 0, 0, 0]])), "at least one position"),
+    (lambda: work_list(np.array([[0, 0, 0, 0, -1]])), "at least one position"),
+    (lambda: work_list(HUGE, steps=4), "2\\*\\*64"),
+    (lambda: work_list(HUGE, steps=1, nbytes=4), "2\\*\\*64"),
+    (lambda: work_list(HUGE, steps=1, nbytes=1, num_bases=4), "2\\*\\*64"),
+    (lambda: work_list(np.concatenate([HUGE] * 4), steps=1, nbytes=1), "2\\*\\*64"),
+    (lambda: encoded(work_list(), num_words=3), "words, found 3"),
+    (lambda: encoded(work_list(), tile=0), "expected"),
+    (lambda: encoded(work_list(), num_shapes=0), "not uploaded"),
+    (lambda: encoded(work_list(np.array([[0, 0, 0, 0, 2**31]]), steps=1, nbytes=1, num_bases=1)), "at most 2147483647 pieces"),
+    (lambda: encoded(work_list(steps=1, nbytes=2**40, num_bases=1), tile=1), "at most 2147483647 pieces"),
+    (lambda: work_list().tiles(0, 1), "expected a range"),
+    (lambda: encoded(work_list()).tiles(0, 241), "expected a range"),
+    (lambda: encoded(work_list()).tiles(5, 5), "expected a range"),
     (lambda: _native.SpanSizes(column(1), column(1), column(1, 2), np.ones(1, bool)), "one length"),
 ]
 
 
 @pytest.mark.parametrize(("refused", "why"), REFUSED, ids=range(len(REFUSED)))
-def test_refused(refused: Callable[[], object], why: str) -> None:
+def test_invalid_arguments_raise(refused: Callable[[], object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         refused()
 
 
 @pytest.mark.parametrize("runs", [None, RUNS.astype(np.int32), RUNS[:, :4], RUNS.ravel()])
-def test_runs_of_another_form_are_refused(runs: Any) -> None:
+def test_runs_of_another_form_raise(runs: Any) -> None:
     with pytest.raises(TypeError):
-        order(runs)
+        work_list(runs)

@@ -1,5 +1,5 @@
-// Requests as the kernel `move_spans` reads them: span classes by number, token runs, and where each part begins. The layout
-// of every word is in `_kernels.cu`.
+// Work lists: requests as the kernel `move_spans` reads them, with span classes by number, token runs, and the start of each
+// part. `disagg/backends/cuda/kernels.cu` documents every word.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
+#include "token_runs.hpp"
 
 namespace disagg {
 
-// What of a span class decides how much a request moves: runs of bytes in one position (or in one token run where `dense`),
-// their length, and pairs of bases.
+// How much a span class moves: the number of byte runs in one position (or in one token run where `dense`), their length, and
+// the number of pairs of bases.
 struct SpanSize {
     std::uint64_t steps;
     std::uint64_t nbytes;
@@ -25,8 +25,8 @@ struct SpanSize {
     bool dense;
 };
 
-// The bases `bases` (numbers; all of them where there are none given) of span class `span`, over token runs.
-struct OrderPart {
+// Token runs over the bases with indices `bases` (all if not given) of span class `span`.
+struct WorkPart {
     std::size_t span;
     std::optional<std::span<const std::int64_t>> bases;
     std::span<const TokenRun> runs;
@@ -34,12 +34,14 @@ struct OrderPart {
 
 namespace detail {
 
-inline constexpr std::uint64_t kOrderHeaderWords = 4, kOrderPartWords = 7;
-// Pieces of one base, and tiles of one order: the kernel counts them with 32 bits.
-inline constexpr std::uint64_t kMostPieces = (std::uint64_t{1} << 31) - 1;
+inline constexpr std::uint64_t kHeaderWords = 4, kPartWords = 7;
+// The limit for pieces of one base and for tiles of one list: the kernel counts them with 32 bits.
+inline constexpr std::uint64_t kMaxPieces = (std::uint64_t{1} << 31) - 1;
 inline constexpr std::uint32_t kAllBases = 0xFFFFFFFF;
 
-[[noreturn]] inline void too_long() { throw std::invalid_argument("order: its bytes are not below 2**64"); }
+[[noreturn]] inline void too_long() {
+    throw std::invalid_argument("work list: expected fewer than 2**64 bytes, positions and pieces");
+}
 inline std::uint64_t times(std::uint64_t a, std::uint64_t b) {
     std::uint64_t product = 0;
     if (__builtin_mul_overflow(a, b, &product)) too_long();
@@ -53,13 +55,17 @@ inline std::uint64_t plus(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace detail
 
-// A request over span classes: a stream of bytes, in order of parts, bases, runs, positions and dims. Holds what it was made
-// of by reference. `std::invalid_argument` for a span class that there is not, a run without a position, or 2**64 bytes.
-class Order {
+// A request over span classes: a stream of bytes, ordered by parts, bases, runs, positions and dims. The memory of runs and
+// bases must outlive it. Throws `std::invalid_argument` for an unknown span class, a run without positions, or 2**64 bytes and
+// more.
+class WorkList {
   public:
-    Order(std::span<const SpanSize> sizes, std::vector<OrderPart> parts) : parts_(std::move(parts)) {
-        for (const OrderPart& part : parts_) {
-            if (part.span >= sizes.size()) throw std::invalid_argument("order: no span class " + std::to_string(part.span));
+    WorkList(std::span<const SpanSize> sizes, std::vector<WorkPart> parts) : parts_(std::move(parts)) {
+        for (const WorkPart& part : parts_) {
+            if (part.span >= sizes.size()) {
+                throw std::invalid_argument("work list: no span class " + std::to_string(part.span) + " among " +
+                                            std::to_string(sizes.size()));
+            }
             const SpanSize& size = sizes[part.span];
             const std::uint64_t positions = positions_of(part.runs);
             const std::uint64_t bases = part.bases ? part.bases->size() : size.num_bases;
@@ -74,39 +80,28 @@ class Order {
     std::uint64_t num_pieces() const { return num_pieces_; }
     std::uint64_t total_nbytes() const { return total_; }
 
-    // Words of 8 bytes that `encode` writes, at most.
+    // The most words of 8 bytes that `encode` writes.
     std::uint64_t num_words() const {
-        std::uint64_t small = 4;  // of 4 bytes: up to the next multiple of 16
+        std::uint64_t small = 4;  // in units of 4 bytes; these four align the rows to 16 bytes
         for (const auto& [runs, positions] : known_) small += 5 * runs.size() + 1;
-        for (const OrderPart& part : parts_) small += part.bases ? part.bases->size() : 0;
-        return detail::kOrderHeaderWords + detail::kOrderPartWords * parts_.size() + (small + 1) / 2;
+        for (const WorkPart& part : parts_) small += part.bases ? part.bases->size() : 0;
+        return detail::kHeaderWords + detail::kPartWords * parts_.size() + (small + 1) / 2;
     }
 
-    // Writes the request in tiles of `tile` bytes, `at[i]` being the word at which span class `i` begins; how many bytes were
-    // written. `std::invalid_argument` where `out` is too short, `at` has no such class, or the kernel cannot count that far.
+    // Writes the request in tiles of `tile` bytes; span class `i` begins at word `at[i]`. Returns the number of bytes written.
+    // Throws `std::invalid_argument` if `out` is too short, `at` lacks a class, or there are more pieces or tiles than the
+    // kernel can count.
     std::uint64_t encode(std::span<const std::int64_t> at, std::uint64_t tile, std::span<std::uint64_t> out) {
-        if (out.size() < num_words() || tile == 0) {
-            throw std::invalid_argument("order: expected " + std::to_string(num_words()) + " words, found " +
+        if (tile == 0) throw std::invalid_argument("work list: expected tiles of at least 1 byte");
+        if (out.size() < num_words()) {
+            throw std::invalid_argument("work list: expected " + std::to_string(num_words()) + " words, found " +
                                         std::to_string(out.size()));
         }
-        std::uint64_t tiles = 0, num_parts = 0;
-        for (std::size_t i = 0; i < parts_.size(); ++i) {
-            Cut& cut = cuts_[i];
-            cut.first_tile = tiles;
-            cut.base_tiles = cut.nbytes / tile + (cut.nbytes % tile != 0);
-            if (cut.is_empty()) continue;
-            if (parts_[i].span >= at.size()) throw std::invalid_argument("order: a span class that was not uploaded");
-            ++num_parts;
-            tiles = detail::plus(tiles, detail::times(cut.num_bases, cut.base_tiles));
-            if (cut.pieces > detail::kMostPieces || tiles > detail::kMostPieces) {
-                throw std::invalid_argument("kernel: expected at most " + std::to_string(detail::kMostPieces) +
-                                            " pieces of a layer, found " + std::to_string(cut.pieces));
-            }
-        }
+        const std::uint64_t num_parts = cut_tiles(at, tile);
         auto* const small = reinterpret_cast<std::uint32_t*>(out.data());
-        std::uint64_t end = 2 * (detail::kOrderHeaderWords + detail::kOrderPartWords * num_parts);
+        std::uint64_t end = 2 * (detail::kHeaderWords + detail::kPartWords * num_parts);
         end = (end + 3) / 4 * 4;
-        // Rows first, as the kernel reads them 16 bytes at a time; then how many positions come before each.
+        // Rows first, because the kernel reads them 16 bytes at a time; then the number of positions before each run.
         std::vector<std::uint64_t> rows_at, prefix_at;
         for (const auto& [runs, positions] : known_) {
             rows_at.push_back(end / 4);
@@ -130,7 +125,7 @@ class Order {
         for (const std::uint64_t value : {std::uint64_t{0}, std::uint64_t{0}, num_parts, std::uint64_t{0}}) *word++ = value;
         const auto pair = [](std::uint64_t low, std::uint64_t high) { return (low & 0xFFFFFFFF) | high << 32; };
         for (std::size_t i = 0; i < parts_.size(); ++i) {
-            const OrderPart& part = parts_[i];
+            const WorkPart& part = parts_[i];
             const Cut& cut = cuts_[i];
             if (cut.is_empty()) continue;
             std::uint64_t bases_at = detail::kAllBases;
@@ -151,18 +146,19 @@ class Order {
         return 4 * end;
     }
 
-    // The tiles `[first, end)` that hold bytes `[low, high)` of the stream, as it was encoded. `std::invalid_argument` where
-    // it was not, or does not have them.
+    // The tiles `[first, end)` that hold bytes `[low, high)` of the encoded stream. Throws `std::invalid_argument` if the list
+    // has not been encoded, or for an empty range or one outside the stream.
     std::pair<std::uint64_t, std::uint64_t> tiles(std::uint64_t low, std::uint64_t high) const {
         if (tile_ == 0 || low >= high || high > total_) {
-            throw std::invalid_argument("order of " + std::to_string(total_) + " bytes: expected a range of it, found [" +
-                                        std::to_string(low) + ", " + std::to_string(high) + ")");
+            throw std::invalid_argument("work list of " + std::to_string(total_) + " bytes" + (tile_ ? "" : ", not encoded") +
+                                        ": expected a range inside it, found [" + std::to_string(low) + ", " +
+                                        std::to_string(high) + ")");
         }
         return {tile_of(low), tile_of(high - 1) + 1};
     }
 
   private:
-    // Where a part's stream and tiles begin.
+    // The place of a part in the stream and among the tiles.
     struct Cut {
         std::uint64_t begin;
         std::uint64_t num_bases;
@@ -175,6 +171,28 @@ class Order {
         bool is_empty() const { return num_bases == 0 || pieces == 0 || nbytes == 0; }
     };
 
+    // Numbers the tiles of all parts. Returns the number of parts that are not empty.
+    std::uint64_t cut_tiles(std::span<const std::int64_t> at, std::uint64_t tile) {
+        std::uint64_t tiles = 0, num_parts = 0;
+        for (std::size_t i = 0; i < parts_.size(); ++i) {
+            Cut& cut = cuts_[i];
+            cut.first_tile = tiles;
+            cut.base_tiles = cut.nbytes / tile + (cut.nbytes % tile != 0);
+            if (cut.is_empty()) continue;
+            if (parts_[i].span >= at.size()) {
+                throw std::invalid_argument("work list: span class " + std::to_string(parts_[i].span) + " was not uploaded");
+            }
+            ++num_parts;
+            tiles = detail::plus(tiles, detail::times(cut.num_bases, cut.base_tiles));
+            if (cut.pieces > detail::kMaxPieces || tiles > detail::kMaxPieces) {
+                throw std::invalid_argument("work list: expected at most " + std::to_string(detail::kMaxPieces) +
+                                            " pieces of a layer and tiles, found " + std::to_string(cut.pieces) +
+                                            " pieces and " + std::to_string(tiles) + " tiles");
+            }
+        }
+        return num_parts;
+    }
+
     std::size_t find(std::span<const TokenRun> runs) const {
         const auto same = [&](const auto& other) {
             return other.first.data() == runs.data() && other.first.size() == runs.size();
@@ -182,13 +200,15 @@ class Order {
         return static_cast<std::size_t>(std::find_if(known_.begin(), known_.end(), same) - known_.begin());
     }
 
-    // How many positions runs have; parts that share a table are counted once.
+    // The number of positions of runs. Counts a table that several parts share only once.
     std::uint64_t positions_of(std::span<const TokenRun> runs) {
         const std::size_t known = find(runs);
         if (known < known_.size()) return known_[known].second;
         std::uint64_t positions = 0;
         for (const TokenRun& run : runs) {
-            if (run.length < 1) throw std::invalid_argument("order: expected runs of at least one position");
+            if (run.length < 1)
+                throw std::invalid_argument("work list: expected runs of at least one position, found " +
+                                            std::to_string(run.length));
             positions = detail::plus(positions, static_cast<std::uint64_t>(run.length));
         }
         known_.emplace_back(runs, positions);
@@ -203,7 +223,7 @@ class Order {
         return cut.first_tile + inside / cut.nbytes * cut.base_tiles + inside % cut.nbytes / tile_;
     }
 
-    std::vector<OrderPart> parts_;
+    std::vector<WorkPart> parts_;
     std::vector<Cut> cuts_;
     std::vector<std::pair<std::span<const TokenRun>, std::uint64_t>> known_;
     std::uint64_t num_pieces_ = 0;

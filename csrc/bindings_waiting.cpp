@@ -1,0 +1,239 @@
+// Python bindings of waiting without the GIL, and of CUDA queues and events.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "cuda_queue.hpp"
+#include "waiting.hpp"
+
+namespace disagg::python {
+
+namespace {
+
+// The object's value. `nb::cast` gives a null pointer for None, so this checks the type itself.
+template <typename T>
+const T* value_of(nb::handle object, const char* message) {
+    if (!nb::isinstance<T>(object)) throw nb::type_error(message);
+    return nb::inst_ptr<T>(object);
+}
+
+// ------------------------------------------------------------------------------------------------------------------- CUDA
+
+// A queue whose calls release the GIL or hold it. They are short, and a thread that releases the GIL may wait milliseconds for
+// it while other threads of this library need it.
+struct GilCudaQueue : CudaQueue {
+    bool holds_gil;
+
+    GilCudaQueue(const std::string& library, std::uintptr_t context, std::uintptr_t stream, std::uintptr_t uploads, bool holds)
+        : CudaQueue{library, context, stream, uploads}, holds_gil{holds} {}
+
+    std::unique_ptr<ReleaseGilToWork> release() const { return holds_gil ? nullptr : std::make_unique<ReleaseGilToWork>(); }
+};
+
+// An event; keeps its queue alive.
+struct HeldCudaEvent : CudaEvent {
+    nb::object held;
+
+    HeldCudaEvent(nb::object queue_, std::uintptr_t event_)
+        : CudaEvent{value_of<GilCudaQueue>(queue_, "queue: expected a CudaQueue"), event_}, held{std::move(queue_)} {}
+};
+
+using Status = std::tuple<const char*, int>;
+
+Status upload(const GilCudaQueue& queue, std::uint64_t device, std::uintptr_t host, std::size_t nbytes,
+              std::uintptr_t uploaded) {
+    const auto released = queue.release();
+    const auto [call, status] = queue.upload(device, host, nbytes, uploaded);
+    return {call, status};
+}
+
+Status launch(const GilCudaQueue& queue, std::uintptr_t kernel, const std::vector<std::uint64_t>& arguments, unsigned blocks,
+              unsigned threads, unsigned shared, std::uintptr_t done) {
+    const auto released = queue.release();
+    const auto [call, status] = queue.launch(kernel, arguments, blocks, threads, shared, done);
+    return {call, status};
+}
+
+Status query(const GilCudaQueue& queue, std::uintptr_t event) {
+    const auto released = queue.release();
+    const auto [call, status] = queue.query(event);
+    return {call, status};
+}
+
+// ------------------------------------------------------------------------------------------------------------ completions
+
+// The word at `index` of a page of completion words.
+template <typename T>
+CompletionWord word_of(const MutableColumn<T>& page, std::size_t index, std::uint64_t value) {
+    if (index >= page.shape(0)) {
+        throw std::out_of_range("completion word: expected an index below " + std::to_string(page.shape(0)) + ", found " +
+                                std::to_string(index));
+    }
+    return {const_cast<std::uint64_t*>(page.data()) + index, value};
+}
+
+// A word that is only read, so its page may be read-only; keeps the page alive.
+struct HeldCompletionWord : CompletionWord {
+    Addresses held;
+
+    HeldCompletionWord(Addresses page, std::size_t index, std::uint64_t value_)
+        : CompletionWord{word_of(page, index, value_)}, held{std::move(page)} {}
+};
+
+// A signal; keeps the page of its word and its flag or event alive.
+struct HeldCompletionSignal : CompletionSignal {
+    MutableColumn<std::uint64_t> held_page;
+    nb::object held_completion;
+
+    HeldCompletionSignal(nb::object completion, MutableColumn<std::uint64_t> page, std::size_t index, std::uint64_t value)
+        : CompletionSignal{word_of(page, index, value), nullptr, {}},
+          held_page{std::move(page)},
+          held_completion{std::move(completion)} {
+        if (nb::isinstance<Flag>(held_completion)) {
+            flag = nb::inst_ptr<Flag>(held_completion);
+        } else {
+            event = *value_of<HeldCudaEvent>(held_completion, "completion: expected a Flag or a CudaEvent");
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------- waiting
+
+bool busy_poll_flag(Flag& flag, double seconds) {
+    const Flag::Waiter waiter(flag);
+    const ReleaseGil released;
+    return busy_poll(seconds, [&] { return flag.is_set(); });
+}
+
+void yield_to_waiter(const Flag& flag) {
+    if (!flag.has_waiters()) return;
+    const ReleaseGil released;
+    flag.wait_for_waiters();
+}
+
+using Descriptors = std::optional<Column<std::int32_t>>;
+
+std::vector<pollfd> watched_of(const Descriptors& descriptors) {
+    return descriptors ? watch_readable(view(*descriptors)) : std::vector<pollfd>{};
+}
+
+bool busy_poll_all(double seconds, const Descriptors& descriptors, const nb::list& completions) {
+    std::vector<pollfd> watched = watched_of(descriptors);
+    std::vector<nb::object> held;  // other threads may change the list meanwhile
+    Completions awaited;
+    for (const nb::handle each : completions) {
+        held.push_back(nb::borrow(each));
+        if (nb::isinstance<HeldCompletionSignal>(each)) {
+            awaited.signals.push_back(nb::inst_ptr<HeldCompletionSignal>(each));
+        } else if (nb::isinstance<HeldCompletionWord>(each)) {
+            awaited.words.push_back(nb::inst_ptr<HeldCompletionWord>(each));
+        } else if (nb::isinstance<Flag>(each)) {
+            awaited.flags.push_back(nb::inst_ptr<Flag>(each));
+        } else {
+            awaited.events.push_back(*value_of<HeldCudaEvent>(
+                each, "completions: expected only Flag, CudaEvent, CompletionWord and CompletionSignal"));
+        }
+    }
+    const ReleaseGilToWait released;
+    return busy_poll(seconds, [&] { return awaited.poll() || any_readable(watched); });
+}
+
+void sleep(double seconds, const Descriptors& descriptors) {
+    std::vector<pollfd> watched = watched_of(descriptors);
+    const ReleaseGilToWait released;
+    sleep_until_readable(seconds, watched);
+}
+
+bool wait_for_alarm(Alarm& alarm, double seconds) {
+    const ReleaseGilToWait released;
+    return alarm.wait(seconds);
+}
+
+// Releases the GIL to registered threads that have work, for up to 100 us. Does nothing for another 200 us after that.
+void yield_gil() {
+    constexpr auto longest = std::chrono::microseconds(100);
+    static std::atomic<std::chrono::steady_clock::time_point> next{std::chrono::steady_clock::time_point{}};
+    if (num_busy_threads.load() == 0) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next.load()) return;
+    const ReleaseGil released;
+    wait_until_none_busy(now + longest);
+    next.store(now + 3 * longest);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- sockets
+
+bool is_readable(int descriptor) {
+    pollfd watched{descriptor, POLLIN, 0};
+    return any_readable({&watched, 1});
+}
+
+void send_packet(int socket, const nb::bytes& packet) {
+    if (send(socket, packet.c_str(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+}
+
+void bind_cuda(nb::module_& m) {
+    nb::class_<GilCudaQueue>(m, "CudaQueue", "Work for one stream of a CUDA context; loads the driver by name.")
+        .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, bool>(), "library"_a, "context"_a,
+             "stream"_a, "uploads"_a, nb::kw_only(), "holds_gil"_a = false)
+        .def("upload", &upload, "device"_a, "host"_a, "nbytes"_a, "uploaded"_a, "Copy to the GPU, before later launches.")
+        .def("launch", &launch, "kernel"_a, "arguments"_a, "blocks"_a, "threads"_a, "shared"_a, "done"_a,
+             "Launch a kernel, and record an event behind it.")
+        .def("query", &query, "event"_a, "The status of an event.");
+    nb::class_<HeldCudaEvent>(m, "CudaEvent", "An event that is recorded on a queue's stream.")
+        .def(nb::init<nb::object, std::uintptr_t>(), "queue"_a, "event"_a);
+}
+
+void bind_completions(nb::module_& m) {
+    nb::class_<Flag>(m, "Flag", "A flag that any thread may set, once.")
+        .def(nb::init<>())
+        .def("set", &Flag::set)
+        .def("yield_to_waiter", &yield_to_waiter, "Let the threads that busy-poll the flag take the GIL first, once it is set.")
+        .def("busy_poll", &busy_poll_flag, "seconds"_a,
+             "Wait up to `seconds` for the flag, without sleeping and without the GIL. Returns whether it is set.");
+    nb::class_<HeldCompletionWord>(m, "CompletionWord", "A word that another process writes, and the value that it waits for.")
+        .def(nb::init<Addresses, std::size_t, std::uint64_t>(), "page"_a.noconvert(), "index"_a, "value"_a)
+        .def("is_set", &CompletionWord::is_set, "Whether the word has that value.");
+    nb::class_<HeldCompletionSignal>(m, "CompletionSignal", "Sets a word of shared memory once a flag or event has completed.")
+        .def(nb::init<nb::object, MutableColumn<std::uint64_t>, std::size_t, std::uint64_t>(), "completion"_a,
+             "page"_a.noconvert(), "index"_a, "value"_a)
+        .def("signal", &CompletionSignal::signal, "Set the word now.");
+}
+
+}  // namespace
+
+void bind_waiting(nb::module_& m) {
+    bind_cuda(m);
+    bind_completions(m);
+    m.def("is_readable", &is_readable, "descriptor"_a,
+          "Whether a descriptor is readable or closed by its peer; holds the GIL.");
+    m.def("send", &send_packet, "socket"_a, "packet"_a,
+          "Send a packet at once, holding the GIL. OSError: it cannot be sent; BlockingIOError: no room now.");
+    m.def("busy_poll", &busy_poll_all, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "completions"_a = nb::list(),
+          "Wait without sleeping until a descriptor is readable or something has completed. Returns whether that is so.");
+    m.def("sleep", &sleep, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "Sleep until a descriptor is readable.");
+    nb::class_<Alarm>(m, "Alarm", "Wakes a sleeping thread.")
+        .def(nb::init<>())
+        .def("set", &Alarm::set, "Wake the thread that waits, or the next one to wait.")
+        .def("wait", &wait_for_alarm, "seconds"_a,
+             "Sleep up to `seconds` until the alarm is set, and clear it. Returns whether it was set.");
+    m.def("enlist_thread", [] { this_thread_state.set_registered(); }, "Register the calling thread as one of this library.");
+    m.def("yield_gil", &yield_gil, "Let the registered threads that have work take the GIL.");
+}
+
+}  // namespace disagg::python

@@ -1,0 +1,105 @@
+// Waits, flags, signals and alarms, and the count of busy threads.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "tests.hpp"
+#include "waiting.hpp"
+
+void test_busy_poll() {
+    int calls = 0;
+    CHECK(disagg::busy_poll(60.0, [&] { return ++calls == 3; }));
+    CHECK(calls == 3);
+    CHECK(!disagg::busy_poll(0.0, [&] { return ++calls < 0; }));
+    CHECK(calls == 4);
+    CHECK(disagg::busy_poll(0.0, [] { return true; }));
+}
+
+void test_flag_waiters() {
+    disagg::Flag flag;
+    CHECK(!flag.is_set() && !flag.has_waiters());
+    flag.wait_for_waiters();
+    {
+        const disagg::Flag::Waiter waiter(flag);
+        CHECK(flag.has_waiters());
+        flag.wait_for_waiters();  // gives up
+    }
+    CHECK(!flag.has_waiters());
+    std::thread thread([&] { CHECK(disagg::busy_poll(60.0, [&] { return flag.is_set(); })); });
+    flag.set();
+    thread.join();
+}
+
+void test_completion_signals() {
+    std::vector<std::uint64_t> page(3);
+    disagg::Flag flag, other;
+    const disagg::CompletionSignal first{{&page[0], 7}, &flag, {}}, second{{&page[1], 8}, &flag, {}},
+        third{{&page[2], 9}, &other, {}};
+    const disagg::CompletionWord word{&page[1], 8};
+    disagg::Completions signals{{&first, &second, &third}, {}, {}, {}}, words{{}, {&word}, {}, {}}, flags{{}, {}, {&other}, {}};
+    CHECK(!signals.poll() && !words.poll() && !flags.poll() && !disagg::Completions{}.poll());
+    CHECK(page == std::vector<std::uint64_t>(3));
+    flag.set();
+    CHECK(signals.poll() && words.poll() && !flags.poll());  // one poll sets the words of all set flags
+    CHECK((page == std::vector<std::uint64_t>{7, 8, 0}));
+    third.signal();
+    CHECK(page[2] == 9);
+    other.set();
+    CHECK(flags.poll());
+}
+
+void test_alarm() {
+    disagg::Alarm alarm;
+    CHECK(!alarm.wait(0.0) && !alarm.wait(-1.0));
+    alarm.set();
+    alarm.set();
+    CHECK(alarm.wait(60.0) && !alarm.wait(0.0));
+    std::thread thread([&] { alarm.set(); });
+    CHECK(alarm.wait(std::numeric_limits<double>::infinity()));
+    thread.join();
+}
+
+void test_busy_threads() {
+    CHECK(disagg::num_busy_threads == 0);
+    std::atomic<int> step = 0;
+    const auto reach = [&](int next) { return disagg::busy_poll(60.0, [&] { return step.load() >= next; }); };
+    std::thread thread([&] {
+        disagg::ThreadState& state = disagg::this_thread_state;
+        CHECK(!state.is_registered() && !state.set_busy(false));
+        state.set_registered();
+        CHECK(state.is_registered() && !state.is_busy() && !state.set_busy(true) && state.set_busy(true));
+        step = 1;
+        CHECK(reach(2));
+    });
+    CHECK(reach(1));
+    CHECK(disagg::num_busy_threads == 1);
+    const auto started = std::chrono::steady_clock::now();
+    disagg::wait_until_none_busy(started + std::chrono::milliseconds(1));
+    CHECK(std::chrono::steady_clock::now() >= started + std::chrono::milliseconds(1));
+    step = 2;
+    thread.join();  // a thread that ends is busy no longer
+    CHECK(disagg::num_busy_threads == 0);
+    disagg::wait_until_none_busy(std::chrono::steady_clock::now() + std::chrono::hours(1));
+    disagg::num_busy_threads = 5;
+    disagg::recount_busy_threads();
+    CHECK(disagg::num_busy_threads == 0);
+}
+
+void test_sleep_until_readable() {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    const std::int32_t descriptors[]{ends[0]};
+    std::vector<pollfd> watched = disagg::watch_readable(descriptors);
+    CHECK(!disagg::any_readable(watched));
+    disagg::sleep_until_readable(-1.0, watched);
+    disagg::sleep_until_readable(1e-3, watched);
+    CHECK(write(ends[1], "x", 1) == 1);
+    disagg::sleep_until_readable(3600.0, watched);
+    CHECK(disagg::any_readable(watched));
+    close(ends[0]);
+    close(ends[1]);
+}

@@ -1,0 +1,194 @@
+// Waiting for completions, and the count of threads that have work. Needs no Python: the bindings release the GIL around it.
+#pragma once
+
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <ctime>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_queue.hpp"
+
+namespace disagg {
+
+// ---------------------------------------------------------------------------------------------------- threads that have work
+
+// Registered threads that have work: those that do not wait in one of the functions here. Other threads yield the GIL to them.
+inline std::atomic<int> num_busy_threads = 0;
+
+// Counts one thread in `num_busy_threads` while it is registered and has work.
+class ThreadState {
+  public:
+    ThreadState() = default;
+    ThreadState(const ThreadState&) = delete;
+    ThreadState& operator=(const ThreadState&) = delete;
+    ~ThreadState() { set_busy(false); }
+
+    // The thread becomes busy when its next wait ends.
+    void set_registered() { is_registered_ = true; }
+    bool is_registered() const { return is_registered_; }
+    bool is_busy() const { return is_busy_; }
+
+    // Returns whether the thread was busy before.
+    bool set_busy(bool is_busy) {
+        if (is_busy != is_busy_) num_busy_threads += is_busy ? 1 : -1;
+        return std::exchange(is_busy_, is_busy);
+    }
+
+  private:
+    bool is_registered_ = false;
+    bool is_busy_ = false;
+};
+inline thread_local ThreadState this_thread_state;
+
+// Call this in the child of a fork: only the calling thread exists there.
+inline void recount_busy_threads() { num_busy_threads = this_thread_state.is_busy() ? 1 : 0; }
+
+// Waits until no registered thread has work, or until `end`.
+inline void wait_until_none_busy(std::chrono::steady_clock::time_point end) {
+    while (num_busy_threads.load() > 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
+
+// ----------------------------------------------------------------------------------------------------------- completions
+
+// Calls `is_done` without sleeping until it returns true or `seconds` have passed; returns its last result.
+template <typename IsDone>
+bool busy_poll(double seconds, const IsDone& is_done) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    bool done = is_done();
+    while (!done && std::chrono::steady_clock::now() < end) {
+        std::this_thread::yield();
+        done = is_done();
+    }
+    return done;
+}
+
+// A flag that any thread may set, once.
+class Flag {
+  public:
+    // Counts a waiting thread. It counts until it holds the GIL again, so this must outlive the release of the GIL.
+    class Waiter {
+      public:
+        explicit Waiter(Flag& flag) : flag_{flag} { ++flag_.num_waiters_; }
+        ~Waiter() { --flag_.num_waiters_; }
+        Waiter(const Waiter&) = delete;
+        Waiter& operator=(const Waiter&) = delete;
+
+      private:
+        Flag& flag_;
+    };
+
+    void set() { is_set_.store(true); }
+    bool is_set() const { return is_set_.load(); }
+    bool has_waiters() const { return num_waiters_.load() > 0; }
+
+    // Waits until no thread waits for the flag, for at most 20 us. Without this head start a waiter finds the GIL taken and
+    // sleeps; to wake up takes it longer than everything else.
+    void wait_for_waiters() const {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
+        while (has_waiters() && std::chrono::steady_clock::now() < end) {
+        }
+    }
+
+  private:
+    std::atomic<bool> is_set_ = false;
+    std::atomic<int> num_waiters_ = 0;
+};
+
+// A word of memory that another process may share, and the value that marks it as set.
+struct CompletionWord {
+    std::uint64_t* word;
+    std::uint64_t value;
+
+    // Only this library accesses such memory, and always by atomic operations.
+    bool is_set() const { return std::atomic_ref{*word}.load(std::memory_order_acquire) == value; }
+    void set() const { std::atomic_ref{*word}.store(value, std::memory_order_release); }
+};
+
+// Sets a word once a flag is set or an event has completed. Exactly one of `flag` and `event.queue` is not null.
+struct CompletionSignal {
+    CompletionWord word;
+    const Flag* flag = nullptr;
+    CudaEvent event;
+
+    void signal() const { word.set(); }
+
+    // Returns whether polling can end: the flag is set or the event has completed, which signals, or the event has failed,
+    // which does not.
+    bool poll() const {
+        const int status = event.queue ? event.status() : flag->is_set() ? 0 : CudaQueue::kNotReady;
+        if (status == 0) signal();
+        return status != CudaQueue::kNotReady;
+    }
+};
+
+// What one call of `busy_poll` waits for.
+struct Completions {
+    std::vector<const CompletionSignal*> signals;
+    std::vector<const CompletionWord*> words;
+    std::vector<const Flag*> flags;
+    std::vector<CudaEvent> events;
+
+    // Returns whether any has completed. Polls every signal even after it found one: another process waits for each of them.
+    bool poll() const {
+        return std::count_if(signals.begin(), signals.end(), [](const CompletionSignal* s) { return s->poll(); }) > 0 ||
+               std::any_of(words.begin(), words.end(), [](const CompletionWord* word) { return word->is_set(); }) ||
+               std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set(); }) ||
+               std::any_of(events.begin(), events.end(), [](const CudaEvent& event) { return event.is_done(); });
+    }
+};
+
+// --------------------------------------------------------------------------------------------------------------- sleeping
+
+// The longest sleep in seconds: the caller looks at its timers again after that.
+inline constexpr double kLongestSleep = 3600.0;
+
+inline std::vector<pollfd> watch_readable(std::span<const std::int32_t> descriptors) {
+    std::vector<pollfd> watched;
+    for (const std::int32_t descriptor : descriptors) watched.push_back({descriptor, POLLIN, 0});
+    return watched;
+}
+
+// Returns at once whether a descriptor is readable or closed by its peer.
+inline bool any_readable(std::span<pollfd> watched) { return ::poll(watched.data(), watched.size(), 0) > 0; }
+
+// Sleeps until a descriptor is readable, or for `seconds`.
+inline void sleep_until_readable(double seconds, std::span<pollfd> watched) {
+    const double bounded = std::clamp(seconds, 0.0, kLongestSleep);
+    const auto whole = static_cast<std::time_t>(bounded);
+    const timespec timeout{whole, static_cast<long>((bounded - static_cast<double>(whole)) * 1e9)};
+    ::ppoll(watched.data(), watched.size(), &timeout, nullptr);
+}
+
+// Wakes a sleeping thread. It stays set until one wait has returned true.
+class Alarm {
+  public:
+    void set() {
+        const std::lock_guard<std::mutex> locked(mutex_);
+        is_set_ = true;
+        changed_.notify_one();
+    }
+
+    // Sleeps until the alarm is set, or for `seconds`. Returns whether it was set, and clears it.
+    bool wait(double seconds) {
+        std::unique_lock<std::mutex> locked(mutex_);
+        const std::chrono::duration<double> timeout(std::clamp(seconds, 0.0, kLongestSleep));
+        changed_.wait_for(locked, timeout, [&] { return is_set_; });
+        return std::exchange(is_set_, false);
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool is_set_ = false;
+};
+
+}  // namespace disagg
