@@ -22,7 +22,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.abilities import Progressive
 from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -182,8 +181,6 @@ class BreakEven:
         while not (status := transfer.poll()).settled:
             if status is TransferStatus.UNSETTLED or time.perf_counter() - started > TIMEOUT_S:
                 raise BackendError(transfer.error or f"a write of {copies.total_nbytes} bytes did not end in {TIMEOUT_S} s")
-            if isinstance(self._backend, Progressive):
-                self._backend.progress()
             time.sleep(0)
         seconds = time.perf_counter() - started
         problem = transfer.error

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from disagg.backends import registry as backends
-from disagg.backends.abilities import Progressive
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -291,14 +290,6 @@ class FaultyBackend:
         transfer.close()
 
 
-class ProgressiveFaultyBackend(FaultyBackend):
-    """The same around an engine that wants to be called."""
-
-    def progress(self) -> None:
-        assert isinstance(self.inner, Progressive)
-        self.inner.progress()
-
-
 def _half(copies: CopyBatch) -> CopyBatch:
     count = (len(copies) + 1) // 2
     return CopyBatch(copies.source[:count], copies.destination[:count], copies.nbytes[:count])
@@ -311,7 +302,7 @@ def inject(
 
     def make(options: BackendOptions) -> Backend:
         inner = backend(options) if callable(backend) else backends.load(backend, options)
-        return (ProgressiveFaultyBackend if isinstance(inner, Progressive) else FaultyBackend)(inner, faults, staging)
+        return FaultyBackend(inner, faults, staging)
 
     return make
 
