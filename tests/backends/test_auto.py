@@ -142,6 +142,14 @@ def test_span_classes_go_to_the_engine_that_takes_them(memory: np.ndarray) -> No
         backend.submit_spans(SimpleNamespace(shapes=()), batch)
 
 
+class Named(LocalBackend):
+    """Has the name of a real engine, and a staging shape that shows it."""
+
+    @property
+    def staging(self) -> StagingShape:
+        return StagingShape(pack_below=len(self.name))
+
+
 def load_named(monkeypatch: pytest.MonkeyPatch, options: BackendOptions, *, missing: Sequence[str], gpu: bool) -> Backend:
     """`auto`, from engines that have only the names of real ones, without those that are `missing`."""
 
@@ -149,7 +157,9 @@ def load_named(monkeypatch: pytest.MonkeyPatch, options: BackendOptions, *, miss
         def start(options: BackendOptions) -> LocalBackend:
             if name in missing:
                 raise BackendUnavailable(f"{name} is missing")
-            return type("Named", (LocalBackend,), {"name": name, "staging": StagingShape(pack_below=len(name))})(options)
+            backend = Named(options)
+            backend.name = name
+            return backend
 
         return start
 

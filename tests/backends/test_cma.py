@@ -16,6 +16,7 @@ from disagg.backends.abilities import Gathering, ProvesByProcess, QuietWhenClose
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, TransferStatus, Transport
 from disagg.backends.cma import CmaBackend, CmaPeer
 from disagg.backends.endpoint import encode_endpoint
+from disagg.core import _native
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
 from disagg.machine.processes import ProcessIdentity, ProcessWatch
@@ -169,7 +170,7 @@ def test_close_waits_for_a_copy_and_a_fence_sees_it(monkeypatch: pytest.MonkeyPa
         backend.close()
         closed.set()
 
-    monkeypatch.setattr(cma._native, "copy_between_processes", slow)
+    monkeypatch.setattr(_native, "copy_between_processes", slow)
     batch = batch_of(Op.WRITE, arena, target.arena, WHOLE)
     writer = threading.Thread(target=backend.submit, args=(Op.WRITE, peer, batch))
     writer.start()
