@@ -1,10 +1,18 @@
 """How bytes move. A backend sees addresses and lengths only.
 
-This module has everything that the author of a backend needs: the contract, optional abilities, endpoints, and the few
-types and errors that they are made of. Each engine is imported when it is first asked for.
+The author of a backend imports everything from this module: the contract, optional abilities, a base class, endpoints, and
+the types and errors that they use. Engines themselves are imported when they are first used.
 """
 
-from disagg.backends.abilities import Gathering, PreparedSpans, QuietWhenClosed, SaysStaging, SpanWriter
+from disagg.backends.abilities import (
+    Gathering,
+    PreparedSpans,
+    ProvesByProcess,
+    QuietWhenClosed,
+    SaysStaging,
+    SpanWriter,
+)
+from disagg.backends.adapter import Adapter, AdapterPeer, check_closable
 from disagg.backends.base import (
     Backend,
     BackendOptions,
@@ -29,9 +37,12 @@ from disagg.core.errors import (
     RemoteProtocolError,
 )
 from disagg.core.memory import CPU, Device, MemoryRegion, RemoteRegion, merge_regions
+from disagg.machine.processes import ProcessIdentity, ProcessWatch, host_identity
 
 __all__ = [
     "CPU",
+    "Adapter",
+    "AdapterPeer",
     "Backend",
     "BackendError",
     "BackendOptions",
@@ -48,6 +59,9 @@ __all__ = [
     "Op",
     "PeerUnreachable",
     "PreparedSpans",
+    "ProcessIdentity",
+    "ProcessWatch",
+    "ProvesByProcess",
     "QuietWhenClosed",
     "RegionIndex",
     "RemotePeer",
@@ -59,9 +73,11 @@ __all__ = [
     "Transfer",
     "TransferStatus",
     "Transport",
+    "check_closable",
     "check_rdma",
     "decode_endpoint",
     "encode_endpoint",
+    "host_identity",
     "local_and_remote",
     "merge_regions",
 ]

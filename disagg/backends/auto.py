@@ -1,8 +1,11 @@
-"""Several engines as one: each peer is reached by the first that can, and it is said why those before it could not.
+"""Backend `auto`: several engines as one. Each peer is reached by the first engine that can reach it.
 
-For memory on GPUs, where `nvlink` serves some peers (other GPUs of this machine) and a network engine the others. Each
-engine registers the memory it can serve; one that can serve none is left out, with the reason. Both directions between two
-ranks are chosen by their writers, each for itself.
+For host memory `cma` reaches peers on this host, and a network engine the others. For GPU memory `nvlink` reaches GPUs of this
+host, and a network engine the others. Each engine registers the memory that it can serve; one that can serve none is left
+out. `transport` names the engines that reach the peers, and the log has the reasons against the others.
+
+Both directions between two ranks are chosen by their writers, each for itself. So a fence asks every engine that both sides
+have, not only the one that reaches the peer from here.
 """
 
 from __future__ import annotations
@@ -14,31 +17,44 @@ from typing import TypeVar
 
 import msgspec
 
-from disagg.backends.abilities import PreparedSpans, SpanWriter
+from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess, QuietWhenClosed, SpanWriter
 from disagg.backends.base import Backend, Fence, Op, RemotePeer, StagingShape, Transfer
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
 from disagg.core.spans import SpanBatch, SpanShape
+from disagg.machine.processes import ProcessIdentity, host_identity
 
 logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
 
+class AutoDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process, and the endpoint of each of its engines by name."""
+
+    process: ProcessIdentity
+    endpoints: dict[str, bytes]
+
+
+_DECODER = msgspec.msgpack.Decoder(AutoDescriptor)
+
+
 @dataclass(frozen=True, eq=False)
 class AutoPeer:
-    """A peer, by the engine that reaches it."""
+    """A peer, by the engine that reaches it; `others` are the other engines that both sides have."""
 
     engine: Backend
     peer: RemotePeer
     regions: Sequence[RemoteRegion]
+    process: ProcessIdentity
+    others: tuple[Backend, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class AutoSpans:
-    """Span classes at the engine that reaches their peer."""
+    """Span classes prepared by the engine that reaches their peer."""
 
     engine: SpanWriter
     spans: PreparedSpans
@@ -49,30 +65,40 @@ class AutoSpans:
 
 
 class AutoBackend:
-    """`engines` in the order in which they are tried; at least one. `missing`: why others are not among them."""
+    """`engines` in the order in which they are tried; at least one. `missing`: why other engines are not among them.
+
+    `staging`: how this rank stages; by default like the last engine, which packs if any does.
+    """
 
     name = "auto"
 
-    def __init__(self, engines: Sequence[Backend], *, missing: Sequence[str] = ()) -> None:
+    def __init__(self, engines: Sequence[Backend], *, missing: Sequence[str] = (), staging: StagingShape | None = None) -> None:
         self._engines = list(engines)
         self._missing = list(missing)
+        self._staging = staging
         self._regions: tuple[MemoryRegion, ...] = ()
+        self._used: list[Backend] = []
+
+    @property
+    def engines(self) -> Sequence[str]:
+        """Names of the engines, in the order in which they are tried."""
+        return tuple(engine.name for engine in self._engines)
 
     @property
     def staging(self) -> StagingShape:
-        """That of the last engine, which is the one that packs, if any does."""
-        return self._engines[-1].staging
+        return self._staging or self._engines[-1].staging
 
     @property
     def transport(self) -> str:
-        return "; ".join(f"{engine.name}: {engine.transport}" for engine in self._engines)
+        """Each engine that reaches a peer, with its transport; before there is a peer, every engine."""
+        return "; ".join(f"{engine.name}: {engine.transport}" for engine in self._used or self._engines)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         if self._regions:
             raise LocalProtocolError("backend 'auto': register is called once")
         serving: list[Backend] = []
         for engine in self._engines:
-            # `nvlink` is for the GPU's memory only; staging in host memory is there for the other engines.
+            # `nvlink` takes the GPU's memory only; staging buffers in host memory are for the other engines.
             own = [r for r in regions if r.device.kind == "cuda"] if engine.name == "nvlink" else list(regions)
             try:
                 engine.register(own)
@@ -86,34 +112,47 @@ class AutoBackend:
             raise ConfigError(f"backend auto: no engine can serve this memory: {'; '.join(self._missing)}")
         self._regions = tuple(regions)
         reasons = f" ({'; '.join(self._missing)})" if self._missing else ""
-        logger.info("backend auto: %s%s", " before ".join(engine.name for engine in serving), reasons)
+        logger.info("backend auto: %s%s", " before ".join(self.engines), reasons)
 
     def endpoint(self) -> bytes:
-        descriptor = msgspec.msgpack.encode({engine.name: engine.endpoint() for engine in self._engines})
-        return encode_endpoint(self.name, descriptor, self._regions)
+        descriptor = AutoDescriptor(ProcessIdentity.own(), {engine.name: engine.endpoint() for engine in self._engines})
+        return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self._regions)
 
     def connect(self, endpoint: bytes, *, epoch: int) -> AutoPeer:
         """By the first engine that both sides have and that reaches the peer; raises `PeerUnreachable` with every reason."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
-            endpoints = msgspec.msgpack.decode(raw, type=dict[str, bytes])
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            descriptor = _DECODER.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"endpoint of backend 'auto': {error}") from error
         reasons = list(self._missing)
         for engine in self._engines:
-            if engine.name not in endpoints:
+            if engine.name not in descriptor.endpoints:
                 reasons.append(f"{engine.name}: the peer does not have it")
                 continue
             try:
-                peer = engine.connect(endpoints[engine.name], epoch=epoch)
+                peer = engine.connect(descriptor.endpoints[engine.name], epoch=epoch)
             except PeerUnreachable as error:
                 reasons.append(f"{engine.name}: {error}")
                 continue
-            level = logging.WARNING if reasons else logging.INFO
-            because = f" ({'; '.join(reasons)})" if reasons else ""
-            logger.log(level, "backend auto: the peer is reached by %s over %s%s", engine.name, engine.transport, because)
-            return AutoPeer(engine, peer, regions)
+            self._report(engine, reasons, on_this_host=descriptor.process.host == host_identity())
+            others = tuple(e for e in self._engines if e is not engine and e.name in descriptor.endpoints)
+            return AutoPeer(engine, peer, regions, descriptor.process, others)
         raise PeerUnreachable(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
+
+    def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
+        """Log how a peer is reached: a warning if not by the first choice, except that `cma` reaches no other host."""
+        if engine not in self._used:
+            self._used.append(engine)
+        expected = not on_this_host and all(reason.startswith("cma: ") for reason in reasons)
+        level = logging.WARNING if reasons and not expected else logging.INFO
+        because = f" ({'; '.join(reasons)})" if reasons else ""
+        logger.log(level, "backend auto: the peer is reached by %s over %s%s", engine.name, engine.transport, because)
+
+    def gathers_from(self, peer: RemotePeer) -> int | None:
+        """See `Gathering`; `None` where the engine that reaches the peer does not gather."""
+        own = _own(peer, AutoPeer)
+        return own.engine.gathers_from(own.peer) if isinstance(own.engine, Gathering) else None
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
         own = _own(peer, AutoPeer)
@@ -132,15 +171,23 @@ class AutoBackend:
         return own.engine.submit_spans(own.spans, batch)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """`QUIET` once every engine that both sides have has proved it: the peer may have chosen another than this side."""
         own = _own(peer, AutoPeer)
-        return own.engine.fence(own.peer, epoch=epoch)
+        if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
+            return Fence.UNKNOWN
+        proved = all(isinstance(e, ProvesByProcess) and e.is_quiet_after(own.process) for e in own.others)
+        return Fence.QUIET if proved else Fence.UNKNOWN
+
+    def is_quiet_when_closed(self) -> bool:
+        """Whether every engine's `close` is a proof."""
+        return all(isinstance(engine, QuietWhenClosed) and engine.is_quiet_when_closed() for engine in self._engines)
 
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)
         own.engine.disconnect(own.peer)
 
     def close(self) -> None:
-        """Every engine; the first error is raised once all have been."""
+        """Close every engine; the first error is raised after all have been closed."""
         failed: list[DisaggError] = []
         for engine in self._engines:
             try:

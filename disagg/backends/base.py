@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from disagg.core.address import is_loopback
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError
 from disagg.core.memory import MemoryRegion, RemoteRegion
@@ -79,6 +80,11 @@ class BackendOptions:
     def wanted(self) -> Transport:
         """The transport to use: the one required, else the one allowed."""
         return self.require or self.transport
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether these options let only peers of this host be reached: shared memory, or a loopback address."""
+        return self.wanted is Transport.SHM or (self.wanted is Transport.AUTO and is_loopback(self.host))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ _ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
 """Made here and not when it is used: two threads that are first to look at one `Struct` end the process (msgspec 0.22)."""
 
 
-def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion]) -> bytes:
+def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion | RemoteRegion]) -> bytes:
     """`Endpoint` as bytes."""
     rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
     return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))

@@ -1,62 +1,58 @@
-"""Transfer engines behind one small contract (`disagg.backends.base`). Each is imported when it is first asked for."""
+"""Finds transfer engines by name, among the entry points of installed packages. Imports an engine when it is first used."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import logging
 from collections.abc import Callable
 
 from disagg.backends.auto import AutoBackend
 from disagg.backends.base import Backend, BackendOptions, Transport
 from disagg.core.errors import BackendUnavailable, ConfigError
 
-logger = logging.getLogger(__name__)
-
 ENTRY_POINTS = "disagg.backends"
+AUTO_HOST = "cma"
+"""The engine that `auto` tries first for host memory. It reaches peers on this host only."""
+AUTO_GPU = "nvlink"
+"""The engine that `auto` tries first for GPU memory. It reaches other GPUs of this host only."""
 AUTO = ("nixl", "mooncake")
-"""What `auto` tries, in this order."""
-AUTO_GPU = ("nvlink",)
-"""What it tries before, for memory on a GPU: engines that reach some peers only."""
+"""The network engines that `auto` tries, in this order; it uses the first that starts."""
 
 
 def available() -> tuple[str, ...]:
-    """Names that `load` knows, installed engine or not."""
+    """Names that `load` knows, whether or not the engine is installed."""
     return tuple(sorted({entry.name for entry in _entries()}))
 
 
 @functools.cache
 def _entries() -> importlib.metadata.EntryPoints:
-    """Of all installed packages; reading them takes longer than the rest of a small manager's start."""
+    """The entry points of all installed packages; reading them takes longer than the rest of a small manager's start."""
     return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
 
 def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
-    """The backend called `name`, started with `options`; `auto` takes the first of `AUTO` that starts, and says which.
+    """The backend called `name`, started with `options`; `gpu`: for memory on a GPU.
 
-    For memory on a GPU (`gpu`) `auto` is `AutoBackend`: those of `AUTO_GPU` that start, before the first of `AUTO` that does.
-    Raises `ConfigError` for an unknown name and `BackendUnavailable` where the engine cannot be used here.
+    `auto` is `AutoBackend` over `AUTO_HOST`, or `AUTO_GPU` for memory on a GPU, and the first of `AUTO` that starts. Raises
+    `ConfigError` for an unknown name and `BackendUnavailable` where the engine cannot be used here.
     """
     if name != "auto":
         return _factory(name)(options)
     reasons: list[str] = []
-    before = [_try(candidate, options, reasons) for candidate in (AUTO_GPU if gpu and options.wanted is Transport.AUTO else ())]
-    after = next(filter(None, (_try(candidate, options, reasons) for candidate in AUTO)), None)
-    engines = [backend for backend in (*before, after) if backend is not None]
+    preferred, over = (AUTO_GPU, (Transport.AUTO,)) if gpu else (AUTO_HOST, (Transport.AUTO, Transport.SHM))
+    first = _try(preferred, options, reasons) if options.wanted in over else None
+    network = next(filter(None, (_try(candidate, options, reasons) for candidate in AUTO)), None)
+    engines = [backend for backend in (first, network) if backend is not None]
     if not engines:
-        tried = (*AUTO_GPU, *AUTO) if gpu else AUTO
+        tried = (preferred, *AUTO)
         raise BackendUnavailable(f"backend auto: none of {', '.join(tried)} can be used here. {' '.join(reasons)}")
-    if gpu:
-        return AutoBackend(engines, missing=reasons)
-    logger.info(
-        "backend auto: chose %s over %s%s",
-        engines[0].name, engines[0].transport, f" ({'; '.join(reasons)})" if reasons else "",
-    )  # fmt: skip
-    return engines[0]
+    # With all peers on this host, `cma` reaches every one of them.
+    staging = engines[0].staging if options.stays_on_host and not gpu else None
+    return AutoBackend(engines, missing=reasons, staging=staging)
 
 
 def _try(name: str, options: BackendOptions, reasons: list[str]) -> Backend | None:
-    """A backend, if it starts; else `reasons` has one more."""
+    """A backend, if it starts; else adds the reason to `reasons`."""
     try:
         return _factory(name)(options)
     except BackendUnavailable as error:
@@ -67,7 +63,7 @@ def _try(name: str, options: BackendOptions, reasons: list[str]) -> Backend | No
 def _factory(name: str) -> Callable[[BackendOptions], Backend]:
     found = tuple(_entries().select(name=name))
     if not found:
-        _entries.cache_clear()  # for one that is installed before it is asked for again
+        _entries.cache_clear()  # for an engine that is installed before the next call
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(available())}, found {name!r}")
     factory: Callable[[BackendOptions], Backend] = found[0].load()
     return factory

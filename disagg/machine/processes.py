@@ -1,8 +1,9 @@
-"""Whether a process of this machine has ended, and whether anything that it sent over TCP may still arrive here.
+"""Whether a process of this host has ended, whether bytes that it sent over TCP may still arrive, and CMA between processes.
 
-What a killed process had sent waits in socket buffers, its own and the receiver's, and is applied to memory long after the
-process is gone. Its kernel ends each connection behind the last byte, and an engine closes its socket once it has read that
-end. So nothing of a dead process can arrive any more once no socket of this process has a far end without an owner.
+The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to memory long
+after the process has ended. The kernel ends each of its connections behind the last byte, and an engine closes its socket
+once it has read that end. So nothing of a dead process can arrive any more once no socket of this process has a far end
+without an owner.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from disagg.core import _native
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
-"""Fields of `/proc/PID/stat` behind the command's name."""
+"""Fields of `/proc/PID/stat` after the command's name."""
 _SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
-"""States of a socket, as `/proc/net/tcp` has them."""
+"""States of a socket in `/proc/net/tcp`."""
 _NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
-_NOBODY = "0"
-"""The inode of a socket that is in no process: not accepted yet, or closed and not over."""
+_NO_OWNER = "0"
+"""The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
 
 
 class _Socket(NamedTuple):
@@ -34,8 +36,8 @@ class _Socket(NamedTuple):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process: `host` is equal for processes that see each other by process id, `network` for those with one loopback;
-    `started` is in clock ticks since the machine's start, so that another process with the same id is told apart.
+    """One process. `host` is equal for processes that see each other by process id, `network` for those with one loopback
+    device. `started` is in clock ticks since the machine's start: a later process with the same id has another value.
     """
 
     host: str
@@ -45,18 +47,18 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """Of this process."""
+        """The identity of this process."""
         fields = _stat(_PROC / "self" / "stat")
         assert fields is not None
         return cls(host_identity(), _namespace("net"), os.getpid(), int(fields[_STARTED]))
 
     @property
     def machine(self) -> str:
-        """Equal for processes of one machine since it was started, whatever they see of each other."""
+        """Equal for processes of one machine since its last start, in whatever namespaces they are."""
         return self.host.partition("/")[0]
 
     def has_ended(self) -> bool:
-        """Whether every thread of it is proved to have ended; `False` where that cannot be seen from here."""
+        """Whether all threads of the process are proved to have ended; `False` where this process cannot see it."""
         if self.host != host_identity() or not 0 < self.pid < 2**31:
             return False
         fields = _stat(_PROC / str(self.pid) / "stat")
@@ -66,17 +68,18 @@ class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return fields[_STATE] in "ZX" and all((stat := _stat(path)) is None or stat[_STATE] in "ZX" for path in threads)
 
     def is_quiet(self, *, by_accepted: bool = False) -> bool:
-        """Whether it has ended and nothing that it sent over TCP can arrive here any more; `by_accepted`: nothing arrives but
-        by connections that this process has accepted.
+        """Whether it has ended and nothing that it sent over TCP can arrive here any more.
+
+        `by_accepted`: bytes arrive only by connections that this process has accepted.
         """
         return self.has_ended() and self.network == _namespace("net") and not _has_orphans(by_accepted=by_accepted)
 
 
 class ProcessWatch:
-    """Asks again and again whether a process has ended, at the cost of one system call."""
+    """Checks repeatedly whether a process has ended, at the cost of one system call each time."""
 
     def __init__(self, process: ProcessIdentity) -> None:
-        """One that has ended already is said to have; one that cannot be seen from here never is."""
+        """A process that this process cannot see never counts as ended."""
         self._descriptor: int | None = None
         self._ended = False
         if process.host != host_identity():
@@ -86,10 +89,10 @@ class ProcessWatch:
         except OSError:
             self._ended = True
             return
-        self._ended = process.has_ended()  # only now is it sure that the descriptor is of that process
+        self._ended = process.has_ended()  # read after opening: only now does the descriptor certainly mean that process
 
     def has_ended(self) -> bool:
-        """`False` also where that cannot be known, or after `close`."""
+        """`False` also where this cannot be known, or after `close`."""
         self._ended = self._ended or (self._descriptor is not None and _native.is_readable(self._descriptor))
         return self._ended
 
@@ -102,8 +105,18 @@ class ProcessWatch:
     __del__ = close
 
 
+def copy_refusal(pid: int, address: int) -> str | None:
+    """Why this process may not copy from `address` of process `pid` by itself; `None` if it may. Reads one byte."""
+    if not 0 < pid < 2**31:
+        return f"{pid} is no process id"
+    byte = np.zeros(1, np.uint8)
+    columns = (np.array([value], np.uint64) for value in (byte.ctypes.data, address, 1))
+    error = _native.copy_between_processes(pid, *columns, write=False)
+    return f"process_vm_readv: {os.strerror(error)}" if error else None
+
+
 def host_identity() -> str:
-    """Equal for processes that see each other by process id."""
+    """A string that is equal for processes that see each other by process id."""
     return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip() + "/" + _namespace("pid")
 
 
@@ -112,7 +125,7 @@ def _namespace(kind: str) -> str:
 
 
 def _stat(path: Path) -> list[str] | None:
-    """The fields behind the command's name, which may hold anything; `None` where the process is gone."""
+    """The fields after the command's name, which may contain any character; `None` for a process that is gone."""
     try:
         return path.read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -120,10 +133,10 @@ def _stat(path: Path) -> list[str] | None:
 
 
 def _has_orphans(*, by_accepted: bool) -> bool:
-    """Whether a TCP connection of this process (or of those that it has accepted) has, on this machine, a far end that no
-    process owns any more.
+    """Whether a TCP connection of this process has a far end on this host that no process owns any more.
 
-    A far end on another machine is none of a process that is proved to have ended on this one.
+    `by_accepted`: among the connections that this process has accepted. A far end on another host cannot belong to a process
+    that is proved to have ended on this one.
     """
     own = set(_own_sockets())
     sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
@@ -132,14 +145,14 @@ def _has_orphans(*, by_accepted: bool) -> bool:
     ports = {row.local.rpartition(":")[2] for row in sockets if row.state == _LISTEN and row.inode in own}
     for row in sockets:
         accepted = row.local.rpartition(":")[2] in ports
-        if accepted and row.inode == _NOBODY and row.state in _NOT_ACCEPTED:
-            return True  # the engine has not looked at it yet
+        if accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED:
+            return True  # the engine has not accepted it yet
         if row.inode not in own or row.state == _LISTEN or (by_accepted and not accepted):
             continue
         far = owners.get((row.remote, row.local))
         if far is None and (row.state == _CLOSE_WAIT or row.remote.rpartition(":")[0] in hosts):
             return True
-        if far == _NOBODY:
+        if far == _NO_OWNER:
             return True
     return False
 
@@ -166,7 +179,7 @@ def _sockets(name: str) -> Iterator[_Socket]:
 
 
 def _plain(address: str) -> str:
-    """An IPv4 address that is written as an IPv6 one (a socket that takes both), as it is."""
+    """`address` as IPv4 where it is an IPv4-mapped IPv6 address, as a dual-stack socket has it."""
     host, _, port = address.rpartition(":")
     mapped = "0000000000000000FFFF0000"
     return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry as backends
-from disagg.backends.abilities import Progressive
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
@@ -234,14 +233,6 @@ class FaultyBackend:
         transfer.close()
 
 
-class ProgressiveFaultyBackend(FaultyBackend):
-    """`FaultyBackend` around an engine that makes progress only when called."""
-
-    def progress(self) -> None:
-        assert isinstance(self.inner, Progressive)
-        self.inner.progress()
-
-
 def _half(copies: CopyBatch) -> CopyBatch:
     count = (len(copies) + 1) // 2
     return CopyBatch(copies.source[:count], copies.destination[:count], copies.nbytes[:count])
@@ -254,6 +245,6 @@ def inject(
 
     def make(options: BackendOptions) -> Backend:
         inner = backend(options) if callable(backend) else backends.load(backend, options)
-        return (ProgressiveFaultyBackend if isinstance(inner, Progressive) else FaultyBackend)(inner, faults, staging)
+        return FaultyBackend(inner, faults, staging)
 
     return make

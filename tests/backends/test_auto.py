@@ -1,4 +1,4 @@
-"""Several engines as one: the first that reaches a peer is used, and why others are not is said."""
+"""Several engines as one: the first that reaches a peer is used, and the log has the reasons against the others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ import pytest
 
 from disagg.backends import registry as backends
 from disagg.backends.auto import AutoBackend
-from disagg.backends.base import BackendOptions, Op, RemotePeer, TransferStatus, Transport
+from disagg.backends.base import (
+    Backend,
+    BackendOptions,
+    Fence,
+    Op,
+    RemotePeer,
+    StagingShape,
+    TransferStatus,
+    Transport,
+)
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
+from disagg.machine.processes import ProcessIdentity
+from disagg.testing.contract import BackendContract, BackendFactory
 
 
 class Choosy(LocalBackend):
-    """Serves no memory at all where told so, and reaches nobody where told so."""
+    """Serves no memory, or reaches no peer, as its arguments say."""
 
     name = "choosy"
 
@@ -48,7 +58,7 @@ class Choosy(LocalBackend):
 
 
 class Spans(LocalBackend):
-    """Takes span classes, and notes them."""
+    """Takes span classes, and records them."""
 
     def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> SimpleNamespace:
         return SimpleNamespace(shapes=tuple(shapes), peer=peer, op=op)
@@ -132,30 +142,105 @@ def test_span_classes_go_to_the_engine_that_takes_them(memory: np.ndarray) -> No
         backend.submit_spans(SimpleNamespace(shapes=()), batch)
 
 
-@pytest.mark.parametrize(
-    ("missing", "gpu", "transport", "expected"),
-    [
-        ((), True, Transport.AUTO, ["nvlink", "nixl"]),
-        (("nvlink",), True, Transport.AUTO, ["nixl"]),
-        (("nixl", "mooncake"), True, Transport.AUTO, ["nvlink"]),
-        ((), True, Transport.TCP, ["nixl"]),
-        ((), False, Transport.AUTO, "nixl"),
-        (("nixl",), False, Transport.AUTO, "mooncake"),
-    ],
-)
-def test_what_auto_is(
-    missing: Sequence[str], gpu: bool, transport: Transport, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Named(LocalBackend):
+    """Has the name of a real engine, and a staging shape that shows it."""
+
+    @property
+    def staging(self) -> StagingShape:
+        return StagingShape(pack_below=len(self.name))
+
+
+def load_named(monkeypatch: pytest.MonkeyPatch, options: BackendOptions, *, missing: Sequence[str], gpu: bool) -> Backend:
+    """`auto`, from engines that have only the names of real ones, without those that are `missing`."""
+
     def factory(name: str) -> Callable[[BackendOptions], LocalBackend]:
         def start(options: BackendOptions) -> LocalBackend:
             if name in missing:
                 raise BackendUnavailable(f"{name} is missing")
-            backend = LocalBackend(options)
+            backend = Named(options)
             backend.name = name
             return backend
 
         return start
 
     monkeypatch.setattr(backends, "_factory", factory)
-    backend = backends.load("auto", BackendOptions(transport=transport), gpu=gpu)
-    assert expected == ([engine.name for engine in backend._engines] if isinstance(backend, AutoBackend) else backend.name)
+    return backends.load("auto", options, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("missing", "gpu", "transport", "expected"),
+    [
+        ((), True, Transport.AUTO, ("nvlink", "nixl")),
+        (("nvlink",), True, Transport.AUTO, ("nixl",)),
+        (("nixl", "mooncake"), True, Transport.AUTO, ("nvlink",)),
+        ((), True, Transport.TCP, ("nixl",)),
+        ((), False, Transport.AUTO, ("cma", "nixl")),
+        ((), False, Transport.SHM, ("cma", "nixl")),
+        ((), False, Transport.TCP, ("nixl",)),
+        (("nixl",), False, Transport.AUTO, ("cma", "mooncake")),
+        (("cma",), False, Transport.AUTO, ("nixl",)),
+        (("nixl", "mooncake"), False, Transport.AUTO, ("cma",)),
+    ],
+)
+def test_auto_takes_one_engine_of_this_host_and_one_of_the_network(
+    missing: Sequence[str], gpu: bool, transport: Transport, expected: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = load_named(monkeypatch, BackendOptions(transport=transport), missing=missing, gpu=gpu)
+    assert isinstance(backend, AutoBackend)
+    assert backend.name == "auto"
+    assert backend.engines == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "engine"),
+    [
+        (BackendOptions(), False, "cma"),
+        (BackendOptions(host="192.0.2.1", transport=Transport.SHM), False, "cma"),
+        (BackendOptions(host="192.0.2.1"), False, "mooncake"),
+        (BackendOptions(), True, "mooncake"),
+    ],
+)
+def test_auto_stages_for_the_engine_that_packs(
+    options: BackendOptions, gpu: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_named(monkeypatch, options, missing=["nixl"], gpu=gpu).staging.pack_below == len(engine)
+
+
+class Proof(LocalBackend):
+    """An engine whose fence, and whose proof by the end of a process, are set by a test."""
+
+    fenced, ended = Fence.QUIET, True
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        return self.fenced
+
+    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+        assert process == ProcessIdentity.own()
+        return self.ended
+
+    def is_quiet_when_closed(self) -> bool:
+        return self.ended
+
+
+class Other(Proof):
+    name = "other"
+
+
+def test_a_fence_needs_the_proof_of_every_engine_that_both_sides_have(memory: np.ndarray) -> None:
+    """The peer may write by another engine than the one that reaches it from here."""
+    first, second = Proof(BackendOptions()), Other(BackendOptions())
+    backend, target = opened(memory, first, second), opened(memory, Proof(BackendOptions()), Other(BackendOptions()))
+    peer = backend.connect(target.endpoint(), epoch=1)
+    assert peer.engine is first
+    assert backend.fence(peer, epoch=1) is Fence.QUIET
+    assert backend.is_quiet_when_closed()
+    second.ended = False
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    assert not backend.is_quiet_when_closed()
+    second.ended, first.fenced = True, Fence.UNKNOWN
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    alone = opened(memory, Proof(BackendOptions()))
+    second.ended = False
+    assert backend.fence(backend.connect(alone.endpoint(), epoch=1), epoch=1) is Fence.UNKNOWN  # `first.fenced`
+    first.fenced = Fence.QUIET
+    assert backend.fence(backend.connect(alone.endpoint(), epoch=1), epoch=1) is Fence.QUIET

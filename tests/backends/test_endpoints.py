@@ -1,4 +1,4 @@
-"""Endpoints, whichever engine they are of."""
+"""Endpoints of any engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 FIRST = """
 import sys, threading
-from disagg.backends.base import decode_endpoint, encode_endpoint
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.memory import MemoryRegion
 
 sys.setswitchinterval(1e-6)
@@ -28,8 +28,8 @@ print("read")
 
 
 def test_several_threads_may_be_the_first_to_read_an_endpoint() -> None:
-    """Managers of one process connect at once, each in a thread of its own; msgspec ends the process where they make a type's
-    decoder at the same time.
+    """Managers of one process connect at the same time, each in its own thread; msgspec ends the process if two threads create
+    the decoder of one type at the same time.
     """
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60, check=False)

@@ -17,7 +17,7 @@ from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
-from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
+from disagg.testing.contract import BackendContract, BackendFactory
 
 
 class TestLocalContract(BackendContract):
@@ -44,7 +44,7 @@ def memories() -> tuple[np.ndarray, np.ndarray]:
 
 def test_an_endpoint_of_another_process_is_refused(memories: tuple[np.ndarray, np.ndarray]) -> None:
     backend = _opened(memories[0])
-    token = msgspec.msgpack.encode({"pid": os.getpid() + 1, "secret": "x"})
+    token = msgspec.msgpack.encode({"pid": os.getpid() + 1, "token": "x"})
     with pytest.raises(PeerUnreachable, match=f"this is process {os.getpid()}"):
         backend.connect(encode_endpoint("local", token, []), epoch=1)
 

@@ -24,11 +24,13 @@ from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, T
 from disagg.backends.cuda.driver import CudaError
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint, local_and_remote
 from disagg.backends.mooncake import backend as mooncake
-from disagg.backends.mooncake.backend import MAX_OUTSTANDING, SPLIT_NBYTES, MooncakeBackend, MooncakePeer, _pieces
+from disagg.backends.mooncake.backend import SPLIT_NBYTES, MooncakeBackend, MooncakePeer
+from disagg.backends.mooncake.launch import MAX_OUTSTANDING
+from disagg.backends.mooncake.transfer import cut
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
-from disagg.testing.contract.backend_contract import (
+from disagg.testing.contract import (
     Arena,
     BackendContract,
     BackendFactory,
@@ -85,13 +87,13 @@ class TestMooncakeContract(BackendContract):
         peer = backend.connect(target.endpoint, epoch=1)
         pieces = random_pieces(Op.WRITE, random.Random(5), nbytes=(129,) * 5000, gap=9)
         after = expected_after(Op.WRITE, local, target.arena, pieces)
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)), backend)
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
         np.testing.assert_array_equal(target.arena.memory, after)
         target.arena.scramble(9)
         after = expected_after(Op.WRITE, local, target.arena, pieces)
         parts = [batch_of(Op.WRITE, local, target.arena, pieces[i::5]) for i in range(5)]
         for transfer in [backend.submit(Op.WRITE, peer, part) for part in parts]:
-            self.run(transfer, backend)
+            self.run(transfer)
         np.testing.assert_array_equal(target.arena.memory, after)
         self.round_trip(backend, local, target)
 
@@ -130,7 +132,7 @@ class TestMooncakeContract(BackendContract):
         before = victim.arena.memory.copy()
         stop(victim)
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces))
-        assert settle(transfer, backend, patience_s=self.patience_s) is TransferStatus.UNSETTLED
+        assert settle(transfer, patience_s=self.patience_s) is TransferStatus.UNSETTLED
         assert transfer.error
         assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
         np.testing.assert_array_equal(victim.arena.memory, before)
@@ -140,7 +142,7 @@ class TestMooncakeContract(BackendContract):
             assert time.monotonic() < deadline, "what the engine gave up did not arrive"
             time.sleep(0.01)
         assert transfer.poll() is TransferStatus.UNSETTLED
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces)), backend)
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces)))
         victim.kill()
         until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
         transfer.close()
@@ -156,7 +158,7 @@ class TestMooncakeContract(BackendContract):
         time.sleep(1)
         assert transfer.poll() is TransferStatus.PENDING
         victim.signal(signal.SIGCONT)
-        self.run(transfer, backend)
+        self.run(transfer)
 
     @pytest.mark.parametrize("op", Op)
     def test_a_killed_peer_is_a_failure_that_settles(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
@@ -357,7 +359,7 @@ def test_pieces_are_the_same_bytes(op: Op) -> None:
         for here, there, nbytes in rows
         for offset in range(0, nbytes, SPLIT_NBYTES)
     ]
-    pieces = _pieces(op, copies, split=SPLIT_NBYTES)
+    pieces = cut(op, copies, split=SPLIT_NBYTES)
     assert list(zip(*pieces.between(0, len(pieces)), strict=True)) == expected
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -11,50 +10,29 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
-from disagg.backends.endpoint import decode_endpoint, encode_endpoint
-from disagg.backends.nixl import backend as nixl
-from disagg.backends.nixl.backend import (
-    ERRORS,
-    FLAVOURS,
-    MAX_SIZES,
-    MIN_VECTORS,
-    NixlBackend,
-    cma_refusal,
-    conflicts,
-    engine_errors,
-    has_rdma,
-    load_bindings,
-    ucx_settings,
-)
+from disagg.backends.nixl.backend import NixlBackend
+from disagg.backends.nixl.bindings import ERRORS, FLAVOURS, engine_errors, load_bindings
+from disagg.backends.nixl.ucx import conflicts, has_rdma, ucx_settings
 from disagg.core.errors import (
     BackendUnavailable,
     ConfigError,
     DisaggError,
     LocalProtocolError,
-    NotRegistered,
-    PeerUnreachable,
     RemoteProtocolError,
 )
-from disagg.core.memory import MemoryRegion
-from disagg.machine.processes import ProcessWatch
 from disagg.machine.rdma import rdma_refusal
-from disagg.testing.contract.backend_contract import (
+from disagg.testing.contract import (
     REGION_NBYTES,
     Arena,
     BackendContract,
     BackendFactory,
-    Piece,
     ProcessTarget,
     batch_of,
-    expected_after,
-    settle,
 )
 from tests.backends.conftest import require_engine
 
@@ -131,160 +109,6 @@ def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitSta
     assert "closed" in str(transfer.error)
 
 
-MANY = [(0, 100 * i, 0, 200 * i, 90) for i in range(MIN_VECTORS)]
-
-
-def test_batches_in_vectors_reach_no_process_but_the_peers_own(stack: ExitStack) -> None:
-    target = ProcessTarget(NixlBackend, SHM, patience_s=PATIENCE_S)
-    stack.callback(target.close)
-    backend, arena = _opened(SHM, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
-    assert peer.watch is not None
-    after = expected_after(Op.WRITE, arena, target.arena, MANY)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, MANY))
-    assert transfer.poll() is TransferStatus.DONE
-    np.testing.assert_array_equal(target.arena.memory, after)
-
-    arena.scramble(5)
-    # As if the peer's number had been given to another process.
-    peer.watch = ProcessWatch(msgspec.structs.replace(peer.process, started=peer.process.started + 1))
-    batch = batch_of(Op.WRITE, arena, target.arena, MANY)
-    transfer = backend.submit(Op.WRITE, peer, batch)
-    assert transfer.poll() is TransferStatus.FAILED
-    assert "No such process" in str(transfer.error)
-    np.testing.assert_array_equal(target.arena.memory, after)
-    transfer.close()
-    with pytest.raises(PeerUnreachable, match="No such process"):
-        backend.submit(Op.WRITE, peer, batch)
-
-    again = backend.connect(target.endpoint, epoch=2)
-    target.kill()
-    assert backend.submit(Op.WRITE, again, batch).poll() is TransferStatus.FAILED
-
-
-@pytest.fixture
-def selected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many copies each request by indices into prepared lists has; batches of any length are tried, and lists are short."""
-    made: list[int] = []
-    make = NixlBackend._make
-
-    def counted(self: NixlBackend, op: Op, ours: Any, theirs: Any) -> int:
-        made.append(len(ours[1]))
-        return make(self, op, ours, theirs)
-
-    monkeypatch.setattr(nixl, "MIN_SELECTED", 1)
-    monkeypatch.setattr(nixl, "PER_LIST", 25_000)
-    monkeypatch.setattr(NixlBackend, "_make", counted)
-    return made
-
-
-def _blocks(rng: random.Random, nbytes: int, count: int) -> list[Piece]:
-    """Copies of different blocks of `nbytes` to different blocks, in random order, in both regions."""
-    every = [(region, nbytes * i) for region, total in enumerate(REGION_NBYTES) for i in range(total // nbytes)]
-    count = min(count, len(every))
-    pairs = zip(rng.sample(every, count), rng.sample(every, count), strict=True)
-    return [(*local, *remote, nbytes) for local, remote in pairs]
-
-
-@pytest.mark.parametrize("op", Op)
-def test_blocks_of_one_size_are_chosen_from_lists(op: Op, selected: list[int], stack: ExitStack) -> None:
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
-    rng = random.Random(3)
-    destination = target.arena if op is Op.WRITE else arena
-    # More sizes than are kept, some of them twice: lists are made again after they were given back.
-    sizes = [1024, 1, 40, 700, 70_000, *range(2000, 2000 + MAX_SIZES), 1024, 700, REGION_NBYTES[0]]
-    for seed, size in enumerate(sizes):
-        arena.scramble(2 * seed)
-        target.arena.scramble(2 * seed + 1)
-        selected.clear()
-        pieces = _blocks(rng, size, 300)
-        after = expected_after(op, arena, target.arena, pieces)
-        transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, pieces))
-        assert settle(transfer, backend) is TransferStatus.DONE
-        transfer.close()
-        np.testing.assert_array_equal(destination.memory, after, err_msg=str(size))
-        assert sum(selected) == len(pieces)
-        # A batch may be in several lists of each side, of 25,000 blocks: a request for each pair of them.
-        assert (len(selected) > 1) == (sum(total // size for total in REGION_NBYTES) > 25_000), (size, selected)
-    backend.disconnect(peer)
-
-
-def test_what_is_no_block_travels_as_rows(selected: list[int], stack: ExitStack) -> None:
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
-    for pieces in (
-        [(0, 0, 0, 0, 512), (0, 512, 0, 512, 511)],
-        [(0, 0, 0, 0, 512), (0, 513, 0, 1024, 512)],
-        [(0, 0, 0, 0, 512), (0, 512, 0, 1025, 512)],
-    ):
-        after = expected_after(Op.WRITE, arena, target.arena, pieces)
-        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
-        assert settle(transfer, backend) is TransferStatus.DONE
-        np.testing.assert_array_equal(target.arena.memory, after)
-        arena.scramble(9)
-    for region, offset in ((0, REGION_NBYTES[0] // 512 * 512), (1, -512)):  # cut off by the end; before the start
-        outside = batch_of(Op.WRITE, arena, target.arena, [(0, 0, region, offset, 512)])
-        with pytest.raises(NotRegistered, match="remote copy 0"):
-            backend.submit(Op.WRITE, peer, outside)
-    assert not selected
-
-
-def test_lists_that_are_given_back_leave_requests_alone(
-    selected: list[int], monkeypatch: pytest.MonkeyPatch, stack: ExitStack
-) -> None:
-    monkeypatch.setattr(nixl, "MAX_SIZES", 1)
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
-    target.stop()
-    pieces = [(0, 1000 * i, 0, 1000 * i, 1000) for i in range(1499)]
-    after = expected_after(Op.WRITE, arena, target.arena, pieces)
-    under_way = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
-    other = backend.submit(Op.READ, peer, batch_of(Op.READ, arena, target.arena, [(1, 0, 1, 0, 70)]))  # another size
-    backend.disconnect(peer)
-    assert sum(selected) == len(pieces) + 1
-    assert under_way.poll() is TransferStatus.PENDING
-    target.go_on()
-    assert settle(under_way, backend) is TransferStatus.DONE
-    assert settle(other, backend) is TransferStatus.DONE
-    np.testing.assert_array_equal(target.arena.memory, after)
-
-
-def test_a_list_that_cannot_be_prepared_leaves_rows(selected: list[int], stack: ExitStack) -> None:
-    """Of a peer that announces more than it has registered."""
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
-    raw, regions = decode_endpoint("nixl", target.endpoint)
-    longer = [MemoryRegion(r.address, r.nbytes + (1 << 20), r.device) for r in regions]
-    peer = backend.connect(encode_endpoint("nixl", raw, longer), epoch=1)
-    pieces = [(0, 0, 0, 0, 512), (0, 512, 0, 1024, 512)]
-    for seed in range(3):
-        arena.scramble(seed)
-        after = expected_after(Op.WRITE, arena, target.arena, pieces)
-        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
-        assert settle(transfer, backend) is TransferStatus.DONE
-        np.testing.assert_array_equal(target.arena.memory, after)
-    assert not selected
-
-
-@pytest.mark.parametrize("closed_first", [False, True])
-def test_lists_are_given_back_once(closed_first: bool, selected: list[int], stack: ExitStack) -> None:
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, 512)]))
-    assert settle(transfer, backend) is TransferStatus.DONE
-    transfer.close()
-    assert selected == [1]
-    ends = [lambda: backend.disconnect(peer), backend.close]
-    for end in reversed(ends) if closed_first else ends:
-        end()
-    assert not backend._list_handles
-
-
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
     target = _target(TCP, stack)
     backend, arena = _opened(TCP, stack)
@@ -341,7 +165,7 @@ def test_every_exception_of_nixl_is_mapped() -> None:
 def test_an_exception_of_nixl_becomes_one_of_ours(name: str, stack: ExitStack) -> None:
     backend, _ = _opened(SHM, stack)
     foreign = getattr(load_bindings(), name)("words")
-    with pytest.raises(ERRORS[name], match=f"{name}: words") as caught, backend._mapped("testing"):
+    with pytest.raises(ERRORS[name], match=f"{name}: words") as caught, backend._nixl.mapped("testing"):
         raise foreign
     assert caught.value.__cause__ is foreign
 
@@ -442,19 +266,13 @@ def test_nothing_listens_outside_loopback(options: BackendOptions, stack: ExitSt
 
 
 @pytest.mark.parametrize(
-    ("options", "transport"), [(BackendOptions(), "shm (cma, inferred)"), (SHM, "shm (cma, inferred)"), (TCP, "tcp")]
+    ("options", "transport"), [(BackendOptions(), "shm (inferred)"), (SHM, "shm (inferred)"), (TCP, "tcp")]
 )
 def test_the_transport_is_reported(options: BackendOptions, transport: str, stack: ExitStack) -> None:
     target = _target(options, stack)
     backend, _ = _opened(options, stack)
     backend.connect(target.endpoint, epoch=1)
     assert backend.transport == transport
-
-
-def test_a_refused_copy_between_processes_says_why() -> None:
-    memory = np.zeros(1, np.uint8)
-    assert cma_refusal(os.getpid(), memory.ctypes.data) is None
-    assert "Bad address" in str(cma_refusal(os.getpid(), 1))
 
 
 # -- the environment --------------------------------------------------------------------------------------------------

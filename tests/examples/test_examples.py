@@ -19,7 +19,7 @@ from tests.examples.conftest import ROOT
 EXAMPLES = Path(ROOT) / "examples"
 THIRD_PARTY = EXAMPLES / "third_party_backend"
 COMMANDS = {
-    "contract": ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(THIRD_PARTY / "test_disagg_cma.py")],
+    "contract": ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(THIRD_PARTY / "test_disagg_procmem.py")],
     "two_hosts": [str(EXAMPLES / "two_hosts.py"), "nixl"],
     "xpyd": [str(EXAMPLES / "xpyd.py"), "--backend", "mooncake"],
     "smallest": [str(EXAMPLES / "smallest_embed.py")],
@@ -67,7 +67,7 @@ def finish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finish]:
 def test_the_minimal_server_answers_as_one_worker_would(finish: Finish) -> None:
     ended = finish("minimal")
     assert ended.status == 0, ended.err
-    assert ended.out.startswith("8 requests, every token as expected, over shm (cma, inferred)"), ended.out
+    assert ended.out.startswith("8 requests, every token as expected, over shm (inferred)"), ended.out
 
 
 def test_the_smallest_embed_is_complete(finish: Finish) -> None:
@@ -99,7 +99,7 @@ def test_a_third_partys_engine_keeps_the_contract(finish: Finish) -> None:
     assert ended.status == 0, ended.out
     assert " passed" in ended.out
     for line in ended.out.splitlines():
-        optional = "prepares nothing" in line or "this engine's end is no proof" in line  # abilities that it may lack
+        optional = "closing this engine is no proof" in line  # an ability that it may lack
         assert not line.startswith("SKIPPED") or optional
 
 
@@ -124,10 +124,10 @@ def test_a_third_partys_engine_is_found_by_its_entry_point(tmp_path: Path) -> No
         "--no-ceiling",
     ]
     bench = subprocess.run(
-        [sys.executable, "-m", "disagg.commands.bench", "--backend", "cma", *case],
+        [sys.executable, "-m", "disagg.commands.bench", "--backend", "procmem", *case],
         capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert bench.returncode == 0, bench.stderr
     (row,) = bench.stdout.splitlines()[1:]
-    assert row.split()[:2] == ["cma", "cma"]
+    assert row.split()[:2] == ["procmem", "procmem"]
     assert row.split()[-1] == "yes"

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from typing import IO
 
 import msgspec
+import numpy as np
 import pytest
 
-from disagg.machine.processes import ProcessIdentity, ProcessWatch
+from disagg.machine.processes import ProcessIdentity, ProcessWatch, copy_refusal
 
 FILL = """
 for connection in connections:
@@ -139,3 +140,10 @@ def test_a_watch_tells_of_an_end_and_of_nothing_else(stack: ExitStack) -> None:
         each.close()
     assert watch.has_ended()
     assert identity.machine == ProcessIdentity.own().machine != "another"
+
+
+def test_a_refused_copy_between_processes_has_the_reason() -> None:
+    memory = np.zeros(1, np.uint8)
+    assert copy_refusal(os.getpid(), memory.ctypes.data) is None
+    assert "Bad address" in str(copy_refusal(os.getpid(), 1))
+    assert "no process id" in str(copy_refusal(2**40, memory.ctypes.data))

@@ -15,7 +15,7 @@ from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, T
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError
 from disagg.core.memory import MemoryRegion
-from disagg.testing.contract.backend_contract import BackendContract, BackendFactory
+from disagg.testing.contract import BackendContract, BackendFactory
 from disagg.testing.faults import BackendFaults, FaultyBackend, MessageFaults, TransferFault, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until

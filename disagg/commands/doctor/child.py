@@ -23,10 +23,10 @@ import numpy as np
 
 from disagg.backends import registry as backends
 from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
-from disagg.backends.nixl.backend import cma_refusal
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, TransferFailed
 from disagg.core.memory import MemoryRegion
+from disagg.machine.processes import copy_refusal
 
 BUFFER_NBYTES = 32 << 20
 SMALL_NBYTES = 4096
@@ -111,7 +111,7 @@ def byte(_: str) -> None:
 def copy(_: str) -> None:
     """Whether this process may copy from another one that is not its child."""
     told = json.loads(sys.stdin.readline())
-    _say(refusal=cma_refusal(int(told["pid"]), int(told["address"])))
+    _say(refusal=copy_refusal(int(told["pid"]), int(told["address"])))
 
 
 def libraries(names: str) -> None:

@@ -15,8 +15,8 @@ from functools import singledispatchmethod
 import msgspec
 import zmq
 
-from disagg.backends.abilities import PlainCopier
 from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.commands.cases.instructions import (
     AnyCommand,
     AnyReply,
@@ -188,8 +188,8 @@ def move(resident: ResidentRank, command: Move) -> Moved:
 
 
 def _post(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-    """By plain copies, where the engine has such to be measured against."""
-    if isinstance(backend, PlainCopier):
+    """Between GPUs by the driver's plain copies: the ceiling that the engine is measured against."""
+    if isinstance(backend, NvlinkBackend):
         return backend.submit_plain(peer, copies)
     return backend.submit(Op.WRITE, peer, copies)
 

@@ -1,0 +1,344 @@
+"""The queue of one Mooncake peer: what waits, what is in the engine, what is not settled; and the thread that serves it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from disagg.backends.base import Op, TransferStatus
+from disagg.backends.cuda.driver import CudaError, Gpu
+from disagg.backends.mooncake.launch import Engine
+from disagg.backends.mooncake.transfer import MooncakeTransfer
+from disagg.core import _native
+from disagg.core.errors import PeerUnreachable
+from disagg.machine.processes import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+
+TAIL = 4
+"""Tasks of their own at the end of a written chunk: one per connection that the engine keeps to a peer by default."""
+_PROBE_S = 0.5
+"""How often a peer with unsettled transfers is probed, and how long its answer may take."""
+_IDLE_S = 1.0
+"""How often an idle thread checks whether the main thread has ended."""
+_PAUSE_S = (1e-4, 2e-3)
+_SPIN_S, _POLL_S = 5e-3, 10e-6
+"""Between GPUs: how long the thread polls without a sleep, and how long one poll takes."""
+_REFUSED = (0, 2**64 - 1)
+"""What posting returns in place of a batch's number."""
+
+
+class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine is reached, and its protocol."""
+
+    host: str
+    port: int
+    protocol: str
+    process: ProcessIdentity
+
+    @property
+    def session(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass
+class _Flight:
+    """One chunk in the engine."""
+
+    transfer: MooncakeTransfer
+    num_pieces: int
+    batch: int = 0
+    tasks: deque[int] = field(default_factory=deque)
+
+
+@contextmanager
+def current(gpu: Gpu | None) -> Iterator[None]:
+    """Within the scope that GPU is the calling thread's, as far as possible; the engine reports what it cannot use."""
+    with ExitStack() as stack:
+        if gpu is not None:
+            with suppress(CudaError):
+                stack.enter_context(gpu.current())
+        yield
+
+
+class PeerQueue:
+    """Everything that this engine does with one peer's engine, and the thread that does it.
+
+    `by_caller`: callers may post a few pieces and poll them, without the thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        opcodes: Mapping[Op, object],
+        descriptor: MooncakeDescriptor,
+        limit: int,
+        *,
+        by_caller: bool,
+        gpu: Gpu | None,
+    ) -> None:
+        self._engine = engine
+        self._takes_arrays = hasattr(engine, "batch_transfer_async_write_arrays")
+        self.by_caller = by_caller
+        self._gpu = gpu
+        self._opcodes = opcodes
+        self._descriptor = descriptor
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._work = threading.Lock()  # held to post, poll and judge; taken before the other lock where both are taken
+        self._alarm = _native.Alarm()
+        self._waiting: deque[MooncakeTransfer] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._unsettled: list[MooncakeTransfer] = []
+        self._num_outstanding = 0
+        self._num_users = 1
+        self._open = True
+        self._end_reason = "the engine was closed before the transfer had ended"
+        self._moved_at = time.monotonic()
+        self._probe_at = 0.0
+        # Not a daemon: a daemon thread that the interpreter ends inside the engine takes the process down with it.
+        self._thread = threading.Thread(target=self._run, name=f"disagg-mooncake-{descriptor.session}")
+        self._thread.start()
+
+    def acquire(self) -> bool:
+        """Whether another user got this queue; `False` once its thread is ending."""
+        with self._lock:
+            self._num_users += self._open
+            return self._open
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def release(self) -> None:
+        """Remove one user; after the last, the thread ends when every transfer has settled."""
+        with self._lock:
+            self._num_users -= 1
+            self._alarm.set()
+
+    def submit(self, transfer: MooncakeTransfer) -> None:
+        """Post a few pieces in the caller while nothing waits; leave the rest to the thread."""
+        with self._lock:
+            if not self._open:
+                raise PeerUnreachable(f"backend 'mooncake': the thread for peer {self._descriptor.session} has ended")
+            self._waiting.append(transfer)
+            if len(self._waiting) > 1 or len(transfer.pieces) > TAIL or not self._try_work():
+                self._alarm.set()
+                return
+        self._do_work(self._post)
+
+    def poll(self) -> None:
+        """Remove what has ended, without waiting. Batches are left to the thread: the engine may take long to answer."""
+        if self._flights and self._try_work():
+            self._do_work(self._settle_tasks)
+
+    def _try_work(self) -> bool:
+        """Take the work lock in a caller, if callers may and it is free."""
+        return self.by_caller and self._work.acquire(blocking=False)
+
+    def _do_work(self, work: Callable[[], None]) -> None:
+        """Do `work` in the caller, which holds the work lock, and wake the thread for what is left or went wrong.
+
+        The thread is not woken for tasks: whoever waits for them polls.
+        """
+        try:
+            work()
+        except Exception as error:
+            logger.exception("Mooncake peer %s", self._descriptor.session)
+            self._end_reason = f"the engine failed for peer {self._descriptor.session}: {error!r}"
+            self._open = False
+        finally:
+            self._work.release()
+        if self._waiting or self._unsettled or not self._open:
+            self._alarm.set()
+
+    def stop(self) -> None:
+        """Returns once the thread has ended; transfers that have not settled by then are `UNSETTLED`."""
+        with self._lock:
+            self._open = False
+            self._alarm.set()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        _native.enlist_thread()
+        try:
+            with current(self._gpu):
+                while self._wait():
+                    with self._work:
+                        self._post()
+                        self._settle_flights()
+                        self._settle_lost()
+        except BaseException as error:
+            logger.exception("the thread for Mooncake peer %s ended", self._descriptor.session)
+            self._end(f"the thread for peer {self._descriptor.session} ended: {error!r}")
+        else:
+            self._end(self._end_reason)
+        finally:
+            # The last reference ends the engine, and peers outlive their backend. Nothing is in flight and the queue is
+            # closed, so nothing calls the engine any more.
+            del self._engine
+
+    def _wait(self) -> bool:
+        """Sleep while there is nothing to do, and shortly between polls of the engine; `False` when the thread is to end."""
+        while threading.main_thread().is_alive():
+            with self._lock:
+                if not self._open:
+                    return False
+                if self._may_post():
+                    return True
+                flying = bool(self._flights)
+                if not flying and self._unsettled and time.monotonic() >= self._probe_at:
+                    return True
+                if not (flying or self._unsettled or self._num_users):
+                    self._open = False
+                    return False
+            if not flying:
+                self._alarm.wait(_PROBE_S if self._unsettled else _IDLE_S)
+                continue
+            moved_s = time.monotonic() - self._moved_at
+            if not self.by_caller and moved_s < _SPIN_S:
+                _native.busy_poll(_POLL_S)
+            else:
+                least, most = _PAUSE_S
+                self._alarm.wait(min(most, max(least, moved_s / 16)))
+            return self._open
+        self._open = False
+        return False
+
+    def _may_post(self) -> bool:
+        """Whether a transfer waits and the engine may have it now."""
+        return bool(self._waiting) and self._num_outstanding < (self._limit if self.by_caller else 1)
+
+    def _end(self, reason: str) -> None:
+        with self._work, self._lock:
+            self._open = False
+            left = [*self._waiting, *(flight.transfer for flight in self._flights), *self._unsettled]
+            self._waiting.clear()
+            self._flights.clear()
+        for transfer in left:
+            if transfer.status is TransferStatus.PENDING:
+                transfer.fail(reason)
+                never_posted = transfer.num_posted == 0
+                transfer.settle(TransferStatus.FAILED if never_posted else TransferStatus.UNSETTLED)
+
+    def _post(self) -> None:
+        """Fill the engine's queue with what is waiting, in order."""
+        group = len(self._waiting) if self._may_post() else 0
+        while self._waiting and self._num_outstanding < self._limit and (self.by_caller or group > 0):
+            group -= 1
+            transfer = self._waiting[0]
+            if not transfer.posted_wholly:
+                self._post_chunk(transfer)
+            if transfer.posted_wholly:
+                with self._lock:
+                    self._waiting.popleft()
+                self._judge(transfer)
+            self._settle_tasks()
+
+    def _post_chunk(self, transfer: MooncakeTransfer) -> None:
+        """Post pieces up to half the limit, so that one chunk is under way while the next is prepared."""
+        start = transfer.num_posted
+        room = min(self._limit // 2, self._limit - self._num_outstanding)
+        stop = min(len(transfer.pieces), start + room)
+        alone = max(start, stop - TAIL) if transfer.op is Op.WRITE else start  # the first piece that is a task of its own
+        flight = _Flight(transfer, stop - start)
+        opcode, session = self._opcodes[transfer.op], self._descriptor.session
+        transfer.num_posted = stop
+        if alone > start:
+            if self._takes_arrays:
+                flight.batch = self._engine.batch_transfer_async_write_arrays(session, *transfer.pieces.between(start, alone))
+            else:
+                flight.batch = self._engine.batch_transfer_async(session, *transfer.pieces.listed(start, alone), opcode)
+            if flight.batch in _REFUSED:
+                flight.batch = 0
+                transfer.ended_wholly = False
+                transfer.fail(f"peer {session}: the engine did not take {alone - start} pieces")
+        for local, remote, nbytes in zip(*transfer.pieces.listed(alone, stop), strict=True):
+            if transfer.error:
+                break
+            task = self._engine.batch_transfer_async(session, [local], [remote], [nbytes], opcode)
+            if task in _REFUSED:
+                transfer.fail(f"peer {session}: the engine did not take a piece of {nbytes} bytes")
+            else:
+                flight.tasks.append(task)
+        transfer.num_flights += 1
+        self._num_outstanding += flight.num_pieces
+        self._flights.append(flight)
+        self._moved_at = time.monotonic()
+
+    def _settle_flights(self) -> None:
+        """Remove the flights that have ended, oldest first."""
+        while self._flights and self._has_ended(self._flights[0]):
+            self._land()
+
+    def _settle_tasks(self) -> None:
+        """The same, up to the first flight with a batch."""
+        while self._flights and not self._flights[0].batch and self._has_ended(self._flights[0]):
+            self._land()
+
+    def _land(self) -> None:
+        flight = self._flights.popleft()
+        self._num_outstanding -= flight.num_pieces
+        flight.transfer.num_flights -= 1
+        self._judge(flight.transfer)
+
+    def _has_ended(self, flight: _Flight) -> bool:
+        """Poll the tasks in the order of posting; then take the batch, which has ended but for a last few pieces."""
+        while flight.tasks:
+            result = self._engine.transfer_check_status(flight.tasks[0])
+            if result not in (1, -1):
+                return False
+            flight.tasks.popleft()
+            self._moved_at = time.monotonic()
+            if result == -1:
+                flight.transfer.fail(f"peer {self._descriptor.session}: the engine reports a failed piece (-1)")
+        if flight.batch:
+            # After an error the engine reports nothing more and may block for long, so its record of the batch is left alone.
+            if flight.transfer.error is None and self._engine.get_batch_transfer_status([flight.batch]) != 0:
+                flight.transfer.fail(f"peer {self._descriptor.session}: the engine reports a failed batch")
+            flight.transfer.ended_wholly &= flight.transfer.error is None
+        return True
+
+    def _judge(self, transfer: MooncakeTransfer) -> None:
+        """Decide how a transfer ended, once nothing of it is under way."""
+        if transfer.num_flights or (self._waiting and self._waiting[0] is transfer):
+            return
+        if transfer.error is None:
+            transfer.settle(TransferStatus.DONE)
+            return
+        self._unsettled.append(transfer)
+        self._probe_at = 0.0
+
+    def _settle_lost(self) -> None:
+        """Settle failed transfers if the peer's engine has ended; nothing else settles them."""
+        if not self._unsettled or time.monotonic() < self._probe_at:
+            return
+        gone = self._is_gone()
+        for transfer in self._unsettled:
+            provable = gone and (transfer.ended_wholly or self._descriptor.protocol == "tcp")
+            transfer.settle(TransferStatus.FAILED if provable else TransferStatus.UNSETTLED)
+        self._unsettled = [t for t in self._unsettled if t.status is TransferStatus.UNSETTLED]
+        self._probe_at = time.monotonic() + _PROBE_S
+
+    def _is_gone(self) -> bool:
+        """Whether the peer's port refuses: its process has ended, or its engine, which closes the port last of all.
+
+        A stopped process does not refuse (its kernel accepts), nor does a host that is out of reach.
+        """
+        try:
+            socket.create_connection((self._descriptor.host, self._descriptor.port), timeout=_PROBE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False

@@ -1,0 +1,97 @@
+"""A Mooncake transfer: its pieces, as the engine takes them, and its status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from disagg.backends.adapter import check_closable
+from disagg.backends.base import Op, TransferStatus
+from disagg.backends.endpoint import local_and_remote
+from disagg.core import _native
+from disagg.core.copies import Addresses, CopyBatch
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of one transfer as the engine takes them: local addresses, remote addresses, lengths."""
+
+    local: Addresses
+    remote: Addresses
+    nbytes: Addresses
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def between(self, start: int, stop: int) -> tuple[Addresses, Addresses, Addresses]:
+        return self.local[start:stop], self.remote[start:stop], self.nbytes[start:stop]
+
+    def listed(self, start: int, stop: int) -> tuple[list[int], list[int], list[int]]:
+        local, remote, nbytes = self.between(start, stop)
+        return local.tolist(), remote.tolist(), nbytes.tolist()
+
+
+def cut(op: Op, copies: CopyBatch, *, split: int) -> Pieces:
+    """The bytes of `copies` in pieces of 1 to `split` bytes."""
+    local, remote = local_and_remote(op, copies)
+    nbytes = copies.nbytes
+    if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
+        limit = np.uint64(split)
+        counts = ((nbytes + (limit - np.uint64(1))) // limit).astype(np.int64)
+        ends = np.cumsum(counts)
+        nth = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+        offsets = nth.astype(np.uint64) * limit
+        local, remote = np.repeat(local, counts) + offsets, np.repeat(remote, counts) + offsets
+        nbytes = np.minimum(np.repeat(nbytes, counts) - offsets, limit)
+    return Pieces(local, remote, nbytes)
+
+
+class Queue(Protocol):
+    """The queue of a peer, as its transfers use it."""
+
+    by_caller: bool
+
+    def poll(self) -> None: ...
+
+
+class MooncakeTransfer:
+    """Copies for one peer's `queue`; only the holder of the queue's work lock changes it."""
+
+    def __init__(self, queue: Queue, op: Op, pieces: Pieces) -> None:
+        self._queue = queue
+        self.op = op
+        self.pieces = pieces
+        self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
+        self.error: str | None = None
+        # Without an event where the caller does the work: such a transfer ends when it is polled.
+        self.sign = None if queue.by_caller else _native.Flag()
+        self.num_posted = 0
+        self.num_flights = 0
+        self.ended_wholly = True
+        """Whether every piece that was posted is known to have ended in this engine, well or badly."""
+
+    def poll(self) -> TransferStatus:
+        if self.status is TransferStatus.PENDING:
+            self._queue.poll()
+        return self.status
+
+    def settle(self, status: TransferStatus) -> None:
+        """Record how it ended, as far as is known."""
+        self.status = status
+        if self.sign is not None:
+            self.sign.set()
+
+    def close(self) -> None:
+        """The engine has freed its part when the transfer settled."""
+        check_closable(self.status)
+
+    @property
+    def posted_wholly(self) -> bool:
+        """Whether nothing more will be posted."""
+        return self.error is not None or self.num_posted == len(self.pieces)
+
+    def fail(self, error: str) -> None:
+        """Post no more; the first error stays."""
+        self.error = self.error or error

@@ -1,0 +1,98 @@
+"""NIXL's own Python bindings: loaded here and nowhere else, and their exceptions as this library's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from disagg.core.errors import (
+    BackendError,
+    BackendUnavailable,
+    DisaggError,
+    LocalProtocolError,
+    PeerUnreachable,
+    RemoteProtocolError,
+    TransferUnsettled,
+)
+from disagg.core.memory import CPU
+
+FLAVOURS = ("nixl_cu13", "nixl_cu12")
+"""The packages that hold NIXL for one CUDA version each."""
+
+ERRORS: Mapping[str, type[DisaggError]] = {
+    "nixlBackendError": BackendError,
+    "nixlCancelledError": TransferUnsettled,
+    "nixlInvalidParamError": BackendError,
+    "nixlMismatchError": RemoteProtocolError,
+    "nixlNoTelemetryError": BackendError,
+    "nixlNotAllowedError": BackendError,
+    "nixlNotFoundError": PeerUnreachable,  # of memory or of a peer; the adapter has checked the memory already
+    "nixlNotPostedError": LocalProtocolError,
+    "nixlNotSupportedError": BackendUnavailable,
+    "nixlRemoteDisconnectError": PeerUnreachable,
+    "nixlRepostActiveError": LocalProtocolError,
+    "nixlUnknownError": BackendError,
+}
+"""NIXL's exception classes by name. They have no common base class."""
+
+
+def has_gpu() -> bool:
+    """Whether this host has an NVIDIA GPU."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return gpus.is_dir() and any(gpus.iterdir())
+
+
+def load_bindings() -> ModuleType:
+    """NIXL's bindings; raises `BackendUnavailable`.
+
+    Not its Python class: that class spins (see `disagg.backends.nixl.backend`), and it cancels a posted request when the
+    handle is collected. On a host without a GPU every CUDA flavour works, so one is loaded by its own name: the common name
+    would import torch to choose one.
+    """
+    try:
+        if not has_gpu():
+            for flavour in FLAVOURS:
+                if importlib.util.find_spec(flavour) is not None:
+                    return importlib.import_module(f"{flavour}._bindings")
+        return importlib.import_module("nixl._bindings")
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(f"backend 'nixl' needs the package 'nixl' (pip install nixl): {error}") from error
+
+
+def engine_errors(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    """Every exception that a call of NIXL may raise: its own classes, and those that its bindings use for C++ exceptions."""
+    own = [c for c in vars(bindings).values() if isinstance(c, type) and issubclass(c, Exception)]
+    return (*own, RuntimeError, ValueError, TypeError, IndexError, MemoryError)
+
+
+class Bindings:
+    """The loaded bindings, with the constants and exceptions that the adapter uses."""
+
+    def __init__(self) -> None:
+        self.module: Any = load_bindings()
+        self.errors = engine_errors(self.module)
+        self.success = self.module.NIXL_SUCCESS
+        self.in_progress = self.module.NIXL_IN_PROG
+
+    def memory_kind(self, kind: str) -> Any:
+        """NIXL's constant for memory on a kind of device."""
+        return self.module.DRAM_SEG if kind == CPU.kind else self.module.VRAM_SEG
+
+    @contextmanager
+    def mapped(self, what: str) -> Iterator[None]:
+        """Within the scope NIXL's exceptions become this library's; `what` says what was being done."""
+        try:
+            yield
+        except self.errors as error:
+            raise as_ours(what, error) from error
+
+
+def as_ours(what: str, error: Exception) -> DisaggError:
+    """This library's exception for one of NIXL's."""
+    kind = ERRORS.get(type(error).__name__, BackendError)
+    return kind(f"backend 'nixl': {what}: {type(error).__name__}: {error}")

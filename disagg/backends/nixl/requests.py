@@ -1,0 +1,178 @@
+"""NIXL's requests: made from copies, posted, polled and released; and the peers and transfers that they belong to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.backends.adapter import AdapterPeer, check_closable
+from disagg.backends.base import Op, TransferStatus
+from disagg.backends.endpoint import RegionIndex, local_and_remote
+from disagg.backends.nixl.bindings import ERRORS, Bindings
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import DisaggError, PeerUnreachable
+from disagg.core.memory import CPU, RemoteRegion
+from disagg.machine.processes import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+
+Rows = npt.NDArray[np.uint64]
+"""`(address, length, device number)`, N x 3."""
+
+
+class NixlPeer(AdapterPeer):
+    """One agent at one epoch."""
+
+    def __init__(self, agent: str, process: ProcessIdentity, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+        super().__init__(regions, epoch=epoch)
+        self.agent = agent
+        self.process = process
+        self.over = False  # whether a fence has proved that nothing of it is under way any more
+        self.lost: str | None = None  # NIXL's error when the connection broke
+
+    def refusal(self) -> str | None:
+        return super().refusal() or (f"was lost: {self.lost}" if self.lost else None)
+
+
+class TransferOwner(Protocol):
+    """The backend, as its transfers use it."""
+
+    def advance(self, transfer: NixlTransfer, /) -> None: ...
+    def release(self, transfer: NixlTransfer, /) -> None: ...
+
+
+class NixlTransfer:
+    """One NIXL request for each pair of memory kinds in the batch; the backend's module has the meaning of its states."""
+
+    def __init__(self, owner: TransferOwner, peer: NixlPeer, handles: list[int]) -> None:
+        self._owner = owner
+        self.peer = peer
+        self.handles = handles
+        self.running = handles
+        self.status = TransferStatus.PENDING if handles else TransferStatus.DONE
+        self.error: str | None = None
+
+    def poll(self) -> TransferStatus:
+        if self.status is TransferStatus.PENDING:
+            self._owner.advance(self)
+        if self.status is TransferStatus.UNSETTLED and self.peer.over:
+            self.status = TransferStatus.FAILED
+        return self.status
+
+    def close(self) -> None:
+        check_closable(self.status)
+        self._owner.release(self)
+
+    def give_up(self, error: str) -> None:
+        """Become `UNSETTLED`, with the first cause."""
+        self.status = TransferStatus.UNSETTLED
+        self.error = self.error or error
+
+
+class Requests:
+    """All requests of one agent. Used under the backend's lock."""
+
+    def __init__(self, nixl: Bindings, agent: Any, ucx: int) -> None:
+        self._nixl = nixl
+        self._agent = agent
+        self._ucx = ucx
+        self._handles: set[int] = set()
+
+    def make_all(self, op: Op, index: RegionIndex, peer: NixlPeer, copies: CopyBatch) -> list[int]:
+        """A request for each pair of memory kinds among `copies`; raises `NotRegistered`, or NIXL's error, with none left."""
+        local, remote = local_and_remote(op, copies)
+        ours = index.describe(local, copies.nbytes, side="local")
+        theirs = peer.index.describe(remote, copies.nbytes, side="remote")
+        if not len(ours):
+            return []
+        if index.kind and peer.index.kind:
+            return [self.make(op, peer, (index.kind, peer.index.kind), (ours, theirs))]
+        on_gpu = (
+            _are_on_gpu(index, index.check(local, copies.nbytes, side="local")),
+            _are_on_gpu(peer.index, peer.index.check(remote, copies.nbytes, side="remote")),
+        )
+        handles: list[int] = []
+        try:
+            for kinds, chosen in _by_kind(*on_gpu):
+                handles.append(self.make(op, peer, kinds, (ours[chosen], theirs[chosen])))
+        except DisaggError:
+            self.release(handles)
+            raise
+        return handles
+
+    def make(self, op: Op, peer: NixlPeer, kinds: tuple[str, str], rows: tuple[Rows, Rows]) -> int:
+        """A request that is not posted yet; `kinds` and `rows` are (local, remote)."""
+        module = self._nixl.module
+        with self._nixl.mapped(f"preparing {len(rows[0])} copies for peer {peer.agent!r}"):
+            local = module.nixlXferDList(self._nixl.memory_kind(kinds[0]), rows[0])
+            remote = module.nixlXferDList(self._nixl.memory_kind(kinds[1]), rows[1])
+            operation = module.NIXL_WRITE if op is Op.WRITE else module.NIXL_READ
+            handle = int(self._agent.createXferReq(operation, local, remote, peer.agent, "", [self._ucx]))
+        self._handles.add(handle)
+        return handle
+
+    def post(self, transfer: NixlTransfer, op: Op) -> bool:
+        """Post every request of a transfer; returns whether it is still pending."""
+        return bool(transfer.handles) and self._update(transfer, self._agent.postXferReq, f"posting a {op.value}")
+
+    def poll(self, transfer: NixlTransfer) -> bool:
+        """Bring a posted transfer's status up to date; returns whether it is still pending."""
+        return self._update(transfer, self._agent.getXferStatus, "transferring")
+
+    def _update(self, transfer: NixlTransfer, call: Callable[[int], Any], what: str) -> bool:
+        """Call NIXL for each running request until one fails."""
+        left = []
+        for handle in transfer.running:
+            try:
+                status = call(handle)
+            except self._nixl.errors as error:
+                if ERRORS.get(type(error).__name__) is PeerUnreachable:
+                    transfer.peer.lost = transfer.peer.lost or str(error)
+                transfer.give_up(f"{what}: {type(error).__name__}: {error}")
+                return False
+            if status == self._nixl.in_progress:
+                left.append(handle)
+            elif status != self._nixl.success:
+                transfer.give_up(f"{what}: NIXL returned status {status}")
+                return False
+        transfer.running = left
+        if not left:
+            transfer.status = TransferStatus.DONE
+        return bool(left)
+
+    def release(self, handles: Sequence[int]) -> None:
+        """Release requests that have not been released; NIXL keeps one that it refuses until the engine is closed."""
+        for handle in handles:
+            if handle not in self._handles:
+                continue
+            try:
+                self._agent.releaseXferReq(handle)
+                self._handles.discard(handle)
+            except self._nixl.errors as error:
+                logger.warning("backend 'nixl': NIXL keeps a request: %s", error)
+
+    def close(self) -> None:
+        """Release every request, and this object's hold on the agent."""
+        self.release(tuple(self._handles))
+        self._handles.clear()
+        self._agent = None
+
+
+def _are_on_gpu(index: RegionIndex, where: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each copy is in GPU memory, from its region."""
+    return np.array([region.device.kind != CPU.kind for region in index.regions], dtype=np.bool_)[where]
+
+
+def _by_kind(
+    local: npt.NDArray[np.bool_], remote: npt.NDArray[np.bool_]
+) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.bool_]]]:
+    """For each pair of (local, remote) memory kinds that occurs, which copies have it."""
+    for local_gpu in (False, True):
+        for remote_gpu in (False, True):
+            chosen = (local == local_gpu) & (remote == remote_gpu)
+            if chosen.any():
+                yield ("cuda" if local_gpu else "cpu", "cuda" if remote_gpu else "cpu"), chosen

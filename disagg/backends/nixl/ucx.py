@@ -1,0 +1,68 @@
+"""What UCX reads from the environment when an engine starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from disagg.backends.base import BackendOptions, Transport
+from disagg.core.address import is_loopback
+from disagg.core.errors import BackendUnavailable, ConfigError
+
+CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
+"""Transports that leave UCX no choice."""
+NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX"})
+"""Settings that leave UCX all of the requested transports, whatever their value."""
+
+
+def has_rdma() -> bool:
+    """Whether this host has an RDMA device."""
+    devices = Path("/sys/class/infiniband")
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str, str]:
+    """UCX's environment for `options`, on a host with or without RDMA devices and GPUs.
+
+    Raises `ConfigError` where UCX would open an unauthenticated TCP port off loopback without `trusted_network`.
+    """
+    wanted = options.wanted
+    loopback = is_loopback(options.host)
+    # UCX's progress thread and the poster share a lock that is held while bytes are copied: it must not be a spinlock.
+    settings = {"UCX_USE_MT_MUTEX": "y"}
+    if not rdma:
+        # UCX's RDMA module loads a second libnl into the process, which then ends with SIGSEGV.
+        settings["UCX_MODULES"] = "^ib"
+    if wanted in (Transport.AUTO, Transport.TCP) and not loopback and not options.trusted_network:
+        raise ConfigError(
+            f"backend 'nixl': transport {wanted.value!r} listens on host {options.host!r} without authentication; "
+            "expected trusted_network=True, a loopback host, or transport 'rdma' or 'shm'"
+        )
+    # NIXL refuses a list that leaves out device memory on a host with GPUs.
+    device = ",cuda" if gpus else ""
+    lists = {Transport.TCP: "tcp", Transport.SHM: "shm,tcp", Transport.RDMA: "ib,self"}
+    if wanted in lists:
+        settings["UCX_TLS"] = lists[wanted] + device
+    if options.devices:
+        settings["UCX_NET_DEVICES"] = ",".join(options.devices)
+    elif wanted is Transport.SHM or (loopback and wanted is not Transport.RDMA):
+        settings["UCX_NET_DEVICES"] = _loopback_device()
+    return settings
+
+
+def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Settings that the user's own environment overrides."""
+    return [
+        f"{name}={environ[name]!r} is set, {value!r} was asked for"
+        for name, value in settings.items()
+        if name in environ and environ[name] != value and name not in NOT_TRANSPORTS
+    ]
+
+
+def _loopback_device() -> str:
+    for name in sorted(name for _, name in socket.if_nameindex()):
+        flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
+        if flags & 0x8:  # IFF_LOOPBACK
+            return name
+    raise BackendUnavailable("backend 'nixl': this host has no loopback network device")

@@ -1,0 +1,96 @@
+"""What the tests of the contract have in common: hooks of a subclass, fixtures, and short forms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from disagg.backends.base import Backend, BackendOptions, Op, Transfer, TransferStatus
+from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of, expected_after
+from disagg.testing.contract.targets import BackendFactory, InProcessTarget, ProcessTarget, Target, settle
+
+
+class ContractBase:
+    """Hooks, fixtures and short forms. Every test may run alone; subclasses have no state."""
+
+    separate_processes: ClassVar[bool] = True
+    fences_dead_neighbours: ClassVar[bool] = False
+    """Whether `fence` is to become `QUIET` after the death of a peer's process on the same host."""
+    patience_s: ClassVar[float] = 60.0
+
+    def factory(self) -> BackendFactory:
+        raise NotImplementedError
+
+    def options(self) -> BackendOptions:
+        return BackendOptions()
+
+    @pytest.fixture
+    def stack(self) -> Iterator[ExitStack]:
+        """Holds what a test opened, and closes it in reverse."""
+        with ExitStack() as stack:
+            yield stack
+
+    @pytest.fixture
+    def local(self) -> Iterator[Arena]:
+        arena = Arena.create(REGION_NBYTES)
+        arena.scramble(1)
+        yield arena
+        os.close(arena.fd)
+
+    @pytest.fixture
+    def backend(self, local: Arena, stack: ExitStack) -> Backend:
+        return self.open(local, stack)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_target(cls) -> Iterator[Target]:
+        """A target for tests that do not harm it: starting a process takes longer than most of them."""
+        with ExitStack() as stack:
+            yield cls().new_target(stack)
+
+    @pytest.fixture
+    def target(self, shared_target: Target) -> Target:
+        shared_target.arena.scramble(2)
+        return shared_target
+
+    def open(self, arena: Arena, stack: ExitStack) -> Backend:
+        """A backend that serves `arena`."""
+        backend = self.factory()(self.options())
+        stack.callback(backend.close)
+        backend.register(arena.regions)
+        return backend
+
+    def new_target(self, stack: ExitStack) -> Target:
+        target: Target
+        if self.separate_processes:
+            target = ProcessTarget(self.factory(), self.options(), patience_s=self.patience_s)
+        else:
+            target = InProcessTarget(self.factory(), self.options())
+        stack.callback(target.close)
+        target.arena.scramble(2)
+        return target
+
+    def new_process(self, stack: ExitStack) -> ProcessTarget:
+        target = self.new_target(stack)
+        if not isinstance(target, ProcessTarget):
+            pytest.skip("this backend reaches no other process")
+        return target
+
+    def run(self, transfer: Transfer) -> None:
+        """Poll a transfer until it is `DONE`, and close it."""
+        assert settle(transfer, patience_s=self.patience_s) is TransferStatus.DONE, transfer.error
+        transfer.close()
+
+    def round_trip(self, backend: Backend, local: Arena, target: Target, *, epoch: int = 1) -> None:
+        """Write one small piece, and compare every byte."""
+        peer = backend.connect(target.endpoint, epoch=epoch)
+        pieces = [(0, 5, 1, 3, 1000)]
+        after = expected_after(Op.WRITE, local, target.arena, pieces)
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
+        np.testing.assert_array_equal(target.arena.memory, after)
+        backend.disconnect(peer)

@@ -1,0 +1,127 @@
+"""The contract, second part: endpoints, and the life cycles of transfers, peers and engines."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from disagg.backends.base import Backend, Fence, Op, TransferStatus
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
+from disagg.core.errors import DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
+from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of
+from disagg.testing.contract.base import ContractBase
+from disagg.testing.contract.targets import ProcessTarget, Target, initiate, settle
+
+
+class LifecycleContract(ContractBase):
+    """Endpoints, transfers, peers and engines."""
+
+    def test_malformed_endpoints_are_refused(self, backend: Backend, local: Arena, target: Target) -> None:
+        good = target.endpoint
+        descriptor, _ = decode_endpoint(backend.name, good)
+        regions = target.arena.regions
+        rng = random.Random(3)
+        wrong = [
+            b"",
+            b"\x00",
+            rng.randbytes(500),
+            good + b"\x00",
+            *(good[: rng.randrange(len(good))] for _ in range(20)),
+            encode_endpoint("another", descriptor, regions),
+            encode_endpoint(backend.name, b"", regions),
+            encode_endpoint(backend.name, rng.randbytes(len(descriptor)), regions),
+            encode_endpoint(backend.name, descriptor[: len(descriptor) // 2], regions),
+        ]
+        for endpoint in wrong:
+            with pytest.raises(RemoteProtocolError):
+                backend.connect(endpoint, epoch=1)
+        self.round_trip(backend, local, target)
+
+    def test_a_settled_transfer_stays_settled(self, backend: Backend, local: Arena, target: Target) -> None:
+        peer = backend.connect(target.endpoint, epoch=1)
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 1000)]))
+        assert settle(transfer, patience_s=self.patience_s) is TransferStatus.DONE
+        assert [transfer.poll() for _ in range(5)] == [TransferStatus.DONE] * 5
+        assert transfer.error is None
+        transfer.close()
+        transfer.close()
+        assert transfer.poll() is TransferStatus.DONE
+
+    def test_only_a_settled_transfer_closes(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
+        """The peer's process is stopped, so that an engine that needs it cannot finish."""
+        target = self.new_target(stack)
+        peer = backend.connect(target.endpoint, epoch=1)
+        if isinstance(target, ProcessTarget):
+            target.stop()
+            stack.callback(target.go_on)
+        pieces = [(0, 0, 0, 0, REGION_NBYTES[0])]
+        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces))
+        if not transfer.poll().settled:
+            # It may settle between the two calls; then closing it is allowed.
+            with suppress(LocalProtocolError):
+                transfer.close()
+                assert transfer.poll().settled
+        if isinstance(target, ProcessTarget):
+            target.go_on()
+        if settle(transfer, patience_s=self.patience_s).settled:
+            transfer.close()
+
+    def test_a_disconnected_peer_is_unreachable(self, backend: Backend, local: Arena, target: Target) -> None:
+        peer = backend.connect(target.endpoint, epoch=1)
+        backend.disconnect(peer)
+        backend.disconnect(peer)
+        with pytest.raises(PeerUnreachable):
+            backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)]))
+
+    @pytest.mark.parametrize("overlapping", [False, True])
+    def test_connecting_anew_for_another_epoch(self, overlapping: bool, backend: Backend, local: Arena, target: Target) -> None:
+        """The old peer is disconnected before or after the new one connects; the new one is not disturbed."""
+        old = backend.connect(target.endpoint, epoch=1)
+        batch = batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])
+        if not overlapping:
+            backend.disconnect(old)
+        new = backend.connect(target.endpoint, epoch=2)
+        if overlapping:
+            backend.disconnect(old)
+        with pytest.raises(PeerUnreachable):
+            backend.submit(Op.WRITE, old, batch)
+        self.run(backend.submit(Op.WRITE, new, batch))
+
+    def test_a_fence_of_an_idle_peer_is_no_error(self, backend: Backend, local: Arena, target: Target) -> None:
+        peer = backend.connect(target.endpoint, epoch=1)
+        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])))
+        assert backend.fence(peer, epoch=1) in Fence
+        assert backend.fence(peer, epoch=2) is Fence.UNKNOWN
+        backend.disconnect(peer)
+        assert backend.fence(peer, epoch=1) in Fence
+
+    def test_closing_twice(self, backend: Backend, local: Arena, target: Target) -> None:
+        peer = backend.connect(target.endpoint, epoch=1)
+        backend.close()
+        backend.close()
+        with pytest.raises(DisaggError):
+            backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)]))
+        with pytest.raises(DisaggError):
+            backend.connect(target.endpoint, epoch=2)
+
+    def test_closing_with_nothing_registered(self) -> None:
+        backend = self.factory()(self.options())
+        assert backend.transport
+        backend.close()
+
+    @pytest.mark.parametrize("orderly", [True, False])
+    def test_the_process_ends_with_status_0(self, orderly: bool, target: Target) -> None:
+        """A process that used the engine, and closed it or not."""
+        if not isinstance(target, ProcessTarget):
+            pytest.skip("this backend reaches no other process")
+        remote = target.arena.regions[0].address, 5000
+        process = multiprocessing.get_context("spawn").Process(
+            target=initiate, args=(self.factory(), self.options(), target.endpoint, remote, orderly)
+        )
+        process.start()
+        process.join(self.patience_s)
+        assert process.exitcode == 0
+        assert (target.arena.view(0)[:5000] == 0xA5).all()

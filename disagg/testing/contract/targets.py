@@ -1,0 +1,195 @@
+"""Peers of the backend under test: engines in processes of their own, or in the pytest process."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+
+from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, Transfer, TransferStatus
+from disagg.core.memory import MemoryRegion
+from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch
+
+BackendFactory = Callable[[BackendOptions], Backend]
+
+
+class Target(Protocol):
+    """A peer of the backend under test."""
+
+    arena: Arena
+    endpoint: bytes
+
+    def close(self) -> None:
+        """Close the engine in order; raises `AssertionError` where its process does not end with status 0."""
+
+
+class ProcessTarget:
+    """A target in a process of its own."""
+
+    def __init__(self, factory: BackendFactory, options: BackendOptions, *, patience_s: float) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked child would inherit engine threads' locks
+        self._patience_s = patience_s
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, factory, options, REGION_NBYTES))
+        self.process.start()
+        theirs.close()
+        if not self._pipe.poll(patience_s):
+            self.process.kill()
+            raise AssertionError(f"the target process sent nothing for {patience_s} s")
+        fd, base, self.endpoint = self._pipe.recv()
+        self.arena = Arena(os.open(f"/proc/{self.process.pid}/fd/{fd}", os.O_RDWR), REGION_NBYTES, base=base)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Freeze the process; returns once it is frozen."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + self._patience_s
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in self._stats()):
+            assert time.monotonic() < deadline, "the target process does not stop"
+            time.sleep(0.001)
+
+    def _stats(self) -> Iterator[Path]:
+        """The `stat` file of each thread."""
+        return Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+
+    def go_on(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def connect(self, endpoint: bytes) -> None:
+        """Make this target an initiator too."""
+        self._ask((endpoint, None))
+
+    def write(self, endpoint: bytes, address: int) -> TransferStatus:
+        """Post its whole first region to `address` of that peer; the status right after. It is never polled again."""
+        status = self._ask((endpoint, address))
+        assert isinstance(status, TransferStatus)
+        return status
+
+    def begin_close(self) -> None:
+        """Have this target's engine closed. A stopped process starts when it goes on."""
+        self._pipe.send((b"", 0))
+
+    def end_close(self) -> bytes:
+        """A hash of this target's memory right after its engine was closed."""
+        return cast(bytes, self._answer())
+
+    def begin_fence(self, endpoint: bytes, *, patience_s: int) -> None:
+        """Have this target's engine fence that peer. A stopped process starts when it goes on."""
+        self._pipe.send((endpoint, -patience_s))
+
+    def end_fence(self) -> tuple[Fence, bytes]:
+        """The last answer of the fence, and a hash of this target's memory right after."""
+        fence, memory = cast(tuple[Fence, bytes], self._answer())
+        return fence, memory
+
+    def _ask(self, order: tuple[bytes, int | None]) -> object:
+        self._pipe.send(order)
+        return self._answer()
+
+    def _answer(self) -> object:
+        assert self._pipe.poll(self._patience_s), f"the target process sent nothing for {self._patience_s} s"
+        answer: object = self._pipe.recv()
+        return answer
+
+    def kill(self) -> None:
+        """Returns once the process has ended."""
+        self.process.kill()
+        self.process.join(self._patience_s)
+
+    def close(self) -> None:
+        killed = self.process.exitcode == -signal.SIGKILL
+        with suppress(BrokenPipeError):
+            self._pipe.send(None)
+        self.process.join(self._patience_s)
+        if self.process.is_alive():
+            self.process.kill()
+        self._pipe.close()
+        os.close(self.arena.fd)
+        assert killed or self.process.exitcode == 0, f"the target process ended with status {self.process.exitcode}"
+
+
+class InProcessTarget:
+    """A target that is another engine of the pytest process."""
+
+    def __init__(self, factory: BackendFactory, options: BackendOptions) -> None:
+        self.arena = Arena.create(REGION_NBYTES)
+        self.backend = factory(options)
+        self.backend.register(self.arena.regions)
+        self.endpoint = self.backend.endpoint()
+
+    def close(self) -> None:
+        self.backend.close()
+        os.close(self.arena.fd)
+
+
+def settle(transfer: Transfer, *, patience_s: float = 60.0) -> TransferStatus:
+    """Poll until something other than `PENDING`; fails the test when that takes longer than `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while (status := transfer.poll()) is TransferStatus.PENDING:
+        assert time.monotonic() < deadline, f"still pending after {patience_s} s"
+        time.sleep(0.0002)
+    return status
+
+
+# -- what runs in the other process ------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, sizes: Sequence[int]) -> None:
+    """A target process: send where the memory is, then obey orders to connect, post, fence and close, until the last."""
+    arena = Arena.create(sizes)
+    arena.memory[:] = 0
+    backend = factory(options)
+    backend.register(arena.regions)
+    with suppress(EOFError):
+        pipe.send((arena.fd, arena.base, backend.endpoint()))
+        peers = {}
+        while (order := pipe.recv()) is not None:
+            endpoint, address = order
+            if address is None:
+                pipe.send(peers.update({endpoint: backend.connect(endpoint, epoch=1)}))
+            elif address == 0:
+                backend.close()
+                pipe.send(hashlib.sha256(arena.memory.data).digest())
+            elif address < 0:
+                pipe.send(_fence(backend, peers[endpoint], arena, patience_s=-address))
+            else:
+                whole = batch([arena.address(0)], [address], [arena.sizes[0]])
+                pipe.send(backend.submit(Op.WRITE, peers[endpoint], whole).poll())
+    backend.close()
+
+
+def _fence(backend: Backend, peer: RemotePeer, arena: Arena, *, patience_s: int) -> tuple[Fence, bytes]:
+    """Fence for up to `patience_s` until that is `QUIET`; the last answer, and a hash of the memory right after."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        fence, memory = backend.fence(peer, epoch=1), hashlib.sha256(arena.memory.data).digest()
+        if fence is Fence.QUIET or time.monotonic() > deadline:
+            return fence, memory
+
+
+def initiate(factory: BackendFactory, options: BackendOptions, endpoint: bytes, remote: tuple[int, int], orderly: bool) -> None:
+    """An initiator process: write one piece to `remote` (address, nbytes), then close the engine if `orderly`."""
+    address, nbytes = remote
+    memory = np.full(nbytes, 0xA5, dtype=np.uint8)
+    backend = factory(options)
+    backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
+    peer = backend.connect(endpoint, epoch=1)
+    transfer = backend.submit(Op.WRITE, peer, batch([memory.ctypes.data], [address], [nbytes]))
+    assert settle(transfer) is TransferStatus.DONE, transfer.error
+    if orderly:
+        transfer.close()
+        backend.disconnect(peer)
+        backend.close()

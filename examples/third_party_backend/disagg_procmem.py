@@ -1,0 +1,166 @@
+"""Backend `procmem`: copies between two processes of one host, by reading and writing `/proc/PID/mem`.
+
+A complete engine in one file, as an example for authors. The calling thread copies, so `submit` returns a settled transfer:
+
+| what happens | status | why |
+|---|---|---|
+| every byte is read or written | `DONE` | the kernel has returned |
+| a read or write fails, or copies nothing | `FAILED` | the same: nothing is under way, and a part may have been copied |
+| the peer's process has ended | `PeerUnreachable`; `fence`: `QUIET` | only its own threads copied for it |
+| the peer's process lives | `fence`: `UNKNOWN` | one of its threads may be inside a copy to this process |
+
+An open `/proc/PID/mem` belongs to one process for ever: a later process with the same number is never written to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from disagg.backends import (
+    CPU,
+    Adapter,
+    AdapterPeer,
+    BackendOptions,
+    BackendUnavailable,
+    ConfigError,
+    CopyBatch,
+    Fence,
+    MemoryRegion,
+    Op,
+    PeerUnreachable,
+    ProcessIdentity,
+    RemotePeer,
+    RemoteRegion,
+    StagingShape,
+    TransferStatus,
+    Transport,
+    host_identity,
+    merge_regions,
+)
+
+
+class ProcmemTransfer:
+    """Copies that were made, or failed, before `submit` returned."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    def poll(self) -> TransferStatus:
+        return TransferStatus.FAILED if self.error else TransferStatus.DONE
+
+    def close(self) -> None:
+        """A transfer holds nothing."""
+
+
+class ProcmemPeer(AdapterPeer):
+    """A process at one epoch, and its open memory."""
+
+    def __init__(self, process: ProcessIdentity, memory: int, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+        super().__init__(regions, epoch=epoch)
+        self.process = process
+        self.memory = memory
+
+    def refusal(self) -> str | None:
+        return super().refusal() or ("has ended" if self.process.has_ended() else None)
+
+
+_DECODER = msgspec.msgpack.Decoder(ProcessIdentity)
+
+
+class ProcmemBackend(Adapter[ProcmemPeer, ProcessIdentity]):
+    """See the module. Raises `BackendUnavailable` where another transport is required."""
+
+    name = "procmem"
+    transport = "procmem"
+
+    def __init__(self, options: BackendOptions) -> None:
+        super().__init__(peers=ProcmemPeer, descriptors=_DECODER)
+        if options.wanted not in (Transport.AUTO, Transport.SHM):
+            raise BackendUnavailable(f"backend 'procmem': expected transport 'auto' or 'shm', found {options.wanted.value!r}")
+        self._peers_open: set[ProcmemPeer] = set()
+        self._lock = threading.Lock()  # held while bytes are copied, so that no file is closed meanwhile
+
+    @staticmethod
+    def staging_for(_: BackendOptions) -> StagingShape:
+        """Pieces below 16 KiB are packed: each piece is a system call and a turn of a Python loop."""
+        return StagingShape(pack_below=16 << 10)
+
+    @property
+    def staging(self) -> StagingShape:
+        return self.staging_for(BackendOptions())
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self.check_not_registered()
+        for region in regions:
+            if region.device != CPU:
+                raise ConfigError(f"backend 'procmem': expected memory of the CPU, found {region.device}")
+        self.set_registered(merge_regions(regions))
+
+    def endpoint(self) -> bytes:
+        return self.endpoint_with(ProcessIdentity.own())
+
+    def connect(self, endpoint: bytes, *, epoch: int) -> ProcmemPeer:
+        """Opens the peer's memory, and reads one byte of it, so that a refusal shows now and not with the first request."""
+        self.check_open()
+        process, regions = self.decode(endpoint)
+        if process.host != host_identity():
+            raise PeerUnreachable("backend 'procmem': the peer is on another host, or in another namespace of process ids")
+        try:
+            memory = os.open(f"/proc/{process.pid}/mem", os.O_RDWR)
+        except OSError as error:
+            raise PeerUnreachable(f"backend 'procmem': process {process.pid}: {error.strerror}") from error
+        peer = ProcmemPeer(process, memory, regions, epoch=epoch)
+        self._peers_open.add(peer)
+        byte = ctypes.create_string_buffer(1)
+        refusal = _copy(Op.READ, memory, [(ctypes.addressof(byte), regions[0].address, 1)]) if regions else None
+        if refusal or process.has_ended():  # `has_ended` after opening: the number may have been another process's
+            self.disconnect(peer)
+            raise PeerUnreachable(f"backend 'procmem': process {process.pid}: {refusal or 'has ended'}")
+        return peer
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> ProcmemTransfer:
+        with self._lock:
+            own = self.reachable(peer)
+            local, remote = self.check_copies(op, own, copies)
+            pieces = zip(local.tolist(), remote.tolist(), copies.nbytes.tolist(), strict=True)
+            return ProcmemTransfer(_copy(op, own.memory, pieces))
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """`QUIET` once the peer's process has ended. Copies of this side have ended: `submit` holds the lock meanwhile."""
+        with self._lock:
+            own = self.at_epoch(peer, epoch)
+            return Fence.QUIET if own is not None and own.process.has_ended() else Fence.UNKNOWN
+
+    def disconnect(self, peer: RemotePeer) -> None:
+        with self._lock:
+            if isinstance(peer, ProcmemPeer) and peer.connected:
+                peer.connected = False
+                self._peers_open.discard(peer)
+                os.close(peer.memory)
+
+    def close(self) -> None:
+        """Returns once no copy is being made from here."""
+        self.is_open = False
+        for peer in tuple(self._peers_open):
+            self.disconnect(peer)
+
+
+def _copy(op: Op, memory: int, pieces: Iterable[tuple[int, int, int]]) -> str | None:
+    """Copy pieces of `(local address, remote address, length)`; returns why not all of them were copied."""
+    for local, remote, nbytes in pieces:
+        done = 0
+        while done < nbytes:
+            here = (ctypes.c_ubyte * (nbytes - done)).from_address(local + done)
+            try:
+                count = os.pwrite(memory, here, remote + done) if op is Op.WRITE else os.preadv(memory, [here], remote + done)
+            except OSError as error:
+                return f"{op.value} of {nbytes} bytes: {error.strerror}"
+            if count == 0:
+                return f"{op.value} of {nbytes} bytes: the process has ended"
+            done += count
+    return None

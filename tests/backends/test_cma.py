@@ -1,0 +1,226 @@
+"""Backend `cma` with real processes, and as the engine that `auto` chooses."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.backends import cma, registry
+from disagg.backends.abilities import Gathering, ProvesByProcess, QuietWhenClosed
+from disagg.backends.base import Backend, BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.cma import CmaBackend, CmaPeer
+from disagg.backends.endpoint import encode_endpoint
+from disagg.core import _native
+from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable
+from disagg.core.memory import Device, MemoryRegion
+from disagg.machine.processes import ProcessIdentity, ProcessWatch
+from disagg.testing.contract import (
+    REGION_NBYTES,
+    Arena,
+    BackendContract,
+    BackendFactory,
+    ProcessTarget,
+    batch_of,
+    expected_after,
+)
+
+PATIENCE_S = 60.0
+WHOLE = [(0, 0, 0, 0, REGION_NBYTES[0])]
+
+
+class TestCmaContract(BackendContract):
+    fences_dead_neighbours = True
+
+    def factory(self) -> BackendFactory:
+        return CmaBackend
+
+
+def auto(options: BackendOptions) -> Backend:
+    return registry.load("auto", options)
+
+
+auto.name = "auto"  # type: ignore[attr-defined]
+
+
+class TestAutoContract(BackendContract):
+    """`auto` for host memory, with every engine that this host has."""
+
+    fences_dead_neighbours = True
+
+    def factory(self) -> BackendFactory:
+        return auto
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _target(factory: BackendFactory, stack: ExitStack) -> ProcessTarget:
+    target = ProcessTarget(factory, BackendOptions(), patience_s=PATIENCE_S)
+    stack.callback(target.close)
+    target.arena.scramble(2)
+    return target
+
+
+def _opened(factory: BackendFactory, stack: ExitStack) -> tuple[Backend, Arena]:
+    arena = Arena.create(REGION_NBYTES)
+    stack.callback(os.close, arena.fd)
+    arena.scramble(1)
+    backend = factory(BackendOptions())
+    stack.callback(backend.close)
+    backend.register(arena.regions)
+    return backend, arena
+
+
+@pytest.mark.parametrize("op", Op)
+def test_a_transfer_is_done_when_submit_returns_even_with_a_stopped_peer(op: Op, stack: ExitStack) -> None:
+    target = _target(CmaBackend, stack)
+    backend, arena = _opened(CmaBackend, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    stack.callback(target.go_on)
+    target.stop()
+    after = expected_after(op, arena, target.arena, WHOLE)
+    transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, WHOLE))
+    assert transfer.poll() is TransferStatus.DONE
+    np.testing.assert_array_equal((target.arena if op is Op.WRITE else arena).memory, after)
+
+
+def test_no_process_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
+    target = _target(CmaBackend, stack)
+    backend, arena = _opened(CmaBackend, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    assert isinstance(peer, CmaPeer)
+    before = target.arena.memory.copy()
+    # As if the peer's number had been given to another process.
+    peer.watch = ProcessWatch(msgspec.structs.replace(peer.process, started=peer.process.started + 1))
+    with pytest.raises(PeerUnreachable, match="has ended"):
+        backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    np.testing.assert_array_equal(target.arena.memory, before)
+
+    again = backend.connect(target.endpoint, epoch=2)
+    target.kill()
+    with pytest.raises(PeerUnreachable, match="has ended"):
+        backend.submit(Op.WRITE, again, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+
+
+def test_a_copy_that_the_kernel_refuses_is_a_failed_transfer(stack: ExitStack) -> None:
+    """The peer announces memory that is not mapped."""
+    target = _target(CmaBackend, stack)
+    backend, arena = _opened(CmaBackend, stack)
+    process = msgspec.msgpack.encode(ProcessIdentity.own())
+    endpoint = encode_endpoint("cma", process, [MemoryRegion(arena.address(0), 64), MemoryRegion(1 << 62, 64)])
+    peer = backend.connect(endpoint, epoch=1)
+    copies = batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, 64)])
+    object.__setattr__(copies, "destination", np.array([1 << 62], np.uint64))
+    transfer = backend.submit(Op.WRITE, peer, copies)
+    assert transfer.poll() is TransferStatus.FAILED
+    assert "Bad address" in str(transfer.error)
+    transfer.close()
+
+
+@pytest.mark.parametrize("changed", ["host", "pid"])
+def test_a_peer_that_no_copy_can_reach_is_refused_at_connect(changed: str, stack: ExitStack) -> None:
+    backend, arena = _opened(CmaBackend, stack)
+    own = ProcessIdentity.own()
+    process, words = {
+        "host": (msgspec.structs.replace(own, host="another"), "another host"),
+        "pid": (msgspec.structs.replace(own, pid=2**40), "no process id"),
+    }[changed]
+    with pytest.raises(PeerUnreachable, match=words):
+        backend.connect(encode_endpoint("cma", msgspec.msgpack.encode(process), arena.regions), epoch=1)
+    gpu = [MemoryRegion(4096, 64, Device("cuda", 0))]
+    with pytest.raises(PeerUnreachable, match="GPU"):
+        backend.connect(encode_endpoint("cma", msgspec.msgpack.encode(own), gpu), epoch=1)
+
+
+def test_options_and_memory_that_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for transport in (Transport.TCP, Transport.RDMA):
+        with pytest.raises(BackendUnavailable, match=f"found '{transport.value}'"):
+            CmaBackend(BackendOptions(transport=transport))
+    with pytest.raises(ConfigError, match="cuda:1"):
+        CmaBackend(BackendOptions()).register([MemoryRegion(4096, 16, Device("cuda", 1))])
+    with pytest.raises(LocalProtocolError, match="register"):
+        CmaBackend(BackendOptions()).endpoint()
+    monkeypatch.setattr(cma, "copy_refusal", lambda *_: "process_vm_readv: Operation not permitted")
+    with pytest.raises(BackendUnavailable, match="Operation not permitted"):
+        CmaBackend(BackendOptions(require=Transport.SHM))
+
+
+def test_close_waits_for_a_copy_and_a_fence_sees_it(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    target = _target(CmaBackend, stack)
+    backend, arena = _opened(CmaBackend, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> int:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+        assert not closed.is_set()
+        return 0
+
+    def close() -> None:
+        backend.close()
+        closed.set()
+
+    monkeypatch.setattr(_native, "copy_between_processes", slow)
+    batch = batch_of(Op.WRITE, arena, target.arena, WHOLE)
+    writer = threading.Thread(target=backend.submit, args=(Op.WRITE, peer, batch))
+    writer.start()
+    assert inside.wait(PATIENCE_S)
+    target.kill()
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    closer = threading.Thread(target=close)
+    closer.start()
+    go_on.set()
+    for thread in (writer, closer):
+        thread.join(PATIENCE_S)
+    assert closed.is_set()
+    assert backend.fence(peer, epoch=1) is Fence.QUIET
+
+
+def test_closing_proves_nothing_while_a_process_that_it_met_lives(stack: ExitStack) -> None:
+    target = _target(CmaBackend, stack)
+    backend, _ = _opened(CmaBackend, stack)
+    assert isinstance(backend, QuietWhenClosed)
+    assert isinstance(backend, ProvesByProcess)
+    assert backend.is_quiet_when_closed()
+    backend.connect(target.endpoint, epoch=1)
+    backend.close()
+    assert not backend.is_quiet_when_closed()
+    target.kill()
+    assert backend.is_quiet_when_closed()
+
+
+# -- chosen by `auto` --------------------------------------------------------------------------------------------------
+
+
+def test_auto_reaches_peers_of_this_host_by_cma_and_names_it(stack: ExitStack) -> None:
+    target = _target(auto, stack)
+    backend, arena = _opened(auto, stack)
+    peer = backend.connect(target.endpoint, epoch=1)
+    assert backend.transport == "cma: shm"
+    assert isinstance(backend, Gathering)
+    assert backend.gathers_from(peer) == cma.GATHER_FROM
+    after = expected_after(Op.WRITE, arena, target.arena, WHOLE)
+    assert backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE)).poll() is TransferStatus.DONE
+    np.testing.assert_array_equal(target.arena.memory, after)
+
+
+def test_auto_takes_the_network_engine_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    target = _target(auto, stack)
+    backend, _ = _opened(auto, stack)
+    if len(backend.engines) == 1:  # type: ignore[attr-defined]
+        pytest.skip("this host has neither NIXL nor Mooncake")
+    monkeypatch.setattr(cma, "copy_refusal", lambda *_: "process_vm_readv: Operation not permitted")
+    peer = backend.connect(target.endpoint, epoch=1)
+    assert not backend.transport.startswith("cma")
+    assert isinstance(backend, Gathering)
+    assert backend.gathers_from(peer) is None
