@@ -53,7 +53,7 @@ from disagg.core.rows import Pages
 from disagg.layout.agreement import Agreement, LocalRank, ModelId, decode_placements, encode_placements
 from disagg.layout.placement import Component
 from disagg.manager import KVManager
-from disagg.models.families import load_model
+from disagg.models import load_model
 from disagg.models.pools import allocate
 from disagg.protocol.messages import (
     Abort,

@@ -16,7 +16,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import CPU, ITEMSIZE, Device, RawTensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
-from disagg.models.families import ModelSpec
+from disagg.models.spec import ModelSpec
 from disagg.models.stages import Stage, split_layers, stage_of
 from disagg.state.allocator import PoolExhausted, RowAllocator
 from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.models.families import ModelSpec
+from disagg.models.spec import ModelSpec
 
 
 def split_layers(num_layers: int, num_stages: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:

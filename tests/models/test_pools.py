@@ -20,9 +20,7 @@ from disagg.core.leases import Lease
 from disagg.core.topology import Topology
 from disagg.layout.placement import check_placement
 from disagg.layout.tables import LAYER
-from disagg.models.families import ModelSpec, from_config, load_model
-from disagg.models.pools import PoolShape, StagePools, allocate
-from disagg.models.stages import Stage, split_layers, stage_of
+from disagg.models import ModelSpec, PoolShape, Stage, StagePools, allocate, from_config, load_model, split_layers, stage_of
 from disagg.state.allocator import PoolExhausted, RowAllocator
 
 HYBRID: Mapping[str, Any] = {

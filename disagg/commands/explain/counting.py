@@ -23,7 +23,7 @@ from disagg.core.topology import Topology
 from disagg.layout.ownership import Intervals, Periodic, Share
 from disagg.layout.placement import Component
 from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass, first_page
-from disagg.models.families import ModelSpec
+from disagg.models import ModelSpec
 from disagg.models.pools import ALIGNMENT, PoolShape
 from disagg.models.stages import Stage, stage_of
 from disagg.state.declare import State, all_tokens, dtype_of

@@ -32,7 +32,7 @@ from disagg.layout.ownership import Share
 from disagg.layout.placement import Placement
 from disagg.layout.plan import ComponentPlan, TransferPlan, make_plan
 from disagg.layout.tables import ComponentLayout, LayoutTable, layout_table
-from disagg.models.families import ModelSpec, load_model
+from disagg.models import ModelSpec, load_model
 from disagg.runtime.paths import MIN_PIECES, Way, is_small, way_of
 from disagg.runtime.streams import destination_stream
 
