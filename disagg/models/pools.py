@@ -1,4 +1,4 @@
-"""Pools of one rank: memory for the state of the layers that its pipeline stage owns, and the rows of it that are free."""
+"""Pools of one rank: memory for the state of the layers that its pipeline stage owns."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ __all__ = [
 ]
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes: a cache line, and enough for every dtype."""
+"""Alignment of tensors in bytes: a cache line, and enough for every dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """How a rank's pools are cut: tokens per page, pages, slots (and rings: one per request), axis order of KV (`nhd`,
-    `hnd`), layers per stage, tokens per rank. `rows` has other numbers of rows, by component.
+    """The sizes of a rank's pools and the order of their axes.
+
+    `page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of rows of
+    single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts` are layers per pipeline stage. `tokens`
+    says which tokens each rank owns.
     """
 
     page_size: int = 16
@@ -55,25 +58,29 @@ class PoolShape:
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1:
-            raise ConfigError(f"pool: expected positive page size and pages, found {self.page_size} and {self.num_pages}")
+            raise ConfigError(
+                f"pool: expected a positive page size and number of pages, found {self.page_size} and {self.num_pages}"
+            )
         if self.num_slots < 1 or any(count < 1 for count in self.rows.values()):
-            raise ConfigError(f"pool: expected positive slots and rows, found {self.num_slots} and {dict(self.rows)}")
+            raise ConfigError(
+                f"pool: expected positive numbers of slots and rows, found {self.num_slots} and {dict(self.rows)}"
+            )
         if self.order not in ORDERS:
             raise ConfigError(f"pool layout: expected one of {', '.join(ORDERS)}, found {self.order!r}")
 
     def num_rows(self, state: State) -> int:
-        """Pages, slots or rings of a state's pool."""
+        """The number of pages, slots or rings of a state's pool."""
         per_request = state.rows == "slot" or state.ring is not None
         return self.rows.get(state.name, self.num_slots if per_request else self.num_pages)
 
     def axes(self, role: Role) -> str:
-        """The memory order of a role's axes: KV by head in the order chosen, everything else in its own."""
+        """A role's axes in memory order: `order` for KV by head, the declared order for everything else."""
         return ORDERS[self.order] if set(role.axes.split()) == set(ORDERS["nhd"].split()) else role.axes
 
 
 @dataclass(frozen=True)
 class PoolUse:
-    """Memory of one component on this rank: `num_layers` of the model's `total_layers` that have such state."""
+    """Memory of one component on this rank, which owns `num_layers` of the `total_layers` that have this state."""
 
     component: str
     num_layers: int
@@ -83,7 +90,7 @@ class PoolUse:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes less than with every layer's."""
+        """Bytes saved by leaving out the layers of other stages."""
         return (self.total_layers - self.num_layers) * self.nbytes_per_layer
 
     def __str__(self) -> str:
@@ -93,9 +100,9 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StagePools:
-    """One rank's memory: an arena, the tensors in it by component, layer and role, and the components for a manager.
+    """One rank's memory: an arena, its tensors by component, layer and role, and the components for a manager.
 
-    The components' memory begins at `address`: the arena's own, unless `allocate` was told of another place.
+    The components' memory begins at `address`. This is the arena's address unless `allocate` was given `place`.
     """
 
     arena: Bytes
@@ -107,11 +114,11 @@ class StagePools:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes less than if the stage allocated the state of every layer of the model."""
+        """Bytes saved by not allocating the state of layers of other stages."""
         return sum(use.saved_nbytes for use in self.use)
 
     def owns_weight(self, name: str) -> bool:
-        """As `Stage.owns_weight`."""
+        """Whether this rank needs a checkpoint's weight, as `Stage.owns_weight` has it."""
         return self.stage.owns_weight(name)
 
 
@@ -132,11 +139,11 @@ def allocate(
     end_layer: int | None = None,
     place: Callable[[Bytes], tuple[int, Device]] | None = None,
 ) -> StagePools:
-    """Zeroed memory, page-aligned and in one piece, for everything that this rank's stage owns, and nothing else.
+    """Allocate zeroed, page-aligned, contiguous memory for the state of the layers that this rank's stage owns.
 
-    Tensors are arrays of bytes in their declared shape, the last axis in bytes. Memory that nobody touches costs nothing.
-    `place` gives the address and device of memory that the components are over instead, laid out as the arena is.
-    Raises `ConfigError` for a shape that names no component of the model, or that is more than there are addresses for.
+    Tensors are arrays of bytes in their declared shape, with the last axis in bytes. Untouched pages of memory cost nothing.
+    With `place` the components lie in other memory with the same layout: `place` takes the arena and returns its address and
+    device. Raises `ConfigError` if `shape.rows` names a component that the model lacks, or if the memory cannot be mapped.
     """
     unknown = sorted(set(shape.rows) - {state.name for state in model.states})
     if unknown:
@@ -166,11 +173,11 @@ def _arena(nbytes: int) -> Bytes:
     try:
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"pool: {nbytes} bytes cannot be mapped: {error}") from error
+        raise ConfigError(f"pool: cannot map {nbytes} bytes: {error}") from error
 
 
 def _offsets(cuts: Mapping[str, _Cut], owned: Mapping[str, Sequence[int]]) -> Iterator[int]:
-    """Where each layer of each component begins in the arena."""
+    """The offsets in the arena at which each layer of each component begins, in order."""
     sizes = [cuts[name].nbytes for name, layers in owned.items() for _ in layers]
     return iter(itertools.accumulate([0, *sizes[:-1]]))
 
@@ -180,7 +187,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _cut(state: State, topology: Topology, shape: PoolShape) -> _Cut:
-    """A state's roles behind each other: in every row where it is packed, else each with all its rows."""
+    """One layer's memory: roles follow each other within every row if the state is packed, else each role has all its rows."""
     num_rows, page_size = shape.num_rows(state), state.page_tokens(shape.page_size)
     dims = {}
     for role in state.roles:
@@ -195,7 +202,7 @@ def _cut(state: State, topology: Topology, shape: PoolShape) -> _Cut:
 
 
 def _views(arena: Bytes, offset: int, cut: _Cut) -> dict[str, Bytes]:
-    """One layer's tensors. The row axis comes first in every declared order, the others are dense."""
+    """One layer's tensors. The row axis comes first in every declared order; the other axes are dense."""
     views = {}
     for name, (start, row_stride, dims) in cut.roles.items():
         strides = (row_stride, *(math.prod(dims[axis + 1 :]) for axis in range(1, len(dims))))
@@ -229,7 +236,7 @@ def _component(
 
 
 def typed(array: Bytes, dtype: str, *, ahead: int = 0, device: Device = CPU) -> RawTensor:
-    """An array of bytes as a tensor of `dtype`: its last axis in elements; `ahead` bytes further on, on `device`."""
+    """An array of bytes as a tensor of `dtype` on `device`, `ahead` bytes further on. Its last axis is in elements."""
     itemsize = ITEMSIZE[dtype]
     dims = (*array.shape[:-1], array.shape[-1] // itemsize)
     strides = (*(stride // itemsize for stride in array.strides[:-1]), 1)
