@@ -25,7 +25,7 @@ from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rows import Pages, Rows
 from disagg.layout.agreement import LocalRank
-from disagg.layout.checksums import Digest
+from disagg.layout.checksums import ChecksumFunction
 from disagg.protocol.messages import (
     Busy,
     Complete,
@@ -203,7 +203,7 @@ class Hub:
         slots: SlotPool | None,
         spin_s: float,
         local: LocalRank,
-        digest: Digest,
+        digest: ChecksumFunction,
         on_begin: Callable[[str, RequestKey], None],
         on_events: Callable[[Sequence[tuple[Event, Work]]], None],
         on_death: Callable[[str], None],

@@ -16,7 +16,7 @@ import numpy as np
 from disagg.core import _native
 from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
-from disagg.layout.checksums import ChecksumPlan, Digest, Sums, Words, checksum_rows, difference, page_range
+from disagg.layout.checksums import ChecksumFunction, ChecksumPlan, Checksums, Words, checksum_rows, difference, page_range
 from disagg.protocol.messages import PartialChecksums, Verify
 from disagg.protocol.types import RequestKey, StartTransfer, StartVerify
 
@@ -27,7 +27,9 @@ MAX_THREADS = 4
 """Of the processor's, for one sum."""
 
 
-def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialChecksums, ...]:
+def checksum_sent(
+    plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
+) -> tuple[PartialChecksums, ...]:
     """What a writer says of one chunk. Raises `LayoutError` for rows that are none of its pools."""
     found = []
     for written in start.written:
@@ -48,13 +50,13 @@ def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, diges
     return tuple(found)
 
 
-def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: Digest) -> None:
+def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: ChecksumFunction) -> None:
     """Raises `VerificationFailed`, naming component, layer and page, where the rows do not hold what the writers summed."""
     sample = _sample(start.key, start.verify)
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
         pages = page_range(plan, need, sample=sample)
-        expected = Sums.zero(plan, pages)
+        expected = Checksums.zero(plan, pages)
         for writer, parts in start.sums.items():
             for part in (part for part in parts if part.component == name):
                 _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
