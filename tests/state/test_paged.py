@@ -112,7 +112,7 @@ SHARED = np.zeros((5, 16, 2, 8), "float16")
             {0: (RawTensor(4096, (5, 16, 2, 8), (16, 0, 8, 1), "float16"), SHARED)},
             r"'k' of layer 0: expected a place for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
         ),
-        ({0: (_read_only(), SHARED)}, "expected memory that can be written, found a read-only array"),
+        ({0: (_read_only(), SHARED)}, "expected writable memory, found a read-only array"),
     ],
 )
 def test_memory_that_would_be_written_twice_or_not_at_all_is_refused(tensors: Any, message: str) -> None:
