@@ -33,7 +33,7 @@ from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.rank.rank import RankConfig, ResidentRank, versions
 from disagg.core.spans import SpanBatch
 from disagg.layout.binding import bind_rows
-from disagg.models.families import load_model
+from disagg.models import load_model
 from disagg.protocol.types import PeerRank
 
 ROLES = ("prefill", "decode")

@@ -1,1 +1,1 @@
-"""The nouns that everything else is made of: memory, rows, copies, leases, errors. Imports no other room."""
+"""The values that all other packages share: memory, rows, copies, leases, errors. Imports no other package of `disagg`."""

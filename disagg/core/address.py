@@ -9,7 +9,7 @@ from disagg.core.errors import ConfigError
 
 
 def parse_address(address: str, *, what: str) -> tuple[str, int]:
-    """Host and port of `tcp://host:port`; port 0 or `*` means any. Raises `ConfigError` quoting what is wrong."""
+    """The host and port of `tcp://host:port`. Port 0 or `*` means any. Raises `ConfigError`, which starts with `what`."""
     try:
         parts = urlsplit(address.removesuffix(":*") + (":0" if address.endswith(":*") else ""))
         host, port = parts.hostname, parts.port
@@ -21,7 +21,7 @@ def parse_address(address: str, *, what: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Whether `host` is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` stands for every interface."""
+    """Whether `host` means every interface."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -37,7 +37,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def advertised_address(advertise: str | None, bound: str) -> str:
-    """Where peers reach this rank: as advertised, with the bound port where that names none; else where it is bound."""
+    """The address that peers connect to: `advertise`, or `bound` without it. Port 0 is replaced by the bound port."""
     if advertise is None:
         return bound
     host, port = parse_address(advertise, what="advertise")

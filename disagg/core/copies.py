@@ -1,4 +1,4 @@
-"""A batch of copies: what a plan, bound to a request's rows, hands to a backend."""
+"""Batches of copies, which a bound plan hands to a backend."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _column(values: npt.ArrayLike) -> Addresses:
 
 @dataclass(frozen=True, eq=False)
 class CopyBatch:
-    """`nbytes[i]` bytes go from `source[i]` to `destination[i]`; three read-only `uint64` columns of one length.
+    """Copies of `nbytes[i]` bytes from `source[i]` to `destination[i]`: three read-only `uint64` columns of one length.
 
-    Copies of one batch never overlap at the destination, so their order is free.
+    The destinations of one batch do not overlap, so the copies may be made in any order.
     """
 
     source: Addresses
@@ -42,7 +42,7 @@ class CopyBatch:
 
     @classmethod
     def of_columns(cls, source: Addresses, destination: Addresses, nbytes: Addresses) -> CopyBatch:
-        """Of columns as the compiled core gives them: they are what they should be."""
+        """A batch of columns from the compiled core, which need no check."""
         made = cls.__new__(cls)
         made.__dict__.update(source=source, destination=destination, nbytes=nbytes)
         return made
@@ -60,7 +60,7 @@ class CopyBatch:
         return _native.total_nbytes(self.nbytes)
 
     def coalesced(self) -> CopyBatch:
-        """The same copies, with neighbours joined where both sides go on without a gap."""
+        """The same copies, with neighbours joined if they are contiguous on both sides."""
         if len(self) < 2:
             return self
         joins = (self.source[:-1] + self.nbytes[:-1] == self.source[1:]) & (

@@ -2,21 +2,24 @@
 
 ```
 DisaggError
-├── ConfigError (ValueError)          a setting is wrong: names the setting, what was expected, what was found
-├── LayoutError (ValueError)          two layouts cannot be matched: names the axis and both values
+├── ConfigError (ValueError)          a setting or an argument is wrong
+├── LayoutError (ValueError)          two layouts do not match, or rows do not fit a layout
 ├── ProtocolError
 │   ├── LocalProtocolError            the caller broke the protocol
-│   └── RemoteProtocolError           the peer broke it
+│   └── RemoteProtocolError           the peer broke the protocol
 ├── BackendError
-│   ├── BackendUnavailable (ImportError)  names what is missing and the package that brings it
-│   ├── NotRegistered                 an address outside every registered region
-│   ├── PeerUnreachable
-│   ├── TransferFailed                settled: the engine will touch neither side again
-│   └── TransferUnsettled             the engine cannot tell: the rows are quarantined
-├── RequestAborted
-│   └── VerificationFailed            the sums of the two sides differ: names component, layer and page
-└── RequestTimeout (TimeoutError)
+│   ├── BackendUnavailable (ImportError)  something that the engine needs is missing
+│   ├── NotRegistered                 an address is outside every registered region
+│   ├── PeerUnreachable               the peer cannot be reached, or was disconnected
+│   ├── TransferFailed                a transfer failed and is settled
+│   └── TransferUnsettled             a transfer failed and may not be settled
+├── RequestAborted                    a request ended before its data was complete
+│   └── VerificationFailed            the checksums of the two sides differ
+└── RequestTimeout (TimeoutError)     a deadline passed
 ```
+
+A message says what was expected, what was found, and where. A transfer is *settled* when the engine will never touch
+either side's memory again.
 """
 
 from __future__ import annotations
@@ -25,24 +28,26 @@ import enum
 
 
 class Cause(enum.Enum):
-    """Why a request failed, as a word that metrics and logs can count; an error's message says it in full."""
+    """Why a request failed, as a short label for metrics and logs. The error's message has the details."""
 
     ABORTED = "aborted"
-    """The server here ended it."""
+    """This server aborted it."""
     PEER = "peer"
-    """The peer ended it, for a reason of its own."""
+    """The peer aborted it."""
     PEER_LOST = "peer_lost"
+    """The connection to the peer was lost."""
     TRANSFER = "transfer"
-    """Copies could not be made, failed, or may still go on."""
+    """A transfer could not start, failed, or may be unsettled."""
     INCOMPLETE = "incomplete"
-    """A writer finished without all that was needed."""
+    """A writer finished without sending everything that was needed."""
     VERIFICATION = "verification"
-    """What arrived is not what was sent."""
+    """The checksums of the two sides differ."""
     DEADLINE = "deadline"
+    """A deadline passed."""
     INVALID = "invalid"
-    """The caller asked for what cannot be."""
+    """The caller gave invalid arguments."""
     ENDED = "ended"
-    """The manager was closed, or a thread of it died."""
+    """The manager was closed, or one of its threads died."""
     OTHER = "other"
 
 
@@ -59,7 +64,7 @@ class ConfigError(DisaggError, ValueError):
 
 
 class LayoutError(DisaggError, ValueError):
-    """Two layouts cannot be matched, or rows do not fit a layout."""
+    """Two layouts do not match, or rows do not fit a layout."""
 
     cause = Cause.INVALID
 
@@ -69,7 +74,7 @@ class ProtocolError(DisaggError):
 
 
 class LocalProtocolError(ProtocolError):
-    """The caller asked for a step that the protocol does not allow; nothing has changed."""
+    """The caller requested a step that the protocol does not allow. Nothing has changed."""
 
     cause = Cause.INVALID
 
@@ -81,17 +86,17 @@ class RemoteProtocolError(ProtocolError):
 
 
 class BackendError(DisaggError):
-    """Base of what a transfer engine reports."""
+    """Base of errors of a transfer engine."""
 
     cause = Cause.TRANSFER
 
 
 class BackendUnavailable(BackendError, ImportError):
-    """The engine cannot be used here; the message names what is missing and the package that brings it."""
+    """The engine cannot be used here. The message names what is missing and the package that provides it."""
 
 
 class NotRegistered(BackendError):
-    """A copy names memory outside every registered region; nothing was posted."""
+    """A copy uses memory outside every registered region. Nothing was posted."""
 
 
 class PeerUnreachable(BackendError):
@@ -101,15 +106,18 @@ class PeerUnreachable(BackendError):
 
 
 class TransferFailed(BackendError):
-    """The transfer failed and is settled: the engine will touch neither side again."""
+    """A transfer failed and is settled: the engine will never touch either side's memory again."""
 
 
 class TransferUnsettled(BackendError):
-    """The engine cannot tell whether it is done with the memory; the rows stay quarantined."""
+    """A transfer failed, and the engine may still touch the memory. A backend reports it as the error of such a transfer.
+
+    The rows stay quarantined. The request ends in `RequestAborted`.
+    """
 
 
 class RequestAborted(DisaggError):
-    """The request ended before its data was complete; the message is the first cause, `cause` its kind."""
+    """The request ended before its data was complete. The message gives the first cause, and `cause` its kind."""
 
     def __init__(self, message: str, *, cause: Cause = Cause.ABORTED) -> None:
         super().__init__(message)
@@ -117,7 +125,7 @@ class RequestAborted(DisaggError):
 
 
 class VerificationFailed(RequestAborted):
-    """What arrived is not what was sent: the sums of the two sides differ."""
+    """The checksums of the two sides differ. The message names the component, the layer and the page."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, cause=Cause.VERIFICATION)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ReadyEvent(Protocol):
-    """What a caller gives to say when its kernels are done with memory; a torch or CUDA event is one."""
+    """An event that passes when the caller's kernels are done with memory, such as a torch or CUDA event."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Who may touch a request's rows, and until when.
+"""Leases: whether a transfer may still touch a request's rows.
 
-A lease is *held* while the transfer may still touch the rows, *released* when that is proved over. Only a proof
-releases; a timeout never does: rows without one are *quarantined* and stay visible with the reason.
+A lease is *held* while a transfer may touch the rows, and *released* once it is proved that none will. A timeout is no proof.
+Rows without one are *quarantined*, with the reason, until a proof arrives.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class LeaseState(enum.Enum):
 
 
 class Lease:
-    """The rows of one side of one request. Thread-safe; callbacks run in the thread that releases, or at once.
+    """The lease of one side's rows of one request. Thread-safe.
 
-    A callback that raises there is logged: it belongs to one request, the thread to all of them.
+    Callbacks run in the thread that releases the lease. If one raises, the error is logged, because the thread serves all
+    requests.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Lease:
 
     @property
     def reason(self) -> str:
-        """Why the rows are quarantined; empty otherwise."""
+        """Why the rows are quarantined; empty if they are not."""
         return self._reason
 
     @property
@@ -46,7 +47,7 @@ class Lease:
         return self._state is LeaseState.RELEASED
 
     def on_release(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when the rows are safe to reuse; at once if they already are."""
+        """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread."""
         with self._lock:
             if self._state is not LeaseState.RELEASED:
                 self._callbacks.append(callback)
@@ -54,13 +55,13 @@ class Lease:
         callback()
 
     def quarantine(self, reason: str) -> None:
-        """Nothing proves these rows quiet yet. The first reason stays; a released lease stays released."""
+        """Record that no proof has arrived for these rows. The first reason is kept. A released lease stays released."""
         with self._lock:
             if self._state is LeaseState.HELD:
                 self._state, self._reason = LeaseState.QUARANTINED, reason
 
     def release(self) -> None:
-        """The rows are proved quiet. A second call does nothing."""
+        """Release the rows and run the callbacks. A second call does nothing."""
         with self._lock:
             if self._state is LeaseState.RELEASED:
                 return
@@ -70,4 +71,4 @@ class Lease:
             try:
                 callback()
             except Exception:
-                logger.exception("a callback on released rows failed")
+                logger.exception("lease: a release callback failed")

@@ -1,4 +1,4 @@
-"""Memory that an engine may touch: regions on this side, regions on the other, and raw tensors in them."""
+"""Memory that an engine may access: local regions, remote regions, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ITEMSIZE = {
     "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
-"""Bytes per element, by dtype name (torch's names)."""
+"""Bytes per element, by torch's dtype names."""
 
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """Where memory lies: `cpu`, or a GPU by its index."""
+    """The device that holds memory: the CPU, or a GPU by its index."""
 
     kind: str = "cpu"
     index: int = 0
@@ -36,7 +36,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """`"cpu"`, `"cuda"` or `"cuda:1"`; raises `ConfigError` on anything else."""
+        """The device of `"cpu"`, `"cuda"` or `"cuda:1"`. Raises `ConfigError` for anything else."""
         kind, colon, index = text.partition(":")
         if colon and not index.isdecimal():
             raise ConfigError(f"device: expected 'cpu' or 'cuda:N', found {text!r}")
@@ -48,9 +48,7 @@ CPU = Device()
 
 @dataclass(frozen=True, order=True)
 class MemoryRegion:
-    """`nbytes` bytes from `address` in this process, to be registered with an engine. They live as long as `owner` does, which
-    is held for that.
-    """
+    """`nbytes` bytes from `address` in this process, for an engine to register. Holds `owner` to keep them alive."""
 
     address: int
     nbytes: int
@@ -65,7 +63,7 @@ class MemoryRegion:
 
 @dataclass(frozen=True, order=True)
 class RemoteRegion:
-    """`nbytes` bytes from `address` in a *peer's* process: never to be dereferenced here."""
+    """`nbytes` bytes from `address` in a *peer's* process. This process must not dereference it."""
 
     address: int
     nbytes: int
@@ -73,9 +71,9 @@ class RemoteRegion:
 
 
 def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
-    """The same bytes as few regions: sorted, overlapping ones joined, and on the CPU touching ones too.
+    """The same bytes in fewer regions: sorted, with overlapping regions joined, and on the CPU adjacent ones too.
 
-    Touching regions of a GPU may be two allocations, which an engine cannot register as one.
+    Adjacent regions of a GPU may be two allocations, which an engine cannot register as one.
     """
     merged: list[MemoryRegion] = []
     for region in sorted(regions, key=lambda r: (r.device, r.address, r.nbytes)):
@@ -90,7 +88,7 @@ def merge_regions(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
 
 
 def _make_plain(record: object, *names: str) -> None:
-    """Have Python's own integers in fields that may hold others, such as NumPy's, which no message does."""
+    """Convert the integers in these fields, which may be NumPy's, to Python's, which messages can encode."""
     for name in names:
         given = getattr(record, name)
         try:
@@ -102,9 +100,9 @@ def _make_plain(record: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor by its parts: address of element 0, shape, strides in *elements*, dtype name, device.
+    """A tensor's address of element 0, shape, strides in *elements*, dtype name and device.
 
-    `owner` holds the memory; without one the caller keeps it alive for as long as a manager uses it.
+    `owner` keeps the memory alive. Without one the caller must keep it alive while a manager uses it.
     """
 
     pointer: int
@@ -118,7 +116,7 @@ class RawTensor:
         if self.dtype not in ITEMSIZE:
             raise ConfigError(f"dtype: expected one of {', '.join(ITEMSIZE)}, found {self.dtype!r}")
         if len(self.shape) != len(self.strides):
-            raise ConfigError(f"tensor: {len(self.shape)} sizes but {len(self.strides)} strides")
+            raise ConfigError(f"tensor: expected {len(self.shape)} strides for shape {self.shape}, found {len(self.strides)}")
         if any(size < 0 for size in self.shape) or any(stride < 0 for stride in self.strides):
             raise ConfigError(f"tensor: expected sizes and strides of at least 0, found {self.shape}, {self.strides}")
         _make_plain(self, "pointer", "shape", "strides")
@@ -129,7 +127,7 @@ class RawTensor:
 
     @property
     def nbytes_spanned(self) -> int:
-        """Bytes from the first element to the end of the last one; 0 if there is none."""
+        """Bytes from the first element to the end of the last; 0 if there are none."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -138,7 +136,7 @@ class RawTensor:
     def select(self, axis: int, index: int) -> RawTensor:
         """The view with `axis` fixed at `index`."""
         if not 0 <= index < self.shape[axis]:
-            raise ConfigError(f"tensor axis {axis}: index {index} is outside [0, {self.shape[axis]})")
+            raise ConfigError(f"tensor axis {axis}: expected an index in [0, {self.shape[axis]}), found {index}")
         keep = [i for i in range(len(self.shape)) if i != axis]
         return RawTensor(
             self.pointer + index * self.strides[axis] * self.itemsize,
@@ -156,7 +154,7 @@ class RawTensor:
 
 @runtime_checkable
 class _TorchLike(Protocol):
-    """What is asked of a torch tensor; torch itself is never imported here."""
+    """The members of a torch tensor that are used here. This module never imports torch."""
 
     def data_ptr(self) -> int: ...
     def stride(self) -> tuple[int, ...]: ...
@@ -164,7 +162,7 @@ class _TorchLike(Protocol):
 
 @runtime_checkable
 class _ArrayLike(Protocol):
-    """What is asked of a NumPy array."""
+    """The members of a NumPy array that are used here."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
@@ -173,10 +171,9 @@ class _ArrayLike(Protocol):
 
 
 def raw_tensor(tensor: Any) -> RawTensor:
-    """A `RawTensor` of a torch tensor or a NumPy array, which it holds, of a `RawTensor`, or of
-    `(pointer, shape, strides, dtype, device)`.
+    """The `RawTensor` of a torch tensor, a NumPy array, a `RawTensor` or `(pointer, shape, strides, dtype, device)`.
 
-    Strides of the tuple are in elements. Raises `ConfigError` for anything else.
+    It holds the tensor or array. Strides of the tuple are in elements. Raises `ConfigError` for anything else.
     """
     if isinstance(tensor, RawTensor):
         return tensor
@@ -192,9 +189,9 @@ def raw_tensor(tensor: Any) -> RawTensor:
             raise ConfigError(f"dtype: expected one of {', '.join(ITEMSIZE)}, found {dtype!r}")
         itemsize = ITEMSIZE[dtype]
         if any(stride % itemsize for stride in tensor.strides):
-            raise ConfigError(f"array strides {tensor.strides} are not whole elements of {itemsize} bytes")
+            raise ConfigError(f"tensor: expected strides in whole elements of {itemsize} bytes, found {tensor.strides}")
         if interface["data"][1]:
-            raise ConfigError("tensor: expected memory that can be written, found a read-only array")
+            raise ConfigError("tensor: expected writable memory, found a read-only array")
         strides = tuple(stride // itemsize for stride in tensor.strides)
         return RawTensor(int(interface["data"][0]), tuple(interface["shape"]), strides, dtype, owner=tensor)
     if isinstance(tensor, tuple) and len(tensor) == 5:

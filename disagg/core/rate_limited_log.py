@@ -1,4 +1,4 @@
-"""Warnings that peers can cause, rate-limited so that no peer can fill the log."""
+"""Rate-limited warnings, for those that peers can cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WARNINGS_PER_S = 10.0
 
 
 class RateLimitedLog:
-    """Logs up to `WARNINGS_PER_S` warnings a second on average, in bursts of up to ten times that, and counts the rest."""
+    """Logs up to `WARNINGS_PER_S` warnings per second on average, in bursts of up to ten times that. Counts the rest."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

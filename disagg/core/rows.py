@@ -1,4 +1,4 @@
-"""Which rows of a component's pools a request has. Immutable: nothing here is ever changed for another peer."""
+"""The rows of a component's pools that a request has: pages or a slot. Immutable."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from disagg.core.errors import LayoutError
 TokenRange = tuple[int, int]
 """Tokens `[start, stop)` of a request."""
 MAX_TOKEN = 2**40
-"""Tokens of a request are counted up to here between ranks."""
+"""Limit on token numbers in messages."""
 MAX_NAME = 256
-"""Characters of a component's name."""
+"""Limit on the characters of a component's name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Page ids in token order; `ids[0]` is the page that holds token `first_token` of the request.
+    """Page ids in token order: `ids[0]` is the page with token `first_token` of the request.
 
-    `first_token` need not start a page. A negative id is a sentinel: no page here. The ids are copied and read-only.
-    Raises `LayoutError` for ids that are no list of integers below 2**31.
+    `first_token` may be anywhere in its page. A negative id means that there is no page. The ids are copied and read-only.
+    Raises `LayoutError` unless the ids are a list of integers below 2**31.
     """
 
     ids: npt.NDArray[np.integer[Any]]
@@ -37,7 +37,7 @@ class Pages:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise LayoutError(f"pages: expected one list of integer ids, found shape {ids.shape} of {ids.dtype}")
         if ids.dtype != np.int32 and ids.size and (int(ids.max()) >= 2**31 or int(ids.min()) < -(2**31)):
-            raise LayoutError(f"pages: expected ids below 2**31, found {int(ids.max())} and {int(ids.min())}")
+            raise LayoutError(f"pages: expected ids of -2**31 to 2**31 - 1, found {int(ids.min())} to {int(ids.max())}")
         if not _is_count(self.first_token):
             raise LayoutError(f"pages: expected a first token of at least 0, found {self.first_token!r}")
         copy = ids.astype(np.int32)
@@ -47,7 +47,7 @@ class Pages:
 
     @classmethod
     def of_ids(cls, ids: npt.NDArray[np.int32], first_token: int) -> Pages:
-        """Of a read-only list that nothing changes any more, which is held as it is."""
+        """The pages of a read-only array that never changes. Holds the array itself."""
         made = cls.__new__(cls)
         made.__dict__.update(ids=ids, first_token=first_token)
         return made
@@ -60,7 +60,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Slot:
-    """The one slot that holds a request's state. Raises `LayoutError` for an id outside 0 to 2**31 - 1."""
+    """The slot that holds a request's state. Raises `LayoutError` for an id outside 0 to 2**31 - 1."""
 
     id: int
 
@@ -74,7 +74,7 @@ Rows = Pages | Slot
 
 
 def token_range(given: object) -> tuple[int, int] | None:
-    """The tokens `[start, stop)` that a server means; `None` where it is no range, or ends beyond `MAX_TOKEN`."""
+    """`given` as tokens `[start, stop)`; `None` if it is not a range, or ends after `MAX_TOKEN`."""
     try:
         start, stop = (operator.index(token) for token in given)  # type: ignore[attr-defined]
     except (TypeError, ValueError):

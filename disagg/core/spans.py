@@ -1,6 +1,6 @@
-"""Copies by shape: what a plan hands to a backend that computes addresses itself, in place of columns of addresses.
+"""Copies by shape, for backends that compute addresses themselves.
 
-What is fixed (`SpanShape`) is given once per pair of ranks; a request then names span classes and token runs only.
+The shapes (`SpanShape`) are fixed for a pair of ranks. A request only lists span classes and token runs (`SpanRuns`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SpanShape:
-    """Copies of one shape: for each pair of bases, each token run and each step of `dims`, one run of bytes.
+    """Copies of one shape: one run of bytes for each pair of bases, each token run and each step of `dims`.
 
-    Pairs are `(source, destination)`. `source_bases` and `destination_bases` are uint64 `[bases]`; strides are in bytes;
+    Pairs are `(source, destination)`. `source_bases` and `destination_bases` are uint64 `[bases]`. Strides are in bytes.
     `dims` are `(count, source_stride, destination_stride)`, outermost first. A token run of `n` positions is one run of
-    `n * nbytes` where `dense`, else `n` runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the pools, each
-    of `positions` positions.
+    `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart. `num_rows` are the rows of the two pools,
+    and `positions` the positions in one row.
     """
 
     source_bases: Addresses
@@ -42,11 +42,11 @@ class SpanShape:
 
     @property
     def steps(self) -> int:
-        """Runs of bytes in one position, or in one token run where `dense`."""
+        """Runs of bytes in one position, or in one token run if `dense`."""
         return math.prod(count for count, _, _ in self.dims)
 
     def extents(self, side: int) -> tuple[Addresses, int]:
-        """First addresses, and bytes from there on, of all that any request can reach of one side (0: source)."""
+        """The memory of one side (0: source) that requests can reach: its first addresses, and the bytes from each."""
         inner = self.nbytes + sum((dim[0] - 1) * dim[1 + side] for dim in self.dims)
         rows, positions = self.num_rows[side] - 1, self.positions[side] - 1
         nbytes = rows * self.row_strides[side] + positions * self.token_strides[side] + inner
@@ -58,7 +58,7 @@ class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
 
     @cached_property
     def sizes(self) -> _native.SpanSizes:
-        """How much they move, for the compiled core."""
+        """How much each span class moves, as the compiled core takes it."""
         steps = np.array([shape.steps for shape in self], dtype=np.uint64)
         nbytes = np.array([shape.nbytes for shape in self], dtype=np.uint64)
         num_bases = np.array([len(shape.source_bases) for shape in self], dtype=np.uint64)
@@ -66,10 +66,10 @@ class SpanShapes(tuple[SpanShape, ...]):  # noqa: SLOT001 (it caches)
 
 
 class SpanRuns(msgspec.Struct, frozen=True, eq=False):
-    """A part of a request: the bases `bases` (numbers; `None`: all) of span class `span`, over token runs.
+    """A part of a request: span class number `span` over token runs, for the bases with numbers `bases` (`None`: all).
 
-    `runs` is int64 `[runs, 5]`, a row for each: `source_row, source_offset, destination_row, destination_offset, length`,
-    offsets and lengths in positions. Rows and offsets are inside the pools.
+    `runs` is int64 `[runs, 5]`: `source_row, source_offset, destination_row, destination_offset, length`, with offsets and
+    lengths in positions. Rows and offsets are inside the pools.
     """
 
     span: int
@@ -78,10 +78,10 @@ class SpanRuns(msgspec.Struct, frozen=True, eq=False):
 
 
 class SpanBatch:
-    """The copies of a request over `shapes`, in order of parts, bases, runs, positions and dims: a stream of bytes.
+    """The copies of a request over `shapes`: a stream of bytes in order of parts, bases, runs, positions and dims.
 
-    Immutable. `core`: the same for the compiled core; `total_nbytes`: how many bytes that is. Raises `ValueError` for a span
-    class that there is not, a run without a position, or 2**64 bytes.
+    Immutable. `core` is the batch as the compiled core takes it. Raises `ValueError` for an unknown span class, a run without
+    positions, or 2**64 bytes and more.
     """
 
     __slots__ = ("core", "parts", "shapes", "total_nbytes")
@@ -93,5 +93,5 @@ class SpanBatch:
         self.total_nbytes = self.core.total_nbytes
 
     def __len__(self) -> int:
-        """Pieces, neighbours not joined."""
+        """The number of pieces, before neighbours are joined."""
         return self.core.num_pieces

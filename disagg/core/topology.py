@@ -1,4 +1,4 @@
-"""How one instance (one deployment of one role) spreads a model over ranks."""
+"""How an instance, one deployment of one role, divides a model over ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from disagg.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Parallel sizes of an instance and, by the `*_rank` fields, one rank of it.
+    """The parallel sizes of an instance, and one rank of it (the `*_rank` fields).
 
-    Ranks of one data-parallel index form a *group*: they hold the same requests. Inside a group ranks are numbered
-    with tensor parallelism fastest, then context, then pipeline. Expert parallelism divides the tensor-parallel ranks
-    (`moe_tp_size = tp // ep`), so it adds no ranks of its own.
+    Ranks with the same data-parallel index form a *group*: they have the same requests. In a group, ranks are numbered with
+    tensor parallelism fastest, then context, then pipeline. Expert parallelism divides the tensor-parallel ranks
+    (`moe_tp = tp // ep`), so it adds no ranks.
 
-    Raises `ConfigError` where a size is below 1, a rank is outside its size, or `ep` does not divide `tp`.
+    Raises `ConfigError` if a size is below 1, a rank is outside its size, or `ep` does not divide `tp`.
     """
 
     dp: int = 1
@@ -43,27 +43,27 @@ class Topology:
 
     @property
     def group_size(self) -> int:
-        """Ranks in one group."""
+        """The number of ranks in a group."""
         return self.pp * self.cp * self.tp
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in the instance."""
+        """The number of ranks in the instance."""
         return self.dp * self.group_size
 
     @property
     def group_rank(self) -> int:
-        """This rank's number inside its group."""
+        """This rank's number in its group."""
         return (self.pp_rank * self.cp + self.cp_rank) * self.tp + self.tp_rank
 
     @property
     def rank(self) -> int:
-        """This rank's number inside the instance."""
+        """This rank's number in the instance."""
         return self.dp_rank * self.group_size + self.group_rank
 
     @property
     def moe_tp(self) -> int:
-        """Ranks that share one expert group's intermediate dimension."""
+        """The number of ranks that divide one expert's intermediate dimension."""
         return self.tp // self.ep
 
     @property
@@ -75,7 +75,7 @@ class Topology:
         return self.tp_rank // self.moe_tp
 
     def at(self, rank: int) -> Topology:
-        """The same instance seen from `rank`."""
+        """The same instance, at `rank`."""
         if not 0 <= rank < self.num_ranks:
             raise ConfigError(f"rank: expected 0 to {self.num_ranks - 1}, found {rank}")
         rest, tp_rank = divmod(rank, self.tp)
@@ -84,6 +84,6 @@ class Topology:
         return replace(self, dp_rank=dp_rank, pp_rank=pp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
 
     def group(self) -> Iterator[Topology]:
-        """Every rank of this rank's group, in order."""
+        """The ranks of this rank's group, in order."""
         first = self.dp_rank * self.group_size
         return (self.at(first + i) for i in range(self.group_size))

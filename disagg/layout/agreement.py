@@ -1,4 +1,4 @@
-"""What this rank and a peer instance have agreed on: models, layouts, elections, and per rank the plan and its memory."""
+"""Plan agreement: what this rank and a peer instance compute from each other's layouts, and the plans that follow."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from disagg.core.errors import LayoutError, RemoteProtocolError
 from disagg.core.memory import RemoteRegion
 from disagg.core.rows import TokenRange
 from disagg.core.topology import Topology
-from disagg.layout.binding import expected_tokens
 from disagg.layout.checksums import ChecksumPlan, reader_plan, writer_plans
 from disagg.layout.election import Election, elect
-from disagg.layout.ownership import plain_integer
+from disagg.layout.encoding import encode
+from disagg.layout.ownership import Owned, Periodic
 from disagg.layout.placement import Component, Placement, check_placement
 from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable, layout_table
@@ -23,7 +23,7 @@ from disagg.layout.tables import LayoutTable, layout_table
 
 @dataclass(frozen=True)
 class ModelId:
-    """The model whose state moves; both sides must name the same `name` and `revision`."""
+    """The model whose state moves. Both sides must give the same `name` and `revision`."""
 
     name: str
     revision: str = ""
@@ -33,12 +33,12 @@ _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])
 
 
 def encode_placements(components: Sequence[Component]) -> bytes:
-    """Where this rank's rows lie, for a welcome."""
-    return msgspec.msgpack.encode([c.placement for c in components if c.placement is not None], enc_hook=plain_integer)
+    """The placements of this rank's components as bytes, for a peer."""
+    return encode([c.placement for c in components if c.placement is not None])
 
 
 def decode_placements(data: bytes) -> dict[str, Placement]:
-    """Placements by component; raises `RemoteProtocolError` where `data` is none."""
+    """The placements in `data`, by component. Raises `RemoteProtocolError` if it cannot be read."""
     try:
         return {placement.component: placement for placement in _PLACEMENTS.decode(data)}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -47,7 +47,7 @@ def decode_placements(data: bytes) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """What this rank is: its topology, its components, its instance's table."""
+    """This rank: its topology, its components, its instance's table."""
 
     topology: Topology
     components: tuple[Component, ...]
@@ -62,7 +62,7 @@ class LocalRank:
 
     @cached_property
     def checksum_plans(self) -> dict[str, ChecksumPlan]:
-        """What this rank sums of what it has received, by component."""
+        """What this rank checks of received state, by component."""
         held = self.table.ranks[self.topology.group_rank].by_name
         return {name: reader_plan(held[name], placement) for name, placement in self.placements.items()}
 
@@ -78,19 +78,19 @@ class Agreement:
 
     @classmethod
     def between(cls, local: LocalRank, table_bytes: bytes) -> Agreement:
-        """Raises `LayoutError` where the two layouts cannot be matched."""
+        """The agreement with an instance, from its encoded table. Raises `LayoutError` if the layouts do not match."""
         table = LayoutTable.decode(table_bytes)
         return cls(table_bytes, table, elect(local.table, table), elect(table, local.table))
 
     @property
     def digests(self) -> bytes:
-        """Of the elections from this side and to it, in this order; a peer sees them the other way round."""
+        """The digests of the outgoing and the incoming election. A peer has them in the opposite order."""
         return self.outgoing.digest + self.incoming.digest
 
     def check_digests(self, theirs: bytes) -> None:
-        """Raises `LayoutError` where the peer has computed other plans."""
+        """Raise `LayoutError` if the peer has computed different elections."""
         if theirs[32:] + theirs[:32] != self.digests:
-            raise LayoutError(f"plans: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
+            raise LayoutError(f"plans differ: digest {self.digests.hex()[:16]}… here, {theirs[32:].hex()[:16]}… at the peer")
 
     @property
     def num_ranks(self) -> int:
@@ -109,14 +109,14 @@ class Agreement:
     ) -> tuple[TransferPlan, TransferPlan]:
         """The plans from this rank to `rank`, and from `rank` to this one.
 
-        Raises `LayoutError` where its memory contradicts its layouts.
+        Raises `LayoutError` if the memory of `rank` contradicts its layouts.
         """
         group_rank = rank % self.group_size
         for layout in self.table.ranks[group_rank].components:
             if layout.name not in self.outgoing.components or not any(tensor.layers for tensor in layout.tensors):
                 continue
             if layout.name not in placements:
-                raise LayoutError(f"{peer}, component {layout.name!r}: no memory is given")
+                raise LayoutError(f"{peer}, component {layout.name!r}: expected memory, found none")
             check_placement(placements[layout.name], layout, regions, whose=peer)
         ours = (local.topology.group_rank, local.table, local.placements)
         theirs = (group_rank, self.table, placements)
@@ -126,7 +126,7 @@ class Agreement:
         )
 
     def checksum_plans(self, local: LocalRank, rank: int, placements: Mapping[str, Placement]) -> dict[str, ChecksumPlan]:
-        """What this rank sums of what it writes to `rank`, by component."""
+        """What this rank checks of what it writes to `rank`, by component."""
         ours = (local.topology.group_rank, local.table, local.placements)
         return writer_plans(self.outgoing, source=ours, destination=(rank % self.group_size, self.table, placements))
 
@@ -137,7 +137,7 @@ class Agreement:
     def expected(
         self, local: LocalRank, group: int, need: Mapping[str, TokenRange]
     ) -> dict[int, dict[str, tuple[tuple[int, ...], TokenRange]]]:
-        """What each writer of this rank must account for, by the writer's rank and component."""
+        """The layers and tokens that each writer of this rank must send, by the writer's rank and component."""
         me = local.topology.group_rank
         expected: dict[int, dict[str, tuple[tuple[int, ...], TokenRange]]] = {}
         for writer in self.incoming.writers(me):
@@ -149,3 +149,13 @@ class Agreement:
                 name: (tuple(sorted(ids)), expected_tokens(held[name].tokens, need[name])) for name, ids in layers.items()
             }
         return expected
+
+
+def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
+    """The part of `need` that a writer must send: the hull of its tokens inside it. `owned` is `None` for a slot."""
+    start, stop = need
+    if owned is None or isinstance(owned, Periodic):
+        return need
+    parts = [(max(p.start, start), min(p.stop, stop)) for p in owned.within(stop).parts]
+    parts = [part for part in parts if part[0] < part[1]]
+    return (min(p[0] for p in parts), max(p[1] for p in parts)) if parts else (start, start)

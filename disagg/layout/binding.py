@@ -1,4 +1,4 @@
-"""Binding of a plan to the rows of one request: addresses enter here."""
+"""Binding: a plan and the rows of one request give addresses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from disagg.core.copies import Columns, CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanRuns, SpanShape
-from disagg.layout.election import Ints
-from disagg.layout.ownership import Owned, Periodic
+from disagg.layout.ownership import Ints
 from disagg.layout.placement import Placement
 from disagg.layout.plan import ComponentPlan, RowSpace, edges, first_page, owned_tokens, row_space
 from disagg.layout.tables import ComponentLayout
 
 Stream = _native.Stream
-"""One side's bytes of a request in the order of `bind`, to be gathered from or scattered to."""
+"""One side's bytes of a request, in the order of `bind`, to gather from or scatter to."""
+MAX_TOKENS = 2**24
+"""Limit on the tokens of one range: peers send ranges."""
 
 
 def bind(
@@ -33,19 +34,18 @@ def bind(
     out: Columns | None = None,
     num_threads: int = 1,
 ) -> CopyBatch:
-    """The copies of one request: `tokens` `[start, stop)` of the request that both sides own (slots: `None`), in `layers`.
+    """The copies of tokens `[start, stop)` of one request, in `layers`, of what both sides own. Slots have no `tokens`.
 
-    In order of spans, layers, tokens and dims, neighbours joined. `num_tokens` is the length of the whole request, where
-    `tokens` is only a part of it: shares follow from it. With `out` the batch lies in its memory, and is good until `out`
-    is used again. Every needed position must have a page or slot inside its pool on both sides; raises `LayoutError`
-    naming the first that has none, before anything is posted.
+    Copies are in order of spans, layers, tokens and dims; neighbours are joined. `num_tokens` is the length of the whole
+    request if `tokens` is only a part of it; shares depend on it. With `out` the batch lies in its memory and is valid until
+    `out` is used again. Raises `LayoutError`, with the first needed position that has no page or slot inside its pool.
     """
-    placed = bind_rows(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
-    return placed.copies(out=out, num_threads=num_threads)
+    bound = bind_rows(plan, source=source, destination=destination, tokens=tokens, num_tokens=num_tokens, layers=layers)
+    return bound.copies(out=out, num_threads=num_threads)
 
 
 class BoundRows(msgspec.Struct, frozen=True, eq=False):
-    """A plan's span classes over a request's runs of tokens: what its copies and its streams are made of."""
+    """A plan's span classes and a request's runs of tokens: the source of its copies and streams."""
 
     plan: ComponentPlan
     numbers: Sequence[int]
@@ -54,11 +54,11 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def spans(self) -> list[_native.Span]:
-        """The span classes, for the compiled core."""
+        """The span classes as the compiled core takes them."""
         return [self.plan.cores[number] for number in self.numbers]
 
     def span_runs(self, first: int = 0) -> tuple[SpanRuns, ...]:
-        """The same over `span_shapes(plan)`, the first of which is number `first`."""
+        """The runs over `span_shapes(plan)`, where the plan's first shape has number `first`."""
         chosen = None if self.layers is None or tuple(self.layers) == self.plan.layers else self.layers
         found = []
         for number, runs in zip(self.numbers, self.runs, strict=True):
@@ -67,21 +67,21 @@ class BoundRows(msgspec.Struct, frozen=True, eq=False):
         return tuple(found)
 
     def copies(self, *, out: Columns | None = None, num_threads: int = 1) -> CopyBatch:
-        """What `bind` gives."""
+        """The copies, as `bind` returns them."""
         columns = Columns() if out is None else out
         return CopyBatch.of_columns(*_native.expand(self.spans, self.runs, self.layers, num_threads, columns))
 
     def num_copies(self) -> int:
-        """How many copies `bind` would give, but for neighbours in different layers or spans, which it joins."""
+        """The number of copies that `bind` returns, before it joins neighbours in different layers or spans."""
         return _native.num_copies(self.spans, self.runs, self.layers)
 
     def has_copies(self, count: int) -> bool:
-        """Whether `num_copies` is at least `count`; the first runs alone tell that of most requests."""
+        """Whether `num_copies` is at least `count`. Counting the first `count` runs is usually enough."""
         first = _native.num_copies(self.spans, [runs[:count] for runs in self.runs], self.layers)
         return first >= count or self.num_copies() >= count
 
     def append_to(self, stream: _native.Stream) -> None:
-        """Add the copies' bytes, in their order, to a stream of either side."""
+        """Append the bytes of the copies, in order, to a stream of either side."""
         stream.append(self.spans, self.runs, self.layers)
 
 
@@ -95,7 +95,7 @@ def bind_rows(
     layers: Sequence[int] | None = None,
     spans: Sequence[int] | None = None,
 ) -> BoundRows:
-    """Where a request's rows put a plan's copies, all as in `bind`; only span classes `spans` where given."""
+    """Bind a plan to a request's rows, as `bind` does. `spans` selects span classes by number; `None` means all."""
     by_granule: dict[int, Ints] = {}
     runs: list[Ints] = []
     numbers = range(len(plan.spans)) if spans is None else spans
@@ -108,7 +108,7 @@ def bind_rows(
 
 
 def span_shapes(plan: ComponentPlan) -> tuple[SpanShape, ...]:
-    """The span classes of a plan as engines take them that compute addresses themselves."""
+    """The span classes of a plan for engines that compute addresses themselves."""
     spaces = plan.source, plan.destination
     return tuple(
         SpanShape(
@@ -134,7 +134,7 @@ def token_runs(
     tokens: tuple[int, int] | None,
     num_tokens: int | None,
 ) -> Ints:
-    """Runs of positions that lie in one page on each side: rows, offsets and lengths, as `_native.token_runs` has them."""
+    """Runs of positions that lie in one page on each side, as a table of `_native.token_runs`."""
     name, ours, theirs = plan.name, plan.source, plan.destination
     if ours.tokens is None or theirs.tokens is None:
         slots = _slot(source, ours, name, "source"), _slot(destination, theirs, name, "destination")
@@ -152,11 +152,8 @@ def token_runs(
     return runs
 
 
-MAX_TOKENS = 2**24
-
-
 def _check_range(tokens: tuple[int, int], name: str) -> None:
-    """That a range of tokens, which may come from a peer, is one, and not too long."""
+    """Raise `LayoutError` for a range of tokens that is invalid or too long. It may come from a peer."""
     start, stop = tokens
     if not 0 <= start <= stop <= start + MAX_TOKENS or stop >= 2**62:
         raise LayoutError(f"component {name!r}: expected a token range of at most {MAX_TOKENS} tokens, found [{start}, {stop})")
@@ -190,7 +187,7 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str
 
 
 def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side: str) -> LayoutError:
-    """What is wrong with the first needed token that has no page inside its pool."""
+    """The error for the first needed token that has no page inside its pool."""
     assert isinstance(rows, Pages)
     _, listed, token, row = fault
     where = f"component {name!r}, {side}"
@@ -202,20 +199,10 @@ def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side
     )
 
 
-def expected_tokens(owned: Owned | None, need: tuple[int, int]) -> tuple[int, int]:
-    """The part of `need` that a writer must account for: the hull of the tokens it owns inside it (`None`: a slot)."""
-    start, stop = need
-    if owned is None or isinstance(owned, Periodic):
-        return need
-    parts = [(max(p.start, start), min(p.stop, stop)) for p in owned.within(stop).parts]
-    parts = [part for part in parts if part[0] < part[1]]
-    return (min(p[0] for p in parts), max(p[1] for p in parts)) if parts else (start, start)
-
-
 def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]) -> None:
-    """That `rows` can take every needed token that this rank owns, each in a place of its own.
+    """Check that `rows` have a separate place for every needed token that this rank owns.
 
-    Raises `LayoutError` naming the first token without a page inside the pool, or a page that would be written twice.
+    Raises `LayoutError`, with the first token without a page inside the pool, or a page that would be written twice.
     """
     space, name = row_space(layout, placement), layout.name
     if space.tokens is None:

@@ -1,9 +1,9 @@
-"""Sums over state, by which two sides compare what was sent with what has arrived, each by its own layout.
+"""Checksums of state: each side computes them over its own layout, and they are equal if the right bytes arrived.
 
-The sum of a component is that of `_native.digest`: every element times a weight for its coordinates. These are its layer, its
-place among the tokens that the *destination* rank holds, and its global position on every inner axis: none of them says
-where an element lies. So writers' sums add up to the destination's, and a byte in the wrong place shows like a wrong byte.
-A sum comes in parts, by layer and by page of the destination, which name what differs.
+`_native.digest` multiplies every element by a weight for its coordinates and adds up. The coordinates are the layer, the place
+among the tokens that the *destination* rank owns, and the global position on every inner axis. They do not depend on where an
+element lies in memory. So the writers' checksums add up to the destination's, and bytes in the wrong place change a checksum
+as wrong bytes do. Checksums are kept by layer and by page of the destination, so that a difference can be located.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.layout.binding import token_runs
 from disagg.layout.election import Election
-from disagg.layout.ownership import Interval, Intervals, overlap
+from disagg.layout.ownership import Interval, Ints
 from disagg.layout.placement import Placement, TensorPlacement
 from disagg.layout.plan import ComponentPlan, RowSpace, count_tokens, row_space
 from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 
 Words = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
-
-Digest = Callable[..., int]
-"""`_native.digest`, or what does the same for memory elsewhere."""
+ChecksumFunction = Callable[..., int]
+"""A function with the parameters of `_native.digest`, which reads memory of this process or of a GPU."""
 SAMPLED = 16
-"""One page in so many is summed for `sample`, and one at least."""
+"""With `sample`, one page in `SAMPLED` is checked on average, and at least one."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChecksumBox:
-    """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)` in order of their names."""
+    """A box of one tensor in one side's memory. `axes` are `(count, stride, global start)`, sorted by name."""
 
     seed: int
     layers: Ints
@@ -51,9 +49,9 @@ class ChecksumBox:
 
 @dataclass(frozen=True, eq=False)
 class ChecksumPlan:
-    """What one side sums of a component for one destination rank: its own boxes and rows, and the destination's rows.
+    """What one side checks of a component for one destination rank: its own boxes and rows, and the destination's rows.
 
-    `layers` are all that the destination rank takes, whoever writes them, in ascending order.
+    `layers` are all layers of the destination rank, by any writer, in ascending order.
     """
 
     name: str
@@ -65,7 +63,7 @@ class ChecksumPlan:
 
 @dataclass(frozen=True, eq=False)
 class PageRange:
-    """Pages `first` to `stop` of a destination rank, in its own numbering, and which of them are summed."""
+    """Pages `[first, stop)` of a destination rank, by index among its pages of the request, and which of them are checked."""
 
     first: int
     stop: int
@@ -73,19 +71,19 @@ class PageRange:
 
     @property
     def numbers(self) -> Ints:
-        """The pages that are summed."""
+        """The indices of the checked pages."""
         return self.first + np.flatnonzero(self.chosen)
 
 
 @dataclass(frozen=True)
-class Sums:
-    """The parts of a sum modulo 2**64: by each of a plan's `layers`, and by each page that is summed. They add up."""
+class Checksums:
+    """Checksums modulo 2**64, by each of a plan's `layers` and by each checked page. Those of several writers add up."""
 
     by_layer: Words
     by_page: Words
 
     @classmethod
-    def zero(cls, plan: ChecksumPlan, pages: PageRange) -> Sums:
+    def zero(cls, plan: ChecksumPlan, pages: PageRange) -> Checksums:
         return cls(np.zeros(len(plan.layers), np.uint64), np.zeros(int(pages.chosen.sum()), np.uint64))
 
 
@@ -95,7 +93,7 @@ def writer_plans(
     source: tuple[int, LayoutTable, Mapping[str, Placement]],
     destination: tuple[int, LayoutTable, Mapping[str, Placement]],
 ) -> dict[str, ChecksumPlan]:
-    """What a writer sums for one destination rank, by component; sides as for `make_plan`."""
+    """What a writer checks for one destination rank, by component. The sides are as in `make_plan`."""
     boxes: dict[str, list[ChecksumBox]] = {}
     ours, theirs = source[1].ranks[source[0]].by_name, destination[1].ranks[destination[0]].by_name
     for flow in election.by_pair.get((source[0], destination[0]), ()):
@@ -116,7 +114,7 @@ def writer_plans(
 
 
 def reader_plan(layout: ComponentLayout, placement: Placement) -> ChecksumPlan:
-    """What a destination rank sums of a component: everything that it holds."""
+    """What a destination rank checks of a component: everything that it owns."""
     boxes = []
     for tensor in layout.tensors:
         if not tensor.layers:
@@ -136,22 +134,15 @@ def _layers(layout: ComponentLayout) -> tuple[int, ...]:
 def _box(
     component: str, tensor: TensorLayout, place: TensorPlacement, box: Mapping[str, Interval], layers: Sequence[int]
 ) -> ChecksumBox:
-    offset, axes = 0, []
-    for name in sorted(box):
-        axis, part = tensor.axis(name), box[name]
-        (piece,) = overlap(axis.owned, Intervals((part,)), size=axis.size or 0)
-        offset += piece.source_offset * place.strides[name]
-        axes.append((part.stop - part.start, place.strides[name], part.start))
     token = tensor.token
-    by_layer = dict(zip(place.layers, place.bases, strict=True))
     return ChecksumBox(
         seed=_hash(component.encode() + b"\0" + tensor.role.encode()),
         layers=np.array(layers, dtype=np.int64),
-        bases=np.array([by_layer[layer] + offset for layer in layers], dtype=np.uint64),
+        bases=place.addresses(layers, place.box_offset(tensor, box)),
         row_stride=place.row_stride,
         token_stride=place.strides[token.name] if token else 0,
         granule=token.granule if token else 1,
-        axes=tuple(axes),
+        axes=tuple((box[name].stop - box[name].start, place.strides[name], box[name].start) for name in sorted(box)),
         itemsize=ITEMSIZE[tensor.dtype],
     )
 
@@ -161,9 +152,9 @@ def _hash(data: bytes) -> int:
 
 
 def page_range(plan: ChecksumPlan, need: tuple[int, int], *, sample: bytes | None) -> PageRange:
-    """The destination's pages that hold tokens of `need`; with `sample` (which names the attempt) only some are summed.
+    """The destination's pages that hold tokens of `need`. With `sample`, a name of the attempt, only some are checked.
 
-    State of one row per request counts as one page, and its layers are sampled in place of pages.
+    State with one row per request counts as one page, and its layers are sampled instead of pages.
     """
     if plan.destination.tokens is None:
         return PageRange(0, 1, np.ones(1, dtype=np.bool_))
@@ -192,20 +183,21 @@ def checksum_rows(
     layers: Iterable[int] | None,
     sample: bytes | None,
     num_threads: int = 1,
-    digest: Digest = _native.digest,
-) -> Sums:
-    """The sums of `rows`: of tokens `[start, stop)` of `need`, in `layers` (all: `None`), for `sample` as in `page_range`.
+    digest: ChecksumFunction = _native.digest,
+) -> Checksums:
+    """The checksums of `rows` for tokens `[start, stop)` of `need`, in `layers` (`None`: all).
 
-    Reads memory as `digest` does: this process's. Raises `LayoutError` where a needed token has no page inside the pool.
+    `sample` is that of `page_range`. `digest` reads the memory. Raises `LayoutError` if a needed token has no page inside the
+    pool.
     """
     pages = page_range(plan, need, sample=sample)
-    sums = Sums.zero(plan, pages)
-    summed = _summed_layers(plan, layers, sample)
+    checksums = Checksums.zero(plan, pages)
+    checked = _checked_layers(plan, layers, sample)
     tables: dict[int, Ints] = {}
     for box in plan.boxes:
         if box.granule not in tables:
             tables[box.granule] = _runs(plan, rows, pages, box.granule, need=need, tokens=tokens)
-        kept = np.array([int(layer) in summed for layer in box.layers], dtype=np.bool_)
+        kept = np.array([int(layer) in checked for layer in box.layers], dtype=np.bool_)
         by_layer = np.zeros(int(kept.sum()), dtype=np.uint64)
         digest(
             box.layers[kept],
@@ -218,14 +210,14 @@ def checksum_rows(
             seed=box.seed,
             num_threads=num_threads,
             by_layer=by_layer,
-            by_row=sums.by_page,
+            by_row=checksums.by_page,
         )
         places = np.searchsorted(plan.layers, box.layers[kept])
-        np.add.at(sums.by_layer, places, by_layer)
-    return sums
+        np.add.at(checksums.by_layer, places, by_layer)
+    return checksums
 
 
-def _summed_layers(plan: ChecksumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
+def _checked_layers(plan: ChecksumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
     wanted = set(plan.layers if layers is None else layers)
     if plan.destination.tokens is None:
         wanted &= set(itertools.compress(plan.layers, _choose(plan, len(plan.layers), sample)))
@@ -235,7 +227,7 @@ def _summed_layers(plan: ChecksumPlan, layers: Iterable[int] | None, sample: byt
 def _runs(
     plan: ChecksumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]
 ) -> Ints:
-    """Runs of positions for `_native.digest`: where they lie here, the place of their page's sum, their number there."""
+    """Runs of positions for `_native.digest`: where they lie here, their page's index in `by_page`, their global number."""
     numbered = RowSpace(plan.destination.page_size, pages.stop + 1, plan.destination.tokens)
     both = ComponentPlan(plan.name, plan.own, numbered, ())
     if plan.destination.tokens is None:
@@ -248,8 +240,8 @@ def _runs(
     return runs
 
 
-def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Sums, found: Sums) -> str:
-    """Where two sums differ: the component, the first layer and the first page; empty where they agree."""
+def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Checksums, found: Checksums) -> str:
+    """Where checksums differ: the component, the first layer and the first page. Empty if they are equal."""
     layers = np.flatnonzero(expected.by_layer != found.by_layer)
     numbers = np.flatnonzero(expected.by_page != found.by_page)
     if not len(layers) and not len(numbers):
@@ -261,8 +253,8 @@ def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Su
     return f"component {plan.name!r}, {where}: what arrived is not what was sent"
 
 
-def _name_row(plan: ChecksumPlan, rows: Rows, page: int, differing: int, summed: int) -> str:
+def _name_row(plan: ChecksumPlan, rows: Rows, page: int, differing: int, checked: int) -> str:
     if isinstance(rows, Slot):
         return f"slot {rows.id}"
     size = plan.destination.page_size
-    return f"page {page} of the request, tokens {page * size} to {(page + 1) * size} ({differing} of {summed} pages differ)"
+    return f"page {page} of the request, tokens {page * size} to {(page + 1) * size} ({differing} of {checked} pages differ)"

@@ -1,4 +1,7 @@
-"""Election of one writer for each destination byte, where several source ranks hold it."""
+"""Election of one writer for each destination byte, since several source ranks may hold it.
+
+`elect` reads only the layout tables of both instances, so both sides compute the same election. They compare its digest.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,25 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from disagg.core.errors import LayoutError
-from disagg.layout.ownership import Interval, Owned, Periodic, Share, plain_integer
+from disagg.layout.encoding import encode
+from disagg.layout.ownership import Interval, Owned, Periodic, Share
 from disagg.layout.tables import Axis, ComponentLayout, LayoutTable, TensorLayout, agreed_components
 
-Ints = npt.NDArray[np.int64]
 Box = tuple[Interval, ...]
 """One interval on each inner axis of a tensor, in the destination layout's order of axes."""
+MAX_TOKEN_PERIOD = 2**20
+"""Limit on the tokens after which the sources' ownership of tokens repeats."""
+
+_Flows = dict[tuple[int, int, str, str, Box], list[int]]
+"""Layers by (source, destination, component, role, box)."""
+_Turns = dict[tuple[int, ...], Iterator[int]]
+"""For each group of replicas, whose turn it is to write."""
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """One writer's share of one tensor of one destination rank: a box of the inner axes, in some layers, all tokens it owns."""
+    """What one source rank writes of one tensor of one destination rank: a box, in some layers, for all tokens it owns."""
 
     source: int
     destination: int
@@ -35,15 +44,15 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class Election(msgspec.Struct, frozen=True, dict=True):
-    """One writer for every destination byte, as flows between group ranks."""
+    """One writer for each destination byte, as flows between group ranks."""
 
     components: tuple[str, ...]
     flows: tuple[Flow, ...]
 
     @cached_property
     def digest(self) -> bytes:
-        """Equal exactly where two elections are equal."""
-        return hashlib.sha256(msgspec.msgpack.encode(self, enc_hook=plain_integer)).digest()
+        """SHA-256 of the election: equal for equal elections."""
+        return hashlib.sha256(encode(self)).digest()
 
     @cached_property
     def by_pair(self) -> dict[tuple[int, int], tuple[Flow, ...]]:
@@ -63,15 +72,16 @@ class Election(msgspec.Struct, frozen=True, dict=True):
 
 
 def elect(source: LayoutTable, destination: LayoutTable) -> Election:
-    """The writers of every destination byte. Where R source ranks hold the same bytes, each writes 1/R of the
-    (component, layer) runs, give or take one.
+    """Elect one writer for each destination byte.
 
-    Raises `LayoutError` where the tables cannot be matched, or a destination byte has no source: names the axis, what
-    the sources own and what the destination needs.
+    If R source ranks hold the same bytes, each writes 1/R of the (component, layer) pairs, give or take one.
+
+    Raises `LayoutError` if the tables do not match, and for a destination byte without a source, with the axis, what the
+    destination needs and what the sources own.
     """
     names = agreed_components(source, destination)
-    turns: dict[tuple[int, ...], Iterator[int]] = {}
-    flows: dict[tuple[int, int, str, str, Box], list[int]] = defaultdict(list)
+    turns: _Turns = {}
+    flows: _Flows = defaultdict(list)
     holders = {name: _holders(source.components[name]) for name in names}
     for reader, rank in enumerate(destination.ranks):
         for name in names:
@@ -82,7 +92,7 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
 
 
 def _holders(layouts: tuple[ComponentLayout | None, ...]) -> dict[str, list[tuple[int, TensorLayout]]]:
-    """By role, the source ranks that hold any of it."""
+    """The source ranks that hold any of a component, by role."""
     found: dict[str, list[tuple[int, TensorLayout]]] = defaultdict(list)
     for rank, layout in enumerate(layouts):
         for tensor in layout.tensors if layout else ():
@@ -95,8 +105,8 @@ def _elect_component(
     reader: int,
     component: ComponentLayout,
     holders: Mapping[str, list[tuple[int, TensorLayout]]],
-    turns: dict[tuple[int, ...], Iterator[int]],
-    flows: dict[tuple[int, int, str, str, Box], list[int]],
+    turns: _Turns,
+    flows: _Flows,
 ) -> None:
     """Add the flows of one component of one destination rank."""
     by_layer: dict[int, list[tuple[TensorLayout, Box, list[tuple[int, ...]]]]] = defaultdict(list)
@@ -122,7 +132,7 @@ def _elect_component(
 def _cells(
     tensor: TensorLayout, sources: Sequence[tuple[int, TensorLayout]]
 ) -> Iterator[tuple[Box, list[tuple[int, TensorLayout]]]]:
-    """The destination's inner positions, cut wherever any source's ownership begins or ends, each with its holders."""
+    """The destination's boxes, cut at every boundary of a source's ownership, each with the sources that hold it."""
     per_axis = []
     for axis in tensor.inner_axes:
         size = axis.size or 0
@@ -150,7 +160,7 @@ def _holds(axis: Axis, part: Interval) -> bool:
 
 
 def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tuple[int, ...]]:
-    """Holders grouped by the tokens they own: ranks of one group are replicas; the groups share out the tokens."""
+    """Ranks grouped by the tokens they own: ranks of one group are replicas, and the groups partition the tokens."""
     classes: dict[Owned | None, list[int]] = defaultdict(list)
     for rank, held in ranks:
         classes[held.token.owned if held.token else None].append(rank)
@@ -160,9 +170,11 @@ def _token_classes(ranks: list[tuple[int, TensorLayout]], where: str) -> list[tu
 
 
 def _check_tokens(owned: Sequence[Owned], where: str) -> None:
-    """That the sources' token ownerships are a partition of every request's tokens; raises `LayoutError` otherwise."""
+    """Raise `LayoutError` unless the sources own each token of every request exactly once."""
     if not _is_partition(tuple(owned)):
-        raise LayoutError(f"{where}, axis 'token': sources own {', '.join(map(str, owned))}, which is not each token once")
+        raise LayoutError(
+            f"{where}, axis 'token': expected sources that own each token once, found {', '.join(map(str, owned))}"
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,27 +183,24 @@ def _is_partition(owned: tuple[Owned, ...]) -> bool:
     periodic = [each for each in owned if isinstance(each, Periodic)]
     shares = [each for each in owned if isinstance(each, Share)]
     if len(periodic) == len(owned):
-        turn = math.lcm(*(each.period for each in periodic))
-        if turn > MAX_TOKEN_PERIOD:
-            raise LayoutError(f"axis 'token': ownership repeats only after {turn} tokens, expected {MAX_TOKEN_PERIOD} at most")
-        settled = max(each.offset for each in periodic)
-        if settled > MAX_TOKEN_PERIOD:
+        period = math.lcm(*(each.period for each in periodic))
+        if period > MAX_TOKEN_PERIOD:
+            raise LayoutError(f"axis 'token': expected ownership that repeats within {MAX_TOKEN_PERIOD} tokens, found {period}")
+        offset = max(each.offset for each in periodic)
+        if offset > MAX_TOKEN_PERIOD:
             return False
-        tokens = np.arange(settled + turn, dtype=np.int64)
+        tokens = np.arange(offset + period, dtype=np.int64)
         times = sum((each.locate(tokens) >= 0).astype(np.int64) for each in periodic)
         return bool((np.asarray(times) == 1).all())
     cuts = {(each.parts, each.granule) for each in shares}
     return len(shares) == len(owned) and len(cuts) == 1 and sorted(s.index for s in shares) == list(range(shares[0].parts))
 
 
-MAX_TOKEN_PERIOD = 2**20
-
-
 def _uncovered(where: str, tensor: TensorLayout, box: Box, layer: int, sources: Sequence[tuple[int, TensorLayout]]) -> str:
-    """The message for a box that no source holds in `layer`."""
+    """The error for a box that no source holds in `layer`."""
     needs = ", ".join(f"{axis.name!r} {part}" for axis, part in zip(tensor.inner_axes, box, strict=True))
     owned = "; ".join(
         ", ".join(f"{axis.name!r} {axis.owned}" for axis in held.inner_axes) + f" (source rank {rank})"
         for rank, held in sources
     )
-    return f"{where}, layer {layer}: destination needs {needs} and no source holds it; sources own {owned}"
+    return f"{where}, layer {layer}: destination needs {needs}, but no source holds it; sources own {owned}"

@@ -1,9 +1,11 @@
-"""Ownership of axes: which positions of an axis a rank holds, and how two ownerships overlap."""
+"""Ownership of axes: which positions of an axis a rank holds, in which order, and how two ownerships overlap.
+
+The *local index* of a position is its place in memory order among the positions that the rank owns.
+"""
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,15 +15,13 @@ import numpy.typing as npt
 
 from disagg.core.errors import LayoutError
 
-Positions = npt.NDArray[np.int64]
-MAX_AXIS_SIZE = 2**24
-"""Positions of a constant axis; tables from peers are expanded to intervals, so they are bounded."""
+Ints = npt.NDArray[np.int64]
 MAX_PARTS = 2**12
-"""Separate intervals that a periodic ownership may have on a constant axis."""
+"""Limit on the intervals of a periodic ownership on an axis of constant size: peers send ownerships."""
 
 
 class Interval(NamedTuple):
-    """Positions `start` to `stop`, `stop` excluded."""
+    """Positions `[start, stop)`."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", forbid_unknown_fields=True):
-    """Disjoint intervals, held one behind the other in the order given."""
+    """Disjoint intervals, stored one after the other in the given order."""
 
     parts: tuple[Interval, ...]
 
@@ -42,17 +42,17 @@ class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", 
         ordered = sorted(self.parts)
         for before, after in itertools.pairwise(ordered):
             if after.start < before.stop:
-                raise LayoutError(f"intervals of one rank must not overlap, found {before} and {after}")
+                raise LayoutError(f"intervals: expected disjoint intervals, found {before} and {after}")
 
     def __str__(self) -> str:
         return " ‖ ".join(map(str, self.parts)) or "nothing"
 
     def within(self, size: int) -> Intervals:
-        """The same set on an axis of `size` positions."""
+        """The owned positions of an axis of `size` positions."""
         return self if all(p.stop <= size for p in self.parts) else _clip(self.parts, size)
 
-    def locate(self, positions: Positions) -> Positions:
-        """The local index of each position, -1 where it is not owned."""
+    def locate(self, positions: Ints) -> Ints:
+        """The local index of each position; -1 if it is not owned."""
         local = np.full(len(positions), -1, dtype=np.int64)
         before = 0
         for start, stop in self.parts:
@@ -67,7 +67,7 @@ class Intervals(msgspec.Struct, frozen=True, tag="intervals", tag_field="form", 
 
 
 class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", forbid_unknown_fields=True):
-    """Position `p` is owned where `(p - offset) mod period < run`, from `offset` on; held in ascending order."""
+    """The positions `p >= offset` with `(p - offset) mod period < run`, in ascending order."""
 
     offset: int
     run: int
@@ -81,32 +81,32 @@ class Periodic(msgspec.Struct, frozen=True, tag="periodic", tag_field="form", fo
         return f"{self.run} of every {self.period} from {self.offset}"
 
     def within(self, size: int) -> Intervals:
-        """The same set on an axis of `size` positions, as intervals."""
+        """The owned positions of an axis of `size` positions. Raises `LayoutError` above `MAX_PARTS` intervals."""
         if self.run == self.period:
             return interval(self.offset, size)
         starts = range(self.offset, size, self.period)
         if len(starts) > MAX_PARTS:
-            raise LayoutError(f"{self}: {len(starts)} intervals on an axis of {size}, expected {MAX_PARTS} at most")
+            raise LayoutError(f"{self}: expected at most {MAX_PARTS} intervals on an axis of {size}, found {len(starts)}")
         return Intervals(tuple(Interval(start, min(start + self.run, size)) for start in starts))
 
-    def locate(self, positions: Positions) -> Positions:
-        """The local index of each position, -1 where it is not owned."""
-        turn, inside = np.divmod(positions - self.offset, self.period)
-        return np.where((turn >= 0) & (inside < self.run), turn * self.run + inside, -1)
+    def locate(self, positions: Ints) -> Ints:
+        """The local index of each position; -1 if it is not owned."""
+        repeat, inside = np.divmod(positions - self.offset, self.period)
+        return np.where((repeat >= 0) & (inside < self.run), repeat * self.run + inside, -1)
 
     def count_below(self, position: int) -> int:
         """How many owned positions are smaller than `position`."""
         if position <= self.offset:
             return 0
-        turn, inside = divmod(position - self.offset, self.period)
-        return turn * self.run + min(inside, self.run)
+        repeats, inside = divmod(position - self.offset, self.period)
+        return repeats * self.run + min(inside, self.run)
 
 
 class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_unknown_fields=True):
-    """The `index`-th of `parts` contiguous shares of an axis whose length only the request knows.
+    """The `index`-th of `parts` contiguous shares of an axis whose length depends on the request.
 
-    The axis is cut in granules of `granule` positions; of `n` granules each share gets `n // parts`, and the first
-    `n % parts` shares one more (context parallel prefill by pages, SGLang).
+    The axis is divided into granules of `granule` positions. Of `n` granules each share has `n // parts`, and the first
+    `n % parts` shares have one more (context parallel prefill by pages, SGLang).
     """
 
     index: int
@@ -121,7 +121,7 @@ class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_u
         return f"share {self.index} of {self.parts} by {self.granule}"
 
     def within(self, size: int) -> Intervals:
-        """The interval of this share on an axis of `size` positions."""
+        """The share of an axis of `size` positions."""
         num_granules = -(-size // self.granule)
         base, rest = divmod(num_granules, self.parts)
         start = self.index * base + min(self.index, rest)
@@ -130,9 +130,9 @@ class Share(msgspec.Struct, frozen=True, tag="share", tag_field="form", forbid_u
 
 
 Owned = Intervals | Periodic | Share
-"""The three ways to say what a rank owns of an axis."""
+"""The positions of an axis that a rank owns."""
 EVERYTHING = Periodic(0, 1, 1)
-"""The whole axis, however long it is."""
+"""The whole axis, at any length."""
 
 
 def _clip(parts: Iterable[Interval], size: int) -> Intervals:
@@ -140,12 +140,12 @@ def _clip(parts: Iterable[Interval], size: int) -> Intervals:
 
 
 def interval(start: int, stop: int) -> Intervals:
-    """One interval; nothing where it is empty."""
+    """The positions `[start, stop)`; none if that is empty."""
     return Intervals((Interval(start, stop),) if start < stop else ())
 
 
 def cuts(owned: Owned) -> tuple[int, ...]:
-    """Distances at which an ownership changes, all multiples of whatever must not be cut; the whole axis is never cut."""
+    """Distances at which the owner changes. A granule that divides all of them is never split; the whole axis has none."""
     if isinstance(owned, Intervals):
         return tuple(edge for part in owned.parts for edge in part)
     if isinstance(owned, Share):
@@ -154,7 +154,7 @@ def cuts(owned: Owned) -> tuple[int, ...]:
 
 
 def positions_to_intervals(positions: Iterable[int]) -> Intervals:
-    """Positions in memory order (layer ids, say) as intervals in that order."""
+    """Positions in memory order, such as layer ids, as intervals in the same order."""
     parts: list[Interval] = []
     for position in positions:
         if parts and parts[-1].stop == position:
@@ -165,17 +165,17 @@ def positions_to_intervals(positions: Iterable[int]) -> Intervals:
 
 
 def split(size: int, parts: int, index: int) -> Interval:
-    """The default share of `size` heads or channels that rank `index` of `parts` owns.
+    """The heads or channels, of `size`, that rank `index` of `parts` owns by default.
 
-    `start = floor(index * size / parts)`, `stop = max(start + 1, floor((index + 1) * size / parts))`: a partition where
-    `parts <= size`, also where it does not divide; replicas of single positions beyond.
+    `start = floor(index * size / parts)`, `stop = max(start + 1, floor((index + 1) * size / parts))`. This is a partition if
+    `parts <= size`, even if `parts` does not divide `size`. With more ranks than positions some ranks own the same position.
     """
     start = index * size // parts
     return Interval(start, max(start + 1, (index + 1) * size // parts))
 
 
 class Piece(NamedTuple):
-    """`length` positions that lie at `source_offset` on one side and at `destination_offset` on the other (local indices)."""
+    """`length` common positions: their first local indices on the two sides."""
 
     source_offset: int
     destination_offset: int
@@ -183,9 +183,9 @@ class Piece(NamedTuple):
 
 
 def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...]:
-    """What both sides own of an axis of `size` positions, as pieces in ascending global order.
+    """The positions that both sides own of an axis of `size`, as pieces in ascending global order.
 
-    Every position that both own is in exactly one piece, at both its local indices; no other position is in any.
+    Each common position is in exactly one piece, at both its local indices. No other position is in a piece.
     """
     pieces: list[Piece] = []
     ours, theirs = _with_offsets(source.within(size)), _with_offsets(destination.within(size))
@@ -212,17 +212,9 @@ def overlap(source: Owned, destination: Owned, *, size: int) -> tuple[Piece, ...
 
 
 def _with_offsets(owned: Intervals) -> list[tuple[Interval, int]]:
-    """Each interval with the local index of its first position, in ascending global order."""
+    """Each interval with the local index of its first position, sorted by position."""
     offsets, before = [], 0
     for part in owned.parts:
         offsets.append((part, before))
         before += part.stop - part.start
     return sorted(offsets)
-
-
-def plain_integer(value: object) -> int:
-    """An integer of another kind, such as NumPy's, as it is to be encoded. Raises `LayoutError` for anything else."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise LayoutError(f"layouts: expected integers, found {value!r}, a {type(value).__name__}") from None

@@ -1,4 +1,4 @@
-"""A component as one rank has it: what every rank of its group owns, and where this rank's own rows lie in memory."""
+"""Components and where their rows lie in memory, and checks of a server's tensors against a declaration."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, RemoteRegion
 from disagg.core.topology import Topology
-from disagg.layout.tables import LAYER, ComponentLayout
+from disagg.layout.ownership import Interval, Intervals, overlap
+from disagg.layout.tables import LAYER, Axis, ComponentLayout, TensorLayout
 
 
 class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one role's rows lie: row `i` of `layers[n]` starts at `bases[n] + i * row_stride`; all strides in bytes.
+    """Where one role's rows lie: row `i` of `layers[n]` starts at address `bases[n] + i * row_stride`.
 
-    `strides` has one entry per token and inner axis: bytes from one local position to the next.
+    `strides` has the bytes between neighbouring local positions, for the token axis and each inner axis.
     """
 
     role: str
@@ -27,13 +30,31 @@ class TensorPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if len(self.layers) != len(self.bases):
-            raise LayoutError(f"tensor {self.role!r}: {len(self.layers)} layers but {len(self.bases)} base addresses")
+            raise LayoutError(
+                f"tensor {self.role!r}: expected {len(self.layers)} base addresses, one per layer, found {len(self.bases)}"
+            )
         if not all(0 <= stride < 2**48 for stride in (self.row_stride, *self.strides.values())):
-            raise LayoutError(f"tensor {self.role!r}: expected strides of at least 0, found {self.row_stride}, {self.strides}")
+            raise LayoutError(
+                f"tensor {self.role!r}: expected strides of 0 to 2**48 - 1, found {self.row_stride}, {self.strides}"
+            )
+
+    def addresses(self, layers: Sequence[int], offset: int) -> npt.NDArray[np.uint64]:
+        """The address `offset` bytes into row 0, in each of `layers`."""
+        bases = dict(zip(self.layers, self.bases, strict=True))
+        return np.array([bases[layer] + offset for layer in layers], dtype=np.uint64)
+
+    def box_offset(self, tensor: TensorLayout, box: Mapping[str, Interval]) -> int:
+        """The bytes from the start of a row to the first element of a box of the inner axes, which this rank owns."""
+        offset = 0
+        for name, part in box.items():
+            axis = tensor.axis(name)
+            (piece,) = overlap(axis.owned, Intervals((part,)), size=axis.size or 0)
+            offset += piece.source_offset * self.strides[name]
+        return offset
 
 
 class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Where a rank's rows of a component lie: `num_rows` pages of `page_size` tokens, or slots (`page_size` 1)."""
+    """Where a rank's rows of a component lie: `num_rows` pages of `page_size` tokens, or `num_rows` slots (`page_size` 1)."""
 
     component: str
     page_size: int
@@ -43,63 +64,57 @@ class Placement(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if not (0 < self.page_size < 2**31 and 0 < self.num_rows < 2**31):
             raise LayoutError(
-                f"component {self.component!r}: expected positive page size and rows, "
+                f"component {self.component!r}: expected 1 to 2**31 - 1 for the page size and the number of rows, "
                 f"found {self.page_size} and {self.num_rows}"
             )
 
     def tensor(self, role: str) -> TensorPlacement:
-        """The placement of that role; raises `LayoutError` where there is none."""
+        """The placement of that role. Raises `LayoutError` if there is none."""
         for tensor in self.tensors:
             if tensor.role == role:
                 return tensor
-        raise LayoutError(f"component {self.component!r}: no memory is given for tensor {role!r}")
+        raise LayoutError(f"component {self.component!r}: expected memory for tensor {role!r}, found none")
 
 
 def check_placement(
     placement: Placement, layout: ComponentLayout, regions: Sequence[MemoryRegion | RemoteRegion], *, whose: str
 ) -> None:
-    """That every row of every tensor of `layout` lies inside one of `regions`.
+    """Check that every row of every tensor of `layout` lies inside one of `regions`.
 
-    Raises `LayoutError` naming the first that does not.
+    Raises `LayoutError`, with the first tensor and layer that does not.
     """
     for tensor in layout.tensors:
         if not tensor.layers:
             continue
-        where = placement.tensor(tensor.role)
-        if where.layers != tensor.layers:
-            raise LayoutError(
-                f"{whose}, component {layout.name!r}, tensor {tensor.role!r}: memory and layout list other layers"
-            )
-        extent = ITEMSIZE[tensor.dtype] + (placement.num_rows - 1) * where.row_stride
+        what = f"{whose}, component {layout.name!r}, tensor {tensor.role!r}"
+        place = placement.tensor(tensor.role)
+        if place.layers != tensor.layers:
+            raise LayoutError(f"{what}: expected memory for layers {tensor.layers}, found {place.layers}")
+        extent = ITEMSIZE[tensor.dtype] + (placement.num_rows - 1) * place.row_stride
         for axis in (a for a in tensor.axes if a.name != LAYER):
-            if axis.name not in where.strides:
-                raise LayoutError(
-                    f"{whose}, component {layout.name!r}, tensor {tensor.role!r}: no stride for axis {axis.name!r}"
-                )
-            if axis.size is None and placement.page_size % axis.granule:
-                raise LayoutError(
-                    f"{whose}, component {layout.name!r}, tensor {tensor.role!r}: "
-                    f"a granule of {axis.granule} tokens does not divide the page of {placement.page_size}"
-                )
-            owned = (
-                placement.page_size // axis.granule
-                if axis.size is None
-                else axis.owned.within(axis.size).count_below(axis.size)
-            )
-            extent += max(owned - 1, 0) * where.strides[axis.name]
-        for layer, base in zip(where.layers, where.bases, strict=True):
+            if axis.name not in place.strides:
+                raise LayoutError(f"{what}: expected a stride for axis {axis.name!r}, found none")
+            extent += max(_num_positions(axis, placement.page_size, what) - 1, 0) * place.strides[axis.name]
+        for layer, base in zip(place.layers, place.bases, strict=True):
             if not any(r.address <= base and base + extent <= r.address + r.nbytes for r in regions):
-                raise LayoutError(
-                    f"{whose}, component {layout.name!r}, tensor {tensor.role!r}, layer {layer}: "
-                    f"[{base:#x}, +{extent}) is in no registered region"
-                )
+                raise LayoutError(f"{what}, layer {layer}: [{base:#x}, +{extent}) is not inside a registered region")
+
+
+def _num_positions(axis: Axis, page_size: int, what: str) -> int:
+    """The number of local positions of an axis in one row."""
+    if axis.size is not None:
+        return axis.owned.within(axis.size).count_below(axis.size)
+    if page_size % axis.granule:
+        raise LayoutError(f"{what}: a granule of {axis.granule} tokens does not divide the page of {page_size}")
+    return page_size // axis.granule
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component for `KVManager`: `layouts` by group rank (`None`: that rank holds none of it), and this rank's memory.
+    """A component for `KVManager`: the layouts of all ranks of the group, and this rank's memory.
 
-    `placement` is `None` exactly where this rank holds nothing of the component.
+    `layouts` are by group rank, with `None` for a rank that owns none of the component. `placement` is `None` if this rank
+    owns none.
     """
 
     name: str
@@ -109,12 +124,12 @@ class Component:
 
 
 def parse_axes(axes: str, *, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Axis names of a declaration such as `"page token kv_head dim"`; raises `ConfigError` quoting it where it is wrong."""
+    """The axes in a declaration such as `"page token kv_head dim"`. Raises `ConfigError` for unknown or repeated names."""
     names = tuple(axes.split())
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) != len(names):
-        wrong = f"unknown {unknown}" if unknown else "a name twice"
-        raise ConfigError(f"{what}: axes {axes!r} have {wrong}; expected each of {' '.join(known)!r} at most once")
+        found = f"unknown {unknown}" if unknown else "a repeated name"
+        raise ConfigError(f"{what}: expected each of {' '.join(known)!r} at most once, found {found} in axes {axes!r}")
     return names
 
 
@@ -129,14 +144,14 @@ def tensor_placement(
 ) -> tuple[TensorPlacement, int, tuple[MemoryRegion, ...]]:
     """The placement of one role over its layers, the number of rows, and the memory to register.
 
-    `sizes` gives the local size of every axis but the rows'. Raises `ConfigError` where a tensor's rank, sizes, strides
-    or dtype are not those of its neighbours or of the declaration, naming the layer, the axis and both values.
+    `sizes` gives the local size of every axis except the row axis. Raises `ConfigError`, with the layer, the axis and both
+    values, if a tensor's number of axes, sizes, strides or dtype differ from the declaration or from the first layer's.
     """
     first_layer, first = next(iter(tensors.items()))
     for layer, tensor in tensors.items():
         where = f"{what}, tensor {role!r}, layer {layer}"
         if len(tensor.shape) != len(axes):
-            raise ConfigError(f"{where}: axes {' '.join(axes)!r} name {len(axes)} axes, the tensor has shape {tensor.shape}")
+            raise ConfigError(f"{where}: expected the {len(axes)} axes {' '.join(axes)!r}, found shape {tensor.shape}")
         for name, found in zip(axes, tensor.shape, strict=True):
             expected = sizes.get(name, first.shape[list(axes).index(row_axis)])
             if found != expected:
@@ -145,8 +160,8 @@ def tensor_placement(
                 )
         if (tensor.strides, tensor.dtype) != (first.strides, first.dtype):
             raise ConfigError(
-                f"{where}: strides {tensor.strides} and dtype {tensor.dtype} differ from layer {first_layer}'s "
-                f"{first.strides} and {first.dtype}"
+                f"{where}: expected strides {first.strides} and dtype {first.dtype} as in layer {first_layer}, "
+                f"found {tensor.strides} and {tensor.dtype}"
             )
     strides = {name: stride * first.itemsize for name, stride in zip(axes, first.strides, strict=True)}
     row_stride = strides.pop(row_axis)
@@ -159,26 +174,28 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """The layer ids of every pipeline stage, in memory order.
 
-    Without pipeline parallelism they are this rank's own. With it they must be given, since a table names every rank's;
-    raises `ConfigError` where they are missing, overlap, or contradict this rank's own.
+    Without pipeline parallelism they are this rank's own layers. With it the caller must give `layers_by_stage`, because the
+    layout table covers every rank. Raises `ConfigError` if it is missing, overlaps, or contradicts this rank's own layers.
     """
     own = tuple(own_layers)
     if layers_by_stage is None:
         if topology.pp > 1:
-            raise ConfigError(f"{what}: pp={topology.pp}, so layers_by_stage must say which layer ids each stage holds")
+            raise ConfigError(
+                f"{what}: expected layers_by_stage, the layer ids of each stage, with pp={topology.pp}, found none"
+            )
         return (own,)
     stages = tuple(tuple(stage) for stage in layers_by_stage)
     if len(stages) != topology.pp:
-        raise ConfigError(f"{what}: expected layers_by_stage of {topology.pp} stages, found {len(stages)}")
+        raise ConfigError(f"{what}: expected {topology.pp} stages in layers_by_stage, found {len(stages)}")
     for number, stage in enumerate(stages):
         if len(set(stage)) != len(stage):
-            raise ConfigError(f"{what}: layers_by_stage gives a layer to stage {number} twice: {stage}")
+            raise ConfigError(f"{what}: layers_by_stage lists a layer twice in stage {number}: {stage}")
     ids = [layer for stage in stages for layer in stage]
     if len(set(ids)) != len(ids):
-        raise ConfigError(f"{what}: layers_by_stage gives a layer to two stages: {stages}")
+        raise ConfigError(f"{what}: layers_by_stage lists a layer in two stages: {stages}")
     if stages[topology.pp_rank] != own:
         raise ConfigError(
-            f"{what}: layers_by_stage gives stage {topology.pp_rank} the layers {stages[topology.pp_rank]}, "
-            f"its tensors are of {own}"
+            f"{what}: expected tensors of layers {stages[topology.pp_rank]} on stage {topology.pp_rank} by layers_by_stage, "
+            f"found tensors of {own}"
         )
     return stages

@@ -1,8 +1,8 @@
-"""Who owns which positions of which tensor: the layout algebra, as immutable values and total functions.
+"""Layouts: the positions of each tensor's axes that each rank of an instance owns, as immutable values.
 
-A tensor has named global axes. On each axis a rank owns a set of positions, held in a known memory order; the *local
-index* of a position is its place in that order. Re-sharding is nothing but `overlap`, axis by axis: tensor, pipeline,
-context and expert parallelism, replicas, fused sub-blocks and page sizes are different ownerships, never other code.
+A tensor has named global axes. On each axis a rank owns a set of positions, stored in a known order. Re-sharding is
+`ownership.overlap`, axis by axis. Tensor, pipeline, context and expert parallelism, replicas, fused sub-blocks and page sizes
+are different ownerships and need no code of their own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from disagg.core.errors import LayoutError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import MAX_NAME
 from disagg.core.topology import Topology
-from disagg.layout.ownership import MAX_AXIS_SIZE, Intervals, Owned, Periodic, cuts, plain_integer, positions_to_intervals
+from disagg.layout.encoding import encode
+from disagg.layout.ownership import Intervals, Owned, Periodic, cuts, positions_to_intervals
 
 LAYER = "layer"
 TOKEN = "token"
+MAX_AXIS_SIZE = 2**24
+"""Limit on the size of a constant axis: tables come from peers and are expanded to intervals."""
 MAX_LAYERS = 2**14
+"""Limit on layer ids, for the same reason."""
 
 
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One axis of a tensor, as one rank owns it.
+    """One axis of a tensor, and the positions of it that one rank owns.
 
-    `size` is the global number of positions, `None` where it is not a constant of the model: the token axis (as long
-    as the request) and the layer axis (the layers are named by id). `granule` tokens share one position of a token axis
-    (pooled keys), which exists once it has all of them.
+    `size` is the global number of positions. It is `None` for the token axis, which is as long as the request, and for the
+    layer axis, whose positions are layer ids. On a token axis, `granule` tokens share one position (pooled keys). The position
+    exists once all of these tokens do.
     """
 
     name: str
@@ -41,9 +45,9 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.granule < 1:
             raise LayoutError(f"axis {self.name!r}: expected a granule of at least 1, found {self.granule}")
         if any(cut % self.granule for cut in cuts(self.owned)):
-            raise LayoutError(f"axis {self.name!r}: owned {self.owned} cuts through granules of {self.granule}")
+            raise LayoutError(f"axis {self.name!r}: ownership {self.owned} splits granules of {self.granule}")
         if self.size is None and self.name not in (LAYER, TOKEN):
-            raise LayoutError(f"axis {self.name!r}: only {LAYER!r} and {TOKEN!r} may be without a size")
+            raise LayoutError(f"axis {self.name!r}: expected a size, found none; only {LAYER!r} and {TOKEN!r} have none")
         if self.size is None:
             return
         if not 0 < self.size <= MAX_AXIS_SIZE:
@@ -51,11 +55,11 @@ class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(self.owned, Periodic):
             self.owned.within(self.size)
         if isinstance(self.owned, Intervals) and any(part.stop > self.size for part in self.owned.parts):
-            raise LayoutError(f"axis {self.name!r}: owned {self.owned} reaches beyond its size {self.size}")
+            raise LayoutError(f"axis {self.name!r}: expected positions below its size {self.size}, found {self.owned}")
 
 
 class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """One role (`k`, `v`, `conv`, ...) of a component, as one rank owns it, over all of its layers."""
+    """What one rank owns of one role (`k`, `v`, `conv`, ...) of a component, over all layers."""
 
     role: str
     dtype: str
@@ -63,20 +67,21 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise LayoutError(f"tensor {self.role!r}: expected a dtype of {', '.join(ITEMSIZE)}, found {self.dtype!r}")
+            raise LayoutError(f"tensor {self.role!r}: expected a dtype among {', '.join(ITEMSIZE)}, found {self.dtype!r}")
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names) or names.count(LAYER) != 1:
             raise LayoutError(f"tensor {self.role!r}: expected distinct axes with one {LAYER!r}, found {' '.join(names)!r}")
         if not isinstance(self.axis(LAYER).owned, Intervals):
-            raise LayoutError(f"tensor {self.role!r}: layers are owned as intervals of ids")
+            raise LayoutError(f"tensor {self.role!r}: expected layers as intervals of ids, found {self.axis(LAYER).owned}")
         if any(part.stop > MAX_LAYERS for part in self.axis(LAYER).owned.within(2**62).parts):
             raise LayoutError(f"tensor {self.role!r}: expected layer ids below {MAX_LAYERS}, found {self.axis(LAYER).owned}")
         for axis in self.inner_axes:
             if axis.granule != 1:
-                raise LayoutError(f"tensor {self.role!r}, axis {axis.name!r}: only a token axis may have a granule")
+                what = f"tensor {self.role!r}, axis {axis.name!r}"
+                raise LayoutError(f"{what}: only a token axis may have a granule, found {axis.granule}")
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name; raises `LayoutError` where there is none."""
+        """The axis of that name. Raises `LayoutError` if there is none."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -93,7 +98,7 @@ class TensorLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def token(self) -> Axis | None:
-        """The token axis; none for state that has one value per request."""
+        """The token axis; `None` for state that has one value per request."""
         return next((axis for axis in self.axes if axis.name == TOKEN), None)
 
     @cached_property
@@ -106,7 +111,10 @@ RowKind = Literal["pages", "slot"]
 
 
 class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """A named group of tensors with one index space, as one rank owns it. `pages` hold tokens; a `slot` holds a request."""
+    """What one rank owns of a component: a named group of tensors that share their rows.
+
+    Rows are `pages` of tokens, or one `slot` per request.
+    """
 
     name: str
     rows: RowKind
@@ -118,22 +126,22 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
             raise LayoutError(f"component: expected a name of 1 to {MAX_NAME} characters, found {self.name[:MAX_NAME]!r}")
         roles = [tensor.role for tensor in self.tensors]
         if len(set(roles)) != len(roles):
-            raise LayoutError(f"component {self.name!r}: roles must be distinct, found {roles}")
+            raise LayoutError(f"component {self.name!r}: expected distinct roles, found {roles}")
         for tensor in self.tensors:
             if (tensor.token is not None) != (self.rows == "pages"):
-                raise LayoutError(
-                    f"component {self.name!r}, tensor {tensor.role!r}: pages have a {TOKEN!r} axis and slots none"
-                )
+                what = f"component {self.name!r}, tensor {tensor.role!r}"
+                found = f"axes {' '.join(axis.name for axis in tensor.axes)!r} and rows {self.rows!r}"
+                raise LayoutError(f"{what}: expected a {TOKEN!r} axis with pages and none with slots, found {found}")
         if len({tensor.token.owned for tensor in self.tensors if tensor.token}) > 1:
-            raise LayoutError(f"component {self.name!r}: its tensors own different tokens, but share their pages")
+            raise LayoutError(f"component {self.name!r}: expected tensors that own the same tokens, since they share pages")
 
     @cached_property
     def tokens(self) -> Owned | None:
-        """The tokens that this rank's pages hold; none for slots."""
+        """The tokens in this rank's pages; `None` for slots."""
         return next((tensor.token.owned for tensor in self.tensors if tensor.token), None)
 
     def tensor(self, role: str) -> TensorLayout:
-        """The tensor of that role; raises `LayoutError` where there is none."""
+        """The tensor of that role. Raises `LayoutError` if there is none."""
         for tensor in self.tensors:
             if tensor.role == role:
                 return tensor
@@ -141,14 +149,14 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
 
 
 class RankLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Everything one rank owns."""
+    """Everything that one rank owns."""
 
     components: tuple[ComponentLayout, ...]
 
     def __post_init__(self) -> None:
         names = [component.name for component in self.components]
         if len(set(names)) != len(names):
-            raise LayoutError(f"a rank names each component once, found {names}")
+            raise LayoutError(f"rank layout: expected each component once, found {names}")
 
     @cached_property
     def by_name(self) -> dict[str, ComponentLayout]:
@@ -166,12 +174,12 @@ class TopologySizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def topology(self) -> Topology:
-        """As rank 0 sees it; raises `ConfigError` where the sizes are impossible."""
+        """The topology with these sizes, at rank 0. Raises `ConfigError` for impossible sizes."""
         return Topology(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
 
 
 class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """What every rank of a group owns, by group rank. All groups of an instance are alike."""
+    """What each rank of a group owns, by group rank. All groups of an instance are alike."""
 
     sizes: TopologySizes
     ranks: tuple[RankLayout, ...]
@@ -179,33 +187,32 @@ class LayoutTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         expected = self.sizes.topology.group_size
         if len(self.ranks) != expected:
-            raise LayoutError(f"layout table: expected {expected} ranks ({self.sizes}), found {len(self.ranks)}")
+            raise LayoutError(f"layout table: expected {expected} ranks for {self.sizes}, found {len(self.ranks)}")
 
     @cached_property
     def components(self) -> dict[str, tuple[ComponentLayout | None, ...]]:
-        """Each component's layout per group rank, `None` on ranks that hold none of it."""
+        """Each component's layouts by group rank; `None` for ranks that own none of it."""
         names = dict.fromkeys(c.name for rank in self.ranks for c in rank.components)
         return {name: tuple(rank.by_name.get(name) for rank in self.ranks) for name in names}
 
     def encode(self) -> bytes:
-        """As bytes; equal tables give equal bytes."""
-        return _ENCODER.encode(self)
+        """The table as bytes. Equal tables give equal bytes."""
+        return encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> LayoutTable:
-        """The table of `encode`; raises `LayoutError` naming the path of what is wrong."""
+        """The table in `data`. Raises `LayoutError`, with the path of the wrong value, if there is none."""
         try:
             return _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LayoutError(f"layout table of {len(data)} bytes cannot be read: {error}") from error
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_integer)
 _DECODER = msgspec.msgpack.Decoder(LayoutTable)
 
 
 def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentLayout | None]]) -> LayoutTable:
-    """The table of an instance from each component's layouts by group rank."""
+    """The table of an instance, from each component's layouts by group rank."""
     sizes = TopologySizes(topology.dp, topology.pp, topology.cp, topology.tp, topology.ep)
     ranks = tuple(
         RankLayout(tuple(layouts[i] for layouts in per_component if layouts[i] is not None))  # type: ignore[misc]
@@ -215,10 +222,10 @@ def layout_table(topology: Topology, per_component: Sequence[Sequence[ComponentL
 
 
 def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...]:
-    """The components that both sides have, sorted; optional ones that one side lacks are left out.
+    """The names of the components that both sides have, sorted.
 
-    Raises `LayoutError` naming what does not match: a required component that one side lacks, and, in what both have,
-    rows, roles, dtype, axis names, global sizes, granules or layers.
+    Raises `LayoutError` if one side lacks a component that is not optional, or if rows, roles, dtypes, axis names, global
+    sizes, granules or layers of a common component differ.
     """
     names = sorted(local.components.keys() | remote.components.keys())
     agreed = []
@@ -239,7 +246,7 @@ def agreed_components(local: LayoutTable, remote: LayoutTable) -> tuple[str, ...
 
 
 def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
-    """What must match of a component, by field; checks that the ranks of the table agree among themselves."""
+    """What both sides must agree on, by field; `None` if no rank has the component. Checks that the table's ranks agree."""
     facts: dict[str, object] = {}
     layers: dict[str, set[int]] = {}
     for component in table.components.get(name, ()):
@@ -256,11 +263,7 @@ def _facts(table: LayoutTable, name: str) -> dict[str, object] | None:
             layers.setdefault(tensor.role, set()).update(tensor.layers)
         for field, value in found.items():
             if facts.setdefault(field, value) != value:
-                raise LayoutError(f"component {name!r}, {field}: ranks of one instance differ, {facts[field]} and {value}")
+                raise LayoutError(f"component {name!r}, {field}: ranks of one instance differ: {facts[field]} and {value}")
     for role, ids in layers.items():
-        facts[f"tensor {role!r}: layers"] = _brief(sorted(ids))
+        facts[f"tensor {role!r}: layers"] = str(positions_to_intervals(sorted(ids)))
     return facts or None
-
-
-def _brief(ids: list[int]) -> str:
-    return str(positions_to_intervals(ids))

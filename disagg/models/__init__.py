@@ -1,1 +1,30 @@
-"""Models as the state they leave behind."""
+"""Models as the state that their requests leave, and the memory that a rank allocates for it.
+
+spec = load_model("config.json")
+pools = allocate(spec, topology, PoolShape(num_pages=4096))
+"""
+
+from disagg.models.families import from_config
+from disagg.models.pools import ALIGNMENT, PoolShape, PoolUse, StagePools, allocate, typed
+from disagg.models.presets import PRESETS, load_model
+from disagg.models.spec import ModelSpec, first_layers
+from disagg.models.stages import Stage, split_layers, stage_of
+from disagg.state.declare import State
+
+__all__ = [
+    "ALIGNMENT",
+    "PRESETS",
+    "ModelSpec",
+    "PoolShape",
+    "PoolUse",
+    "Stage",
+    "StagePools",
+    "State",
+    "allocate",
+    "first_layers",
+    "from_config",
+    "load_model",
+    "split_layers",
+    "stage_of",
+    "typed",
+]

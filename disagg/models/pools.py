@@ -15,7 +15,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import CPU, ITEMSIZE, Device, RawTensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
-from disagg.models.families import ModelSpec
+from disagg.models.spec import ModelSpec
 from disagg.models.stages import Stage, split_layers, stage_of
 from disagg.state.allocator import PoolExhausted, RowAllocator
 from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of
@@ -56,14 +56,18 @@ class PoolShape:
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.num_pages < 1:
-            raise ConfigError(f"pool: expected positive page size and pages, found {self.page_size} and {self.num_pages}")
+            raise ConfigError(
+                f"pool: expected a positive page size and number of pages, found {self.page_size} and {self.num_pages}"
+            )
         if self.num_slots < 1 or any(count < 1 for count in self.rows.values()):
-            raise ConfigError(f"pool: expected positive slots and rows, found {self.num_slots} and {dict(self.rows)}")
+            raise ConfigError(
+                f"pool: expected positive numbers of slots and rows, found {self.num_slots} and {dict(self.rows)}"
+            )
         if self.order not in ORDERS:
             raise ConfigError(f"pool layout: expected one of {', '.join(ORDERS)}, found {self.order!r}")
 
     def num_rows(self, state: State) -> int:
-        """Pages, slots or rings of a state's pool."""
+        """The number of pages, slots or rings of a state's pool."""
         per_request = state.rows == "slot" or state.ring is not None
         return self.rows.get(state.name, self.num_slots if per_request else self.num_pages)
 
@@ -94,7 +98,7 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StagePools:
-    """One rank's memory: an arena, the tensors in it by component, layer and role, and the components for a manager.
+    """One rank's memory: an arena, its tensors by component, layer and role, and the components for a manager.
 
     The components' memory begins at `address`: the arena's, unless `allocate` got another place.
     """
@@ -112,7 +116,7 @@ class StagePools:
         return sum(use.saved_nbytes for use in self.use)
 
     def owns_weight(self, name: str) -> bool:
-        """As `Stage.owns_weight`."""
+        """Whether this rank needs a checkpoint's weight, as `Stage.owns_weight` has it."""
         return self.stage.owns_weight(name)
 
 
@@ -251,7 +255,7 @@ def _arena(nbytes: int) -> Bytes:
     try:
         return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)
     except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(f"pool: {nbytes} bytes cannot be mapped: {error}") from error
+        raise ConfigError(f"pool: cannot map {nbytes} bytes: {error}") from error
 
 
 def _views(arena: Bytes, offset: int, cut: LayerCut) -> dict[str, Bytes]:

@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each owns."""
+"""Pipeline stages: the layers and checkpoint weights that each owns."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ import numpy as np
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.models.families import ModelSpec
+from disagg.models.spec import ModelSpec
 
 
 def split_layers(num_layers: int, num_stages: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The layer ids of every pipeline stage: even shares, the remainder to the later stages, one each; or by `counts`.
+    """The layer ids of every pipeline stage.
 
-    Raises `ConfigError` where `counts` do not add up to `num_layers` over `num_stages`.
+    `counts` gives layers per stage. By default shares are even, and the last stages have one layer more if layers remain.
+    Raises `ConfigError` unless there are `num_stages` counts that add up to `num_layers`.
     """
     if counts is None:
         base, rest = divmod(num_layers, num_stages)
         counts = [base + (stage >= num_stages - rest) for stage in range(num_stages)]
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts, default=0) < 0:
-        raise ConfigError(f"layer counts: expected {num_stages} that add up to {num_layers}, found {list(counts)}")
+        raise ConfigError(f"layer counts: expected {num_stages} counts that add up to {num_layers}, found {list(counts)}")
     starts = np.cumsum([0, *counts]).tolist()
     return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=False))
 
 
 _PREFIXES = ("model", "language_model", "text_model", "backbone", "transformer")
-"""What checkpoints put before a decoder's parts; under another name (a vision tower, say) parts are none of a stage's."""
+"""Prefixes of a decoder's weights in checkpoints. Weights under other prefixes, such as a vision tower's, have no stage."""
 _FIRST = ("embed_tokens", "embeddings", "embedding", "embed", "word_embeddings", "wte")
 _LAST = ("norm", "norm_f", "final_layernorm", "ln_f", "lm_head", "head", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Layers `[start_layer, end_layer)` of `num_layers`. Draft layers have ids from `num_layers` on and follow the last.
+    """Layers `[start_layer, end_layer)` of `num_layers`. Draft layers, with ids from `num_layers` on, are in the last stage.
 
-    Raises `ConfigError` where that is no range of the model's layers.
+    Raises `ConfigError` if this is not a range of the model's layers.
     """
 
     start_layer: int
@@ -58,14 +59,15 @@ class Stage:
         return self.end_layer == self.num_layers
 
     def owns_layer(self, layer: int) -> bool:
-        """Whether a layer is the stage's; draft layers are the last one's."""
+        """Whether the stage has this layer."""
         return self.start_layer <= layer < self.end_layer or (layer >= self.num_layers and self.is_last)
 
     def owns_weight(self, name: str) -> bool:
-        """Whether a checkpoint's weight is needed here.
+        """Whether the stage needs a checkpoint's weight.
 
-        Layers, with all below them (`model.layers.3.mlp.experts.7.up_proj.weight`), go by their id, embeddings to the first
-        stage, final norm, head and draft layers to the last, which needs tied embeddings too. Any other name: everywhere.
+        Weights of a layer (`model.layers.3.mlp.experts.7.up_proj.weight`) belong to its stage. Embeddings belong to the first
+        stage. The final norm, the head and draft layers belong to the last, and so do embeddings that are tied to the head.
+        Every stage needs weights with any other name.
         """
         parts = name.split(".")
         while parts and parts[0] in _PREFIXES:
@@ -86,10 +88,10 @@ def stage_of(
     start_layer: int | None = None,
     end_layer: int | None = None,
 ) -> Stage:
-    """This rank's stage. `start_layer` and `end_layer` are what the server knows of it; without them it follows from the
-    topology. Without pipeline parallelism they may be any range; with it they must be the split's.
+    """This rank's stage, which follows from the topology and `layer_counts` unless the server gives its first and last layer.
 
-    Raises `ConfigError` where they are not, since every rank's layers must be known: give `layer_counts`.
+    Without pipeline parallelism `start_layer` and `end_layer` may be any range. With it every rank's layers must be known, so
+    this raises `ConfigError` if they differ from the split.
     """
     layers = split_layers(model.num_layers, topology.pp, layer_counts)
     counted = np.cumsum([0, *map(len, layers)]).tolist()
@@ -98,6 +100,6 @@ def stage_of(
     if topology.pp > 1 and (start, end) != split:
         raise ConfigError(
             f"stage {topology.pp_rank} of {topology.pp}: expected layers [{split[0]}, {split[1]}), found [{start}, {end}); "
-            "layer_counts must say an uneven split"
+            "give layer_counts for an uneven split"
         )
     return Stage(start_layer=start, end_layer=end, num_layers=model.num_layers, tied_embeddings=model.tied_embeddings)

@@ -18,7 +18,7 @@ from disagg.core import _native
 from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
 from disagg.layout.agreement import LocalRank
-from disagg.layout.checksums import ChecksumPlan, Digest, Sums, Words, checksum_rows, difference, page_range
+from disagg.layout.checksums import ChecksumFunction, ChecksumPlan, Checksums, Words, checksum_rows, difference, page_range
 from disagg.protocol.messages import PartialChecksums, Verify
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import RequestKey, StartTransfer, StartVerify, Ticket
@@ -32,7 +32,9 @@ MAX_THREADS = 4
 """Native threads for one checksum."""
 
 
-def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: Digest) -> tuple[PartialChecksums, ...]:
+def checksum_sent(
+    plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
+) -> tuple[PartialChecksums, ...]:
     """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools."""
     found = []
     for written in start.written:
@@ -53,7 +55,7 @@ def checksum_sent(plans: Mapping[str, ChecksumPlan], start: StartTransfer, diges
     return tuple(found)
 
 
-def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: Digest) -> None:
+def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: ChecksumFunction) -> None:
     """Compare received rows with the writers' checksums.
 
     Raises `VerificationFailed`, naming component, layer and page, if they differ.
@@ -62,7 +64,7 @@ def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: D
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
         pages = page_range(plan, need, sample=sample)
-        expected = Sums.zero(plan, pages)
+        expected = Checksums.zero(plan, pages)
         for writer, parts in start.sums.items():
             for part in (part for part in parts if part.component == name):
                 _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
@@ -198,7 +200,7 @@ class Verification:
         name: str,
         sessions: Sessions,
         local: LocalRank,
-        digest: Digest,
+        digest: ChecksumFunction,
         stats: Stats,
         command: Callable[[Callable[[float], None]], None],
         on_death: Callable[[BaseException], None],

@@ -1,4 +1,4 @@
-"""Allocation of rows: pages and slots that are free, used, leased or reserved."""
+"""Allocation of rows. Each page or slot is free, in use, waiting for a lease, or reserved."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ Ids = npt.NDArray[np.int32]
 
 
 class PoolExhausted(DisaggError):
-    """There are fewer free rows than were asked for; none was taken."""
+    """Fewer rows are free than requested. None was allocated."""
 
 
 _FREE, _USED, _LEASED, _RESERVED = range(4)
-_STATES = ("free", "in use", "freed already, and waiting for its lease", "reserved")
+_STATES = ("free", "in use", "already freed and waiting for its lease", "reserved")
 
 
 class RowAllocator:
-    """Which rows (pages, slots or rings) of a pool are free. Thread-safe.
+    """Allocates the rows (pages, slots or rings) of a pool. Thread-safe.
 
-    `reserved` rows are never given: row 0 is a dummy or null page in common servers. Rows that are freed with a lease come
-    back when it is released, and not before: until then a transfer may touch them.
+    `reserved` rows are never allocated: common servers use row 0 as a dummy or null page. Rows freed with a lease become free
+    when the lease is released, because a transfer may touch them until then.
     """
 
     def __init__(self, num_rows: int, *, reserved: Iterable[int] = (0,)) -> None:
         kept = sorted(set(reserved))
         if not 0 < num_rows < 2**31 or any(not 0 <= row < num_rows for row in kept):
-            raise ConfigError(f"rows: expected a positive number and reserved ones among them, found {num_rows} and {kept}")
+            raise ConfigError(
+                f"rows: expected 1 to 2**31 - 1 rows, and reserved ids among them, found {num_rows} rows and ids {kept}"
+            )
         self._lock = threading.Lock()
         self._states = np.full(num_rows, _FREE, dtype=np.uint8)
         self._states[kept] = _RESERVED
@@ -45,26 +47,26 @@ class RowAllocator:
 
     @property
     def num_free(self) -> int:
-        """Rows that may be allocated."""
+        """The number of rows that can be allocated."""
         return self._num_free
 
     @property
     def num_leased(self) -> int:
-        """Rows that were freed and whose leases are not released yet."""
+        """The number of freed rows whose leases are not yet released."""
         return self._num_leased
 
     def can_allocate(self, num_rows: int) -> bool:
         return num_rows <= self._num_free
 
     def allocate(self, num_rows: int) -> Ids:
-        """The lowest free rows, in ascending order. Raises `PoolExhausted` where there are too few, and takes none."""
+        """Allocate the lowest free rows, in ascending order. Raises `PoolExhausted` if too few are free."""
         if num_rows < 0:
             raise ConfigError(f"rows: expected a number of at least 0, found {num_rows!r}")
         with self._lock:
             if num_rows > self._num_free:
                 raise PoolExhausted(
-                    f"rows: {num_rows} asked for, {self._num_free} of {self.num_rows} are free and {self._num_leased} wait "
-                    "for their leases"
+                    f"rows: cannot allocate {num_rows}: {self._num_free} of {self.num_rows} are free, and "
+                    f"{self._num_leased} wait for their leases"
                 )
             ids = np.flatnonzero(self._states == _FREE)[:num_rows].astype(np.int32)
             self._states[ids] = _USED
@@ -72,9 +74,9 @@ class RowAllocator:
         return ids
 
     def free(self, ids: npt.ArrayLike, *, lease: Lease | None = None) -> None:
-        """Give rows back: at once, or when `lease` is released.
+        """Free rows, at once or when `lease` is released.
 
-        Raises `LocalProtocolError` for a row that is not in use, and gives none back.
+        Raises `LocalProtocolError`, with none freed, for a row that is not in use.
         """
         rows = np.asarray(ids, dtype=np.int64).ravel()
         with self._lock:
@@ -95,7 +97,7 @@ class RowAllocator:
             raise LocalProtocolError(f"row {wrong[0]} is {_STATES[self._states[wrong[0]]]}; nothing was freed")
         unique, counts = np.unique(rows, return_counts=True)
         if len(unique) != len(rows):
-            raise LocalProtocolError(f"row {unique[counts > 1][0]} is given twice; nothing was freed")
+            raise LocalProtocolError(f"row {unique[counts > 1][0]} is listed twice; nothing was freed")
 
     def _give_back(self, rows: npt.NDArray[np.int64]) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from disagg.commands.cases.instructions import (
 from disagg.commands.cases.sides import Side
 from disagg.layout.agreement import LocalRank
 from disagg.layout.placement import Component
-from disagg.models.families import load_model
+from disagg.models import load_model
 from disagg.models.pools import allocate
 from disagg.protocol.messages import (
     Abort,

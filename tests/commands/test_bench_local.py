@@ -18,7 +18,7 @@ from disagg.commands.cases.workload import Case, items_of, rows_needed
 from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.serve import Commands, serve
 from disagg.core.errors import ConfigError, DisaggError
-from disagg.models.families import PRESETS, load_model
+from disagg.models import PRESETS, load_model
 from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS
 from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
 

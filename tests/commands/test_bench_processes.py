@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.models.families import load_model
+from disagg.models import load_model
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import BYTES_PER_TOKEN, ENGINES, Bench
 from tests.support.grid import CONTEXT_SIDES, ENGINE_PRESETS, ENGINE_SIDES

@@ -29,7 +29,7 @@ from disagg.layout.election import elect
 from disagg.layout.placement import Placement
 from disagg.layout.plan import make_plan
 from disagg.layout.tables import layout_table
-from disagg.models.families import load_model
+from disagg.models import load_model
 from disagg.models.pools import PoolShape, allocate, lay_out
 from tests.backends.conftest import require_engine
 

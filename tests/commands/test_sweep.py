@@ -17,7 +17,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of
 from disagg.commands.rank.raw import Sink, memcpy_gbps, pour, write_into
 from disagg.core.errors import ConfigError, TransferFailed
-from disagg.models.families import load_model
+from disagg.models import load_model
 
 ONE = {"backend": ("local",), "model": ("tiny",), "tokens": (64,), "requests": (1,), "concurrency": (1,), "run_pages": (1,)}
 

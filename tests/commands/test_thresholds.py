@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from disagg.commands.bench.command import run_cases
 from disagg.commands.bench.thresholds import ALWAYS, TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
 from disagg.core.errors import ConfigError
-from disagg.models.families import load_model
+from disagg.models import load_model
 from tests.commands.conftest import Bench
 
 SETTINGS = {

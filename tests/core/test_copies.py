@@ -1,4 +1,4 @@
-"""Copy batches: columns of one length, joined where both sides go on."""
+"""Copy batches: columns of one length, joined if they are contiguous on both sides."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def triples(copies: CopyBatch) -> Triples:
 
 
 def pairs(copies: Triples) -> list[tuple[int, int]]:
-    """Every byte's way, in order."""
+    """The source and destination of each byte, in order."""
     return [(source + i, destination + i) for source, destination, nbytes in copies for i in range(nbytes)]
 
 
 @given(triples_)
-def test_coalescing_keeps_every_byte_and_leaves_no_neighbours(given_triples: Triples) -> None:
+def test_coalescing_keeps_every_byte_and_joins_all_neighbours(given_triples: Triples) -> None:
     copies = batch(given_triples)
     joined = triples(copies.coalesced())
     assert pairs(joined) == pairs(given_triples)
@@ -40,7 +40,7 @@ def test_coalescing_keeps_every_byte_and_leaves_no_neighbours(given_triples: Tri
         assert (source + nbytes, destination + nbytes) != (next_source, next_destination)
 
 
-def test_runs_join_into_one_and_addresses_may_be_high() -> None:
+def test_contiguous_runs_join_at_high_addresses_too() -> None:
     top = 2**63 + 5
     assert triples(batch([(top, 8, 4), (top + 4, 12, 4), (top + 8, 16, 1)]).coalesced()) == [(top, 8, 9)]
     assert triples(batch([(0, 8, 4), (4, 13, 4)]).coalesced()) == [(0, 8, 4), (4, 13, 4)]
@@ -53,7 +53,7 @@ def test_concatenation_keeps_order(lists: list[Triples]) -> None:
     assert triples(CopyBatch.concatenate([batch(each) for each in lists])) == [t for each in lists for t in each]
 
 
-def test_columns_are_read_only_and_the_callers_stay_theirs() -> None:
+def test_columns_are_read_only_and_the_callers_arrays_writable() -> None:
     mine = np.arange(3, dtype=np.uint64)
     copies = CopyBatch(mine, mine + np.uint64(8), np.ones(3, np.uint64))
     for column in (copies.source, copies.destination, copies.nbytes):
@@ -63,7 +63,7 @@ def test_columns_are_read_only_and_the_callers_stay_theirs() -> None:
     assert mine.flags.writeable, "the caller's own array was made read-only"
 
 
-def test_columns_of_different_lengths_are_refused() -> None:
+def test_columns_of_different_lengths_are_rejected() -> None:
     two, three = np.zeros(2, np.uint64), np.zeros(3, np.uint64)
     for columns in ((two, three, three), (three, two, three), (three, three, two)):
         with pytest.raises(ValueError, match="one length"):

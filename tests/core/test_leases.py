@@ -1,4 +1,4 @@
-"""A lease is released once, by proof, and says why it is not."""
+"""Leases: released once, by proof; quarantined with a reason until then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_new_lease_is_held_without_a_reason() -> None:
     assert (lease.state, lease.released, lease.reason) == (LeaseState.HELD, False, "")
 
 
-def test_callbacks_run_once_in_order_at_release_and_at_once_after_it() -> None:
+def test_callbacks_run_once_in_order_or_at_once_after_release() -> None:
     lease, called = Lease(), list[int]()
     for number in range(3):
         lease.on_release(lambda number=number: called.append(number))  # type: ignore[misc]
@@ -54,7 +54,7 @@ def test_a_callback_may_use_the_lease() -> None:
     assert called == [LeaseState.RELEASED]
 
 
-def test_a_callback_that_raises_stops_neither_the_others_nor_the_one_who_releases(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_is_logged_and_the_others_run(caplog: pytest.LogCaptureFixture) -> None:
     lease, called = Lease(), list[str]()
     lease.on_release(fail)
     lease.on_release(lambda: called.append("second"))
@@ -63,7 +63,7 @@ def test_a_callback_that_raises_stops_neither_the_others_nor_the_one_who_release
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_threads_that_release_at_the_same_time_call_back_once() -> None:
+def test_concurrent_releases_run_callbacks_once() -> None:
     for _ in range(50):
         lease, called, gate = Lease(), list[int](), threading.Barrier(4)
         lease.on_release(lambda called=called: called.append(1))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Regions, devices, and tensors by their parts."""
+"""Regions, devices and raw tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import CPU, ITEMSIZE, Device, MemoryRegion, RawTensor, merge_regions, raw_tensor
 
 
-def test_item_sizes_are_those_of_numpy_where_it_has_the_type() -> None:
+def test_item_sizes_match_numpy() -> None:
     for name in (
         "bool",
         "uint8",
@@ -39,24 +39,24 @@ def test_item_sizes_are_those_of_numpy_where_it_has_the_type() -> None:
     ("text", "device"),
     [("cpu", CPU), ("cuda", Device("cuda", 0)), ("cuda:0", Device("cuda", 0)), ("cuda:11", Device("cuda", 11))],
 )
-def test_devices_are_read_from_text(text: str, device: Device) -> None:
+def test_devices_from_text(text: str, device: Device) -> None:
     assert Device.parse(text) == device
     assert Device.parse(str(device)) == device
 
 
 @pytest.mark.parametrize("text", ["", "gpu", "cuda:x", "cuda:-1", "cuda:1:2", "cuda: 1", "CPU", "cuda:"])
-def test_other_texts_are_no_devices(text: str) -> None:
+def test_other_texts_are_rejected_as_devices(text: str) -> None:
     with pytest.raises(ConfigError, match="device"):
         Device.parse(text)
 
 
-def test_an_unknown_kind_of_device_is_refused() -> None:
+def test_an_unknown_kind_of_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="found 'tpu'"):
         Device("tpu")
 
 
 @pytest.mark.parametrize(("address", "nbytes"), [(0, 1), (-4, 8), (16, 0), (16, -1), (2**64 - 4, 5)])
-def test_impossible_regions_are_refused(address: int, nbytes: int) -> None:
+def test_impossible_regions_are_rejected(address: int, nbytes: int) -> None:
     with pytest.raises(ConfigError, match="memory region"):
         MemoryRegion(address, nbytes)
 
@@ -68,7 +68,7 @@ regions_ = st.lists(
 
 
 @given(regions_)
-def test_merged_regions_are_the_same_bytes_apart_and_in_order(regions: list[MemoryRegion]) -> None:
+def test_merged_regions_have_the_same_bytes_in_order(regions: list[MemoryRegion]) -> None:
     before = list(regions)
     merged = merge_regions(regions)
     assert regions == before
@@ -83,7 +83,7 @@ def test_merged_regions_are_the_same_bytes_apart_and_in_order(regions: list[Memo
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=4), st.sampled_from(sorted(ITEMSIZE)))
-def test_the_spanned_bytes_end_with_the_last_element(axes: list[tuple[int, int]], dtype: str) -> None:
+def test_spanned_bytes_end_with_the_last_element(axes: list[tuple[int, int]], dtype: str) -> None:
     tensor = RawTensor(4096, tuple(size for size, _ in axes), tuple(stride for _, stride in axes), dtype)
     elements = [
         sum(i * s for i, (_, s) in zip(at, axes, strict=True)) for at in itertools.product(*(range(n) for n, _ in axes))
@@ -93,11 +93,11 @@ def test_the_spanned_bytes_end_with_the_last_element(axes: list[tuple[int, int]]
         assert tensor.region == MemoryRegion(4096, tensor.nbytes_spanned)
 
 
-def test_a_tensor_without_an_element_spans_nothing() -> None:
+def test_an_empty_tensor_spans_no_bytes() -> None:
     assert RawTensor(4096, (3, 0, 2), (0, 2, 1), "float16").nbytes_spanned == 0
 
 
-def test_a_view_of_one_index_is_numpys() -> None:
+def test_select_matches_numpy() -> None:
     array = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     for axis in range(3):
         for index in range(array.shape[axis]):
@@ -113,17 +113,17 @@ def test_a_view_of_one_index_is_numpys() -> None:
     ("shape", "strides", "dtype", "message"),
     [
         ((2,), (1,), "float7", "dtype: .*'float7'"),
-        ((2, 3), (1,), "int8", "2 sizes but 1 strides"),
+        ((2, 3), (1,), "int8", r"expected 2 strides for shape \(2, 3\), found 1"),
         ((-2,), (1,), "int8", "at least 0"),
         ((2,), (-1,), "int8", "at least 0"),
     ],
 )
-def test_impossible_tensors_are_refused(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, message: str) -> None:
+def test_impossible_tensors_are_rejected(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RawTensor(64, shape, strides, dtype)
 
 
-def test_arrays_are_taken_by_address_shape_and_element_strides() -> None:
+def test_arrays_become_raw_tensors() -> None:
     array = np.zeros((4, 6), dtype=np.uint16)
     assert raw_tensor(array) == RawTensor(array.ctypes.data, (4, 6), (6, 1), "uint16")
     assert raw_tensor(array[1:, ::2].T) == RawTensor(array.ctypes.data + 12, (3, 3), (2, 6), "uint16")
@@ -133,7 +133,7 @@ def test_arrays_are_taken_by_address_shape_and_element_strides() -> None:
 
 @dataclass
 class FakeTorch:
-    """As much of a torch tensor as is asked for."""
+    """The members of a torch tensor that `raw_tensor` uses."""
 
     shape: tuple[int, ...] = (2, 3)
     dtype: str = "torch.bfloat16"
@@ -146,7 +146,7 @@ class FakeTorch:
         return (3, 1)
 
 
-def test_torch_tensors_and_tuples_are_taken_without_torch() -> None:
+def test_torch_tensors_and_tuples_become_raw_tensors() -> None:
     wanted = RawTensor(4096, (2, 3), (3, 1), "bfloat16", Device("cuda", 1))
     assert raw_tensor(FakeTorch()) == wanted
     assert raw_tensor((4096, [2, 3], [3, 1], "torch.bfloat16", "cuda:1")) == wanted
@@ -162,7 +162,7 @@ def _misaligned() -> Any:
     [
         (lambda: np.zeros(2, dtype=np.complex64), "dtype: .*'complex64'"),
         (lambda: np.zeros(2, dtype=">u2"), "dtype: .*'>u2'"),
-        (_misaligned, "not whole elements"),
+        (_misaligned, "whole elements of"),
         (lambda: np.zeros(4, dtype=np.uint8)[::-1], "at least 0"),
         (lambda: [1, 2], "found list"),
         (lambda: (1, 2), "found tuple"),
@@ -170,12 +170,12 @@ def _misaligned() -> Any:
         (lambda: FakeTorch(dtype="torch.complex64"), "dtype"),
     ],
 )
-def test_other_things_are_no_tensors(make: Any, message: str) -> None:
+def test_other_objects_are_rejected_as_tensors(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         raw_tensor(make())
 
 
-def test_integers_of_numpy_become_pythons_own() -> None:
+def test_numpy_integers_become_python_integers() -> None:
     address: Any = np.uint64(4096)
     assert [type(value) for value in (MemoryRegion(address, 64).address, RawTensor(address, (4,), (1,), "int8").pointer)] == [
         int

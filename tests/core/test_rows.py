@@ -1,4 +1,4 @@
-"""Rows of a request: immutable, checked when made."""
+"""Rows of a request: immutable, and checked when constructed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_pages_compare_by_value_and_are_not_hashable() -> None:
         hash(Pages(np.array([1], np.int32)))
 
 
-def test_a_plain_or_empty_list_will_do() -> None:
+def test_pages_from_a_plain_or_empty_list() -> None:
     assert Pages([3, 4]).ids.tolist() == [3, 4]  # type: ignore[arg-type]
     assert len(Pages([]).ids) == 0  # type: ignore[arg-type]
     assert Pages(np.array([2**31 - 1], np.uint64)).ids.tolist() == [2**31 - 1]
@@ -63,19 +63,19 @@ def test_a_plain_or_empty_list_will_do() -> None:
     ],
     ids=repr,
 )
-def test_anything_but_a_list_of_ids_is_refused(ids: Any) -> None:
+def test_anything_but_a_list_of_ids_is_rejected(ids: Any) -> None:
     with pytest.raises(LayoutError, match="pages: expected"):
         Pages(ids)
 
 
 @pytest.mark.parametrize("first_token", [-1, 1.5, "0", None])
-def test_a_first_token_that_is_no_position_is_refused(first_token: Any) -> None:
+def test_an_invalid_first_token_is_rejected(first_token: Any) -> None:
     with pytest.raises(LayoutError, match="first token"):
         Pages(np.array([1], np.int32), first_token)
 
 
 @pytest.mark.parametrize("slot", [-1, 2**31, True, 1.5, "3", None])
-def test_a_slot_that_is_no_id_is_refused(slot: Any) -> None:
+def test_an_invalid_slot_is_rejected(slot: Any) -> None:
     with pytest.raises(LayoutError, match="slot"):
         Slot(slot)
 
@@ -86,11 +86,11 @@ def test_slots_compare_by_value() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, (1,), (1, 2, 3), ("0", 1), (0.0, 1), (2, 1), (-1, 1), (0, 2**40 + 1)])
-def test_what_is_no_range_of_tokens(given: object) -> None:
+def test_invalid_ranges_of_tokens(given: object) -> None:
     assert token_range(given) is None
 
 
-def test_a_range_of_tokens_becomes_pythons_own() -> None:
+def test_a_range_of_tokens_becomes_python_integers() -> None:
     found = token_range(np.array([3, 2**40]))
     assert found == (3, 2**40)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Span classes and token runs, written out naively, against `bind`."""
+"""Span classes and token runs: a naive expansion compared with `bind`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = SpanShape(np.ones(1, np.uint64), np.ones(1, np.uint64), (64, 64), (8, 8)
 
 
 def pieces(batch: SpanBatch) -> Iterator[tuple[int, int, int]]:
-    """Every run of bytes by the definition, in order; all lie in what their span class says that it reaches."""
+    """Every run of bytes by the definition, in order. Checks that all lie in the extents of their span class."""
     for part in batch.parts:
         shape = batch.shapes[part.span]
         chosen = range(len(shape.source_bases)) if part.bases is None else part.bases.tolist()
@@ -52,7 +52,7 @@ def pieces(batch: SpanBatch) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layers", [None, (0, 1, 2), (2,), (1, 7)])
-def test_a_request_over_span_classes_is_what_bind_gives(case: Case, layers: Sequence[int] | None) -> None:
+def test_spans_of_a_request_match_bind(case: Case, layers: Sequence[int] | None) -> None:
     scene = Scene(case)
     for ranks in scene.election.by_pair:
         plan, (source, destination) = scene.plan(*ranks), scene.rows(*ranks)
@@ -73,7 +73,7 @@ def test_a_request_over_span_classes_is_what_bind_gives(case: Case, layers: Sequ
         assert stream.total == wanted.total_nbytes
 
 
-def test_span_classes_are_numbered_from_the_first() -> None:
+def test_span_classes_are_numbered_from_a_first_number() -> None:
     scene = Scene(CASES[0])
     source, destination = scene.rows(0, 0)
     placed = bind_rows(scene.plan(0, 0), source=source, destination=destination, tokens=(3, 29), num_tokens=29)
@@ -82,6 +82,6 @@ def test_span_classes_are_numbered_from_the_first() -> None:
 
 
 @pytest.mark.parametrize(("span", "length"), [(1, 1), (0, 0), (0, -1)])
-def test_what_is_no_request_is_refused(span: int, length: int) -> None:
+def test_unknown_spans_and_empty_runs_are_rejected(span: int, length: int) -> None:
     with pytest.raises(ValueError, match=r"span|position"):
         SpanBatch((SHAPE,), (SpanRuns(span, None, np.array([[0, 0, 0, 0, length]])),))

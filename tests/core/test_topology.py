@@ -1,4 +1,4 @@
-"""Topologies: the numbering of ranks, and what is refused."""
+"""Topologies: the numbering of ranks, and invalid sizes."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_moe_ranks_follow_from_the_tensor_parallel_rank() -> None:
         ({"tp": 6, "ep": 4}, r"ep: expected a divisor of tp=6, found 4"),
     ],
 )
-def test_impossible_topologies_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_topologies_are_rejected_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Topology(**arguments)
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_outside_the_instance_is_refused(rank: int) -> None:
+def test_a_rank_outside_the_instance_is_rejected(rank: int) -> None:
     with pytest.raises(ConfigError, match=f"expected 0 to 7, found {rank}"):
         Topology(tp=4, dp=2).at(rank)

@@ -1,4 +1,4 @@
-"""Sums of both sides over real pools: equal after a right move, by every layout, in parts; different after any wrong one."""
+"""Checksums of both sides over real pools: equal after a correct transfer, different after a wrong one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from disagg.core.rows import Pages
 from disagg.layout.checksums import (
     SAMPLED,
     ChecksumPlan,
+    Checksums,
     PageRange,
-    Sums,
     checksum_rows,
     difference,
     page_range,
@@ -45,7 +45,7 @@ def placements(component: Component) -> Mapping[str, Placement]:
 
 
 class Compared:
-    """What every writer sums for one destination rank, and what that rank finds."""
+    """The checksums of all writers for one destination rank, and of that rank."""
 
     def __init__(self, scene: Scene, destination: int, *, sample: bytes | None = None, cut: int | None = None) -> None:
         self.scene, self.sample = scene, sample
@@ -60,7 +60,7 @@ class Compared:
         self.found = checksum_rows(
             self.plan, self.rows, need=self.need, tokens=self.need, layers=None, sample=sample, num_threads=2
         )
-        self.expected = Sums.zero(self.plan, self.pages)
+        self.expected = Checksums.zero(self.plan, self.pages)
         for writer in scene.election.writers(destination):
             plan = writer_plans(
                 scene.election,
@@ -69,11 +69,11 @@ class Compared:
             )[name]
             assert plan.layers == self.plan.layers
             for part, layers in itertools.product(self._cut(cut), self._halves(plan, cut)):
-                sums = checksum_rows(
+                part_checksums = checksum_rows(
                     plan, rows(scene.source, writer), need=self.need, tokens=part, layers=layers, sample=sample
                 )
-                np.add(self.expected.by_layer, sums.by_layer, out=self.expected.by_layer)
-                np.add(self.expected.by_page, sums.by_page, out=self.expected.by_page)
+                np.add(self.expected.by_layer, part_checksums.by_layer, out=self.expected.by_layer)
+                np.add(self.expected.by_page, part_checksums.by_page, out=self.expected.by_page)
 
     def _cut(self, cut: int | None) -> list[tuple[int, int]]:
         start, stop = self.need
@@ -89,7 +89,7 @@ class Compared:
 
 
 @given(cases(), st.one_of(st.none(), st.binary(min_size=1, max_size=4)), st.one_of(st.none(), st.integers(0, 9)))
-def test_sums_agree_after_a_move_however_it_was_cut(case: Case, sample: bytes | None, cut: int | None) -> None:
+def test_checksums_agree_after_a_transfer_in_any_chunks(case: Case, sample: bytes | None, cut: int | None) -> None:
     scene = Scene(case)
     scene.run()
     for destination in range(len(scene.destination.ranks)):
@@ -112,22 +112,22 @@ def tensor(scene: Scene, layer: int, which: int) -> np.ndarray[Any, Any]:
     return scene.destination.pools[0][layer][which].view(np.uint8)
 
 
-def test_every_changed_byte_is_named_by_its_layer_and_page() -> None:
+def test_a_changed_byte_is_located_by_layer_and_page() -> None:
     scene = moved()
     ids = scene.destination.pages[0].ids
     for layer, which, page in itertools.product((0, 3, 5), (0, 1), range(1, 5)):
         memory = tensor(scene, layer, which)[ids[page]].reshape(-1)
         place = 11 * page
         memory[place] ^= 0x80
-        said = Compared(scene, 0).difference
+        found = Compared(scene, 0).difference
         memory[place] ^= 0x80
-        assert f"layer {layer} (1 of 3 layers differ)" in said, said
-        assert f"page {page} of the request, tokens {page * 8} to {page * 8 + 8} (1 of 5 pages differ)" in said
+        assert f"layer {layer} (1 of 3 layers differ)" in found, found
+        assert f"page {page} of the request, tokens {page * 8} to {page * 8 + 8} (1 of 5 pages differ)" in found
     assert Compared(scene, 0).difference == ""
 
 
 @pytest.mark.parametrize("swap", ["pages", "heads", "layers", "k and v", "tokens"])
-def test_right_bytes_in_wrong_places_show(swap: str) -> None:
+def test_right_bytes_in_wrong_places_are_detected(swap: str) -> None:
     scene = moved()
     first, second = scene.destination.pages[0].ids[1:3]
     keys = tensor(scene, 0, 0)
@@ -147,7 +147,7 @@ def test_right_bytes_in_wrong_places_show(swap: str) -> None:
     assert "what arrived is not what was sent" in Compared(scene, 0).difference
 
 
-def test_a_sample_takes_some_pages_others_for_another_attempt_and_never_none() -> None:
+def test_a_sample_has_at_least_one_page_and_differs_between_attempts() -> None:
     scene = moved(num_tokens=8 * 600, need=8)
     whole = Compared(scene, 0)
     chosen = [page_range(whole.plan, whole.need, sample=bytes([attempt])) for attempt in range(20)]
@@ -162,7 +162,7 @@ def test_a_sample_takes_some_pages_others_for_another_attempt_and_never_none() -
     assert page_range(whole.plan, (8, 8), sample=b"any").numbers.tolist() == []
 
 
-def test_a_sample_sees_what_is_in_its_pages_only() -> None:
+def test_a_sample_detects_changes_in_its_pages_only() -> None:
     scene = moved(num_tokens=8 * 60, need=0)
     pages: PageRange = Compared(scene, 0, sample=b"x").pages
     ids = scene.destination.pages[0].ids

@@ -1,4 +1,4 @@
-"""Elections, plans and binding, against the naive reference and against definitions; by moving real bytes."""
+"""Elections, plans and binding against a naive reference and against definitions, by moving real bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.topology import Topology
-from disagg.layout.binding import bind, check_rows, expected_tokens
+from disagg.layout.agreement import expected_tokens
+from disagg.layout.binding import bind, check_rows
 from disagg.layout.election import Election, elect
 from disagg.layout.ownership import (
     EVERYTHING,
@@ -113,7 +114,7 @@ def stages_of(pp: int) -> tuple[tuple[int, ...], ...]:
     return {1: ((1, 4, 6, 9),), 2: ((1,), (4, 6, 9)), 3: ((1, 4), (6,), (9,))}[pp]
 
 
-def test_the_pairwise_settings_do_cover_every_pair() -> None:
+def test_the_pairwise_settings_cover_every_pair() -> None:
     rows = pairwise(SETTINGS)
     for one, other in itertools.combinations(SETTINGS, 2):
         assert {(row[one], row[other]) for row in rows} == set(itertools.product(SETTINGS[one], SETTINGS[other]))
@@ -140,7 +141,7 @@ def test_every_pair_of_settings_of_the_two_sides(part: int) -> None:
 
 
 @given(cases())
-def test_any_case_moves_exactly_what_the_reference_says(case: Case) -> None:
+def test_random_cases_match_the_reference(case: Case) -> None:
     check(case)
 
 
@@ -202,13 +203,13 @@ CONTROL = Case(
 )
 
 
-def test_the_verification_accepts_the_control_case() -> None:
+def test_the_comparison_accepts_the_control_case() -> None:
     check(CONTROL)
 
 
 @pytest.mark.parametrize("column", ["source", "destination"])
 @pytest.mark.parametrize("place", [0, 7, -1])
-def test_a_plan_with_one_wrong_offset_is_caught(column: str, place: int) -> None:
+def test_a_plan_with_one_wrong_offset_is_detected(column: str, place: int) -> None:
     scene = Scene(CONTROL)
     moves = scene.moves()
     copies = moves[0].copies
@@ -222,7 +223,7 @@ def test_a_plan_with_one_wrong_offset_is_caught(column: str, place: int) -> None
     assert scene.difference() is not None
 
 
-def test_a_plan_with_swapped_peers_is_caught() -> None:
+def test_a_plan_with_swapped_peers_is_detected() -> None:
     scene = Scene(CONTROL)
     swapped = {0: 1, 1: 0}
     moves = []
@@ -241,7 +242,7 @@ def test_a_plan_with_swapped_peers_is_caught() -> None:
     assert scene.difference() is not None
 
 
-def test_a_copy_left_out_or_one_too_many_is_caught() -> None:
+def test_a_copy_left_out_or_one_too_many_is_detected() -> None:
     scene = Scene(CONTROL)
     moves = scene.moves()
     left_out = CopyBatch(*(getattr(moves[2].copies, name)[1:] for name in ("source", "destination", "nbytes")))
@@ -253,7 +254,7 @@ def test_a_copy_left_out_or_one_too_many_is_caught() -> None:
         again.run([*moves, moves[0]])
 
 
-def test_a_copy_outside_the_pools_is_caught_before_it_is_made() -> None:
+def test_a_copy_outside_the_pools_is_detected_before_it_is_made() -> None:
     scene = Scene(CONTROL)
     moves = scene.moves()
     copies = moves[0].copies
@@ -286,7 +287,7 @@ def table(*per_component: Sequence[ComponentLayout | None], **sizes: int) -> Lay
     return layout_table(Topology(**sizes), per_component)
 
 
-def test_replicas_share_the_component_layer_runs_give_or_take_one() -> None:
+def test_replicas_write_equal_shares() -> None:
     for replicas, readers, layers, components in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 5), (1, 2)):
         names = [f"c{i}" for i in range(components)]
         source = table(*[[state(name, range(layers), dim=(4, EVERYTHING)) for _ in range(replicas)] for name in names])
@@ -306,7 +307,7 @@ def test_replicas_share_the_component_layer_runs_give_or_take_one() -> None:
 
 
 @pytest.mark.parametrize(("heads", "source", "destination"), [(4, 8, 1), (2, 8, 3), (1, 4, 2), (3, 8, 2), (2, 5, 1)])
-def test_replicas_of_each_head_share_its_runs(heads: int, source: int, destination: int) -> None:
+def test_replicas_of_each_head_write_equal_shares(heads: int, source: int, destination: int) -> None:
     side = Side(tp=source, stages=(tuple(range(5)),))
     scene = Scene(
         Case(
@@ -328,7 +329,7 @@ def test_replicas_of_each_head_share_its_runs(heads: int, source: int, destinati
         assert max(counts) - min(counts) <= 1
 
 
-def test_k_and_v_of_a_layer_travel_together() -> None:
+def test_k_and_v_of_a_layer_have_one_writer() -> None:
     scene = Scene(
         Case(model=KVModel(num_kv_heads=1, dims={"k": 2, "v": 2}), source=Side(tp=4), destination=Side(tp=2), num_tokens=3)
     )
@@ -336,7 +337,7 @@ def test_k_and_v_of_a_layer_travel_together() -> None:
     assert by_role["k"] == by_role["v"]
 
 
-def test_a_head_moves_as_one_flow_however_wide_it_is() -> None:
+def test_a_head_is_one_flow_at_any_width() -> None:
     model = KVModel(num_kv_heads=8, dims={"k": 128, "v": 128}, dtype="float16")
     scene = Scene(Case(model=model, source=Side(tp=4), destination=Side(tp=2), num_tokens=3))
     assert len(scene.election.flows) == 2 * 2 * 2
@@ -354,7 +355,7 @@ def test_both_sides_elect_the_same(case: Case) -> None:
         assert (source in scene.election.writers(destination)) == pair == (destination in scene.election.readers(source))
 
 
-def test_elections_that_differ_have_other_digests() -> None:
+def test_different_elections_have_different_digests() -> None:
     model = KVModel(num_kv_heads=2, dims={"k": 2, "v": 2})
     digests = {
         Scene(Case(model=model, source=Side(tp=source), destination=Side(tp=destination), num_tokens=1)).election.digest
@@ -374,7 +375,7 @@ print(scene.election.digest.hex(), len(scene.election.flows))
 """
 
 
-def test_the_digest_is_the_same_in_processes_with_other_hash_seeds() -> None:
+def test_the_digest_does_not_depend_on_the_hash_seed() -> None:
     found = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM],
@@ -389,7 +390,7 @@ def test_the_digest_is_the_same_in_processes_with_other_hash_seeds() -> None:
     assert len(found.pop().split()[0]) == 64
 
 
-def test_an_uncovered_destination_is_refused_with_axis_and_both_sides() -> None:
+def test_an_uncovered_destination_is_rejected_with_axis_and_both_sides() -> None:
     def heads(*owned: Owned) -> LayoutTable:
         return table([state("ssm", (0, 12), head=(8, each), dim=(4, EVERYTHING)) for each in owned])
 
@@ -401,11 +402,11 @@ def test_an_uncovered_destination_is_refused_with_axis_and_both_sides() -> None:
         elect(heads(interval(0, 4), interval(4, 6)), heads(interval(0, 4), interval(4, 8)))
 
 
-def test_a_layer_whose_stage_lacks_the_head_is_refused() -> None:
+def test_a_layer_whose_stage_lacks_the_head_is_rejected() -> None:
     source = layout_table(
         Topology(pp=2), [[state("ssm", (0,), head=(2, EVERYTHING)), state("ssm", (1,), head=(2, interval(0, 1)))]]
     )
-    with pytest.raises(LayoutError, match=r"layer 1: destination needs 'head' \[1, 2\) and no source holds it"):
+    with pytest.raises(LayoutError, match=r"layer 1: destination needs 'head' \[1, 2\), but no source holds it"):
         elect(source, table([state("ssm", (0, 1), head=(2, EVERYTHING))]))
 
 
@@ -450,12 +451,12 @@ def test_sources_that_own_each_token_once_are_accepted(owned: tuple[Owned, ...])
     ],
     ids=lambda owned: "; ".join(map(str, owned)),
 )
-def test_sources_that_do_not_own_each_token_once_are_refused(owned: tuple[Owned, ...]) -> None:
-    with pytest.raises(LayoutError, match=r"axis 'token': sources own .* not each token once"):
+def test_sources_that_do_not_own_each_token_once_are_rejected(owned: tuple[Owned, ...]) -> None:
+    with pytest.raises(LayoutError, match=r"axis 'token': expected sources that own each token once, found"):
         elect(by_tokens(*owned), by_tokens(EVERYTHING))
 
 
-def test_token_ownerships_of_giant_periods_are_refused_in_bounded_memory() -> None:
+def test_token_ownerships_of_giant_periods_are_rejected_in_bounded_memory() -> None:
     tracemalloc.start()
     for owned in (
         (Periodic(0, 2**61, 2**62 - 1),),
@@ -469,12 +470,12 @@ def test_token_ownerships_of_giant_periods_are_refused_in_bounded_memory() -> No
     tracemalloc.stop()
 
 
-def test_a_constant_axis_of_countless_pieces_is_refused() -> None:
+def test_a_constant_axis_of_too_many_intervals_is_rejected() -> None:
     with pytest.raises(LayoutError, match="1 of every 2 from 0"):
         table([state("ssm", (0,), channel=(2**20, Periodic(0, 1, 2)))])
 
 
-def test_ranks_and_components_that_hold_nothing_take_no_part() -> None:
+def test_ranks_that_own_nothing_have_no_flows() -> None:
     ssm, kv = state("ssm", (1,), dim=(2, EVERYTHING)), state("kv", (0,), dim=(2, EVERYTHING))
     idle = ComponentLayout(
         "kv", "slot", (TensorLayout("s", "uint8", (Axis("layer", None, Intervals(())), *kv.tensors[0].axes[1:])),)
@@ -491,7 +492,7 @@ def test_ranks_and_components_that_hold_nothing_take_no_part() -> None:
 
 
 class Array:
-    """A rank's share of a global array `[layer, a, b]` in slots, with strides of its own: `[slot, *axes in some order]`."""
+    """A rank's share of a global array `[layer, a, b]` in slots: `[slot, *axes in some order]`, maybe padded."""
 
     def __init__(
         self, layout: ComponentLayout, layers: Sequence[int], *, order: tuple[int, ...], num_slots: int, pad: int
@@ -517,7 +518,7 @@ class Array:
 
 
 @given(st.data())
-def test_any_ownership_of_any_axes_in_any_memory_order_moves_exactly(data: st.DataObject) -> None:
+def test_random_ownerships_and_memory_orders_match_numpy(data: st.DataObject) -> None:
     sizes = {"a": data.draw(st.integers(1, 8)), "b": data.draw(st.integers(1, 5))}
     layers = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True))
     dtype = data.draw(st.sampled_from(["uint8", "uint32"]))
@@ -573,8 +574,8 @@ def test_any_ownership_of_any_axes_in_any_memory_order_moves_exactly(data: st.Da
 
 
 @pytest.mark.parametrize(("source_tp", "destination_tp"), [(1, 2), (2, 1), (2, 4), (4, 2), (8, 1)])
-def test_sub_blocks_are_sharded_one_by_one(source_tp: int, destination_tp: int) -> None:
-    """Channels `x, B, C` of 16, 8 and 8: a rank holds its parts of each, one behind the other, which is not one interval."""
+def test_each_sub_block_is_sharded(source_tp: int, destination_tp: int) -> None:
+    """Channels `x, B, C` of 16, 8 and 8: a rank stores its part of each, one after the other, so it owns several intervals."""
 
     def channels(tp: int, rank: int) -> Intervals:
         parts, before = [], 0
@@ -625,7 +626,7 @@ def pages_layout(tokens: Owned = EVERYTHING, *granules: int) -> ComponentLayout:
 
 
 def pool(layout: ComponentLayout, *, page_size: int = 8, num_pages: int = 6, base: int = 2**20) -> Placement:
-    """Memory that is never touched: tensor `i` begins at `base * (i + 1)`."""
+    """A placement at addresses that are never read: tensor `i` begins at `base * (i + 1)`."""
     return Placement(
         "c",
         page_size,
@@ -657,7 +658,7 @@ def bound(
     target_page_size: int = 8,
     **more: Any,
 ) -> list[CopyBatch]:
-    """What each source rank (context parallel) sends to the one destination rank."""
+    """The copies of each source rank (context parallel) to the one destination rank."""
     ours, theirs = table(source, cp=len(source)), table([destination])
     election = elect(ours, theirs)
     place = pool(destination, page_size=target_page_size, base=DESTINATION)
@@ -680,7 +681,7 @@ def simple(source: Rows, destination: Rows, tokens: tuple[int, int] | None, **mo
     return triples(copies)
 
 
-def test_neighbouring_pages_become_one_copy() -> None:
+def test_neighbouring_pages_are_one_copy() -> None:
     assert simple(ids(2, 3, 4), ids(1, 2, 3), (0, 24)) == [(SOURCE + 64, DESTINATION + 32, 96)]
     assert simple(ids(2, 4, 3), ids(1, 2, 3), (0, 24)) == [
         (SOURCE + 64, DESTINATION + 32, 32),
@@ -710,20 +711,20 @@ def test_neighbouring_pages_become_one_copy() -> None:
         (ids(0, first_token=2**63), ids(1), (0, 3), "token"),
     ],
 )
-def test_rows_without_a_place_for_a_needed_token_are_refused(
+def test_rows_without_a_page_for_a_needed_token_are_rejected(
     source: Rows, destination: Rows, tokens: Any, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=f"component 'c'.*{message}"):
         simple(source, destination, tokens)
 
 
-def test_what_is_not_needed_may_be_without_a_page() -> None:
+def test_tokens_that_are_not_needed_may_lack_a_page() -> None:
     assert simple(ids(0, -1, 2), ids(-1, 99, 2), (16, 24)) == [(SOURCE + 64, DESTINATION + 64, 32)]
     assert simple(ids(5, 6, first_token=3), ids(5), (4, 8)) == [(SOURCE + 176, DESTINATION + 176, 16)]
 
 
 @pytest.mark.parametrize("first_token", range(8, 16))
-def test_the_first_page_listed_holds_the_first_token_wherever_in_it(first_token: int) -> None:
+def test_the_first_token_may_be_anywhere_in_the_first_page(first_token: int) -> None:
     assert simple(ids(4, 5, first_token=first_token), ids(0, 1, 2), (15, 17)) == [
         (SOURCE + 4 * 32 + 28, DESTINATION + 32 + 28, 8)
     ]
@@ -744,7 +745,7 @@ def test_slots_must_be_slots_inside_the_pool() -> None:
         check_rows(layout, place, Slot(3), (0, 0))
 
 
-def test_pooled_positions_travel_when_all_their_tokens_are_there() -> None:
+def test_pooled_positions_move_once_all_their_tokens_exist() -> None:
     for granule, tokens, moved in (
         (4, (0, 24), range(6)),
         (4, (0, 23), range(5)),
@@ -768,7 +769,7 @@ def test_pooled_positions_travel_when_all_their_tokens_are_there() -> None:
 @pytest.mark.parametrize(
     "owned", [(Periodic(0, 8, 16), Periodic(8, 8, 16)), (Share(0, 2, 8), Share(1, 2, 8))], ids=["pages in turn", "page blocks"]
 )
-def test_pooled_positions_are_owned_with_their_tokens(owned: tuple[Owned, Owned]) -> None:
+def test_pooled_positions_belong_to_the_owner_of_their_tokens(owned: tuple[Owned, Owned]) -> None:
     sources = [pages_layout(each, 1, 4) for each in owned]
     batches = bound(
         sources, pages_layout(EVERYTHING, 1, 4), rows=[ids(0, 1), ids(0, 1)], target=ids(0, 1, 2, 3), tokens=(0, 32)
@@ -781,14 +782,14 @@ def test_pooled_positions_are_owned_with_their_tokens(owned: tuple[Owned, Owned]
 
 
 @pytest.mark.parametrize("granule", [3, 16])
-def test_a_granule_that_does_not_divide_the_page_is_refused(granule: int) -> None:
+def test_a_granule_that_does_not_divide_the_page_is_rejected(granule: int) -> None:
     layout = pages_layout(EVERYTHING, granule)
     with pytest.raises(LayoutError, match="granule"):
         bound([layout], layout, rows=[ids(0, 1)], target=ids(0, 1), tokens=(0, 16))
 
 
 @given(cases(), st.data())
-def test_chunks_of_tokens_together_are_the_whole(case: Case, data: st.DataObject) -> None:
+def test_chunks_of_tokens_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
     if Context.PAGE_BLOCKS in (case.source.context, case.destination.context):
         return
     scene = Scene(case)
@@ -802,8 +803,8 @@ def test_chunks_of_tokens_together_are_the_whole(case: Case, data: st.DataObject
     assert scene.difference() is None
 
 
-def test_a_chunk_of_a_request_whose_tokens_are_shared_out_in_blocks() -> None:
-    """Two ranks hold tokens 0 to 15 and 16 to 31 of 32; the chunk of tokens 0 to 15 is rank 0's alone."""
+def test_a_chunk_of_a_request_with_tokens_in_blocks() -> None:
+    """Two ranks own tokens 0 to 15 and 16 to 31 of 32, so rank 0 writes the whole chunk of tokens 0 to 15."""
     sources = [pages_layout(Share(i, 2, 8)) for i in range(2)]
     rows = [ids(0, 1), ids(0, 1)]
     first = bound(sources, pages_layout(), rows=rows, target=ids(0, 1, 2, 3), tokens=(0, 16), num_tokens=32)
@@ -824,13 +825,11 @@ def test_a_chunk_of_a_request_whose_tokens_are_shared_out_in_blocks() -> None:
         (Share(1, 2, 4), (3, 3), (3, 3)),
     ],
 )
-def test_a_writer_accounts_for_the_hull_of_its_tokens(
-    owned: Owned | None, need: tuple[int, int], wanted: tuple[int, int]
-) -> None:
+def test_a_writer_must_send_the_hull_of_its_tokens(owned: Owned | None, need: tuple[int, int], wanted: tuple[int, int]) -> None:
     assert expected_tokens(owned, need) == wanted
 
 
-def test_destination_rows_are_checked_before_anyone_writes() -> None:
+def test_destination_rows_are_checked() -> None:
     layout = pages_layout(EVERYTHING, 1, 4)
     place = pool(layout)
     check_rows(layout, place, ids(3, 0, 5), (0, 24))
@@ -848,7 +847,7 @@ def test_destination_rows_are_checked_before_anyone_writes() -> None:
         check_rows(layout, place, ids(3), (0, 2**50))
 
 
-def test_an_election_is_a_plain_value() -> None:
+def test_an_empty_election() -> None:
     empty = Election((), ())
     assert empty.by_pair == {}
     assert empty.writers(0) == empty.readers(0) == ()
@@ -856,7 +855,7 @@ def test_an_election_is_a_plain_value() -> None:
     assert make_plan(empty, source=(0, nothing, {}), destination=(0, nothing, {})).components == {}
 
 
-def test_the_first_page_at_or_after_a_token_is_counted_among_a_ranks_own() -> None:
+def test_the_first_page_at_or_after_a_token() -> None:
     for tokens, token, page in (
         (EVERYTHING, 17, 1),
         (Periodic(1, 1, 2), 17, 0),

@@ -1,4 +1,4 @@
-"""The layout algebra, against its definition position by position; and layout tables, against hostile bytes."""
+"""Ownership against its definition, position by position, and layout tables against hostile bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from disagg.core.errors import LayoutError
 from disagg.core.topology import Topology
 from disagg.layout.ownership import (
     EVERYTHING,
-    MAX_AXIS_SIZE,
     Interval,
     Intervals,
     Owned,
@@ -30,6 +29,7 @@ from disagg.layout.ownership import (
     split,
 )
 from disagg.layout.tables import (
+    MAX_AXIS_SIZE,
     MAX_LAYERS,
     Axis,
     ComponentLayout,
@@ -51,7 +51,7 @@ SIZE = 24
 
 
 @given(ownerships(size=SIZE), st.integers(0, SIZE))
-def test_within_is_the_same_positions_in_the_same_order(owned: Owned, size: int) -> None:
+def test_within_keeps_positions_and_order(owned: Owned, size: int) -> None:
     parts = owned.within(size)
     assert isinstance(parts, Intervals)
     assert owned_positions(parts, size=size) == owned_positions(owned, size=size)
@@ -59,7 +59,7 @@ def test_within_is_the_same_positions_in_the_same_order(owned: Owned, size: int)
 
 
 @given(ownerships(size=SIZE), st.integers(1, SIZE))
-def test_local_indices_and_counts_are_places_in_memory_order(owned: Owned, size: int) -> None:
+def test_local_indices_and_counts_follow_memory_order(owned: Owned, size: int) -> None:
     finite = owned.within(size) if isinstance(owned, Share) else owned
     listed = owned_positions(finite, size=SIZE)
     positions = np.arange(SIZE)
@@ -71,7 +71,7 @@ def test_local_indices_and_counts_are_places_in_memory_order(owned: Owned, size:
 
 
 @given(ownerships(size=SIZE), ownerships(size=SIZE), st.integers(1, SIZE))
-def test_overlap_is_every_common_position_once_at_both_local_indices(ours: Owned, theirs: Owned, size: int) -> None:
+def test_overlap_has_each_common_position_once_at_both_local_indices(ours: Owned, theirs: Owned, size: int) -> None:
     left, right = owned_positions(ours, size=size), owned_positions(theirs, size=size)
     pieces = overlap(ours, theirs, size=size)
     pairs = [(p.source_offset + i, p.destination_offset + i) for p in pieces for i in range(p.length)]
@@ -82,14 +82,14 @@ def test_overlap_is_every_common_position_once_at_both_local_indices(ours: Owned
         assert joined != (other.source_offset, other.destination_offset)
 
 
-def test_the_whole_axis_is_one_interval_however_long_it_is() -> None:
+def test_the_whole_axis_is_one_interval_at_any_length() -> None:
     assert EVERYTHING.within(7168) == Intervals((Interval(0, 7168),))
     assert EVERYTHING.within(MAX_AXIS_SIZE) == Intervals((Interval(0, MAX_AXIS_SIZE),))
     assert Periodic(3, 4, 4).within(20) == Intervals((Interval(3, 20),))
     assert EVERYTHING.within(0) == Intervals(())
 
 
-def test_every_split_of_every_small_axis_is_the_closed_formula() -> None:
+def test_split_matches_the_closed_formula_on_small_axes() -> None:
     for size, parts in itertools.product(range(1, 33), range(1, 33)):
         shares = [split(size, parts, index) for index in range(parts)]
         for index, share in enumerate(shares):
@@ -114,13 +114,13 @@ def test_shares_follow_the_formula_of_context_parallel_prefill() -> None:
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
-def test_positions_become_intervals_in_their_order(positions: list[int]) -> None:
+def test_positions_become_intervals_in_order(positions: list[int]) -> None:
     found = positions_to_intervals(positions)
     assert owned_positions(found, size=31) == positions
     assert all(a.stop != b.start for a, b in itertools.pairwise(found.parts))
 
 
-def test_ownerships_print_as_what_they_are() -> None:
+def test_ownerships_as_text() -> None:
     assert str(Intervals((Interval(4, 6), Interval(0, 2)))) == "[4, 6) ‖ [0, 2)"
     assert str(interval(3, 3)) == "nothing"
     assert str(Periodic(1, 2, 4)) == "2 of every 4 from 1"
@@ -128,19 +128,19 @@ def test_ownerships_print_as_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("parts", [((3, 3),), ((5, 2),), ((-1, 4),), ((0, 2**62),), ((0, 4), (3, 5)), ((4, 8), (0, 5))])
-def test_intervals_that_are_none_or_overlap_are_refused(parts: tuple[tuple[int, int], ...]) -> None:
+def test_empty_or_overlapping_intervals_are_rejected(parts: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(LayoutError, match="interval"):
         Intervals(tuple(Interval(*part) for part in parts))
 
 
 @pytest.mark.parametrize("values", [(-1, 1, 1), (0, 0, 1), (0, 2, 1), (0, 1, 2**62), (2**62, 1, 1), (0, -1, 2)])
-def test_impossible_periods_are_refused(values: tuple[int, int, int]) -> None:
+def test_impossible_periods_are_rejected(values: tuple[int, int, int]) -> None:
     with pytest.raises(LayoutError, match="periodic"):
         Periodic(*values)
 
 
 @pytest.mark.parametrize("values", [(-1, 2, 1), (2, 2, 1), (0, 0, 1), (0, 1, 0)])
-def test_impossible_shares_are_refused(values: tuple[int, int, int]) -> None:
+def test_impossible_shares_are_rejected(values: tuple[int, int, int]) -> None:
     with pytest.raises(LayoutError, match="share"):
         Share(*values)
 
@@ -158,11 +158,11 @@ HEADS = Axis("kv_head", 4, interval(0, 2))
         (("kv_head", None, EVERYTHING), "only 'layer' and 'token'"),
         (("kv_head", 0, EVERYTHING), "expected a size of 1 to"),
         (("kv_head", MAX_AXIS_SIZE + 1, EVERYTHING), "expected a size of 1 to"),
-        (("kv_head", 4, interval(2, 5)), r"\[2, 5\) reaches beyond its size 4"),
+        (("kv_head", 4, interval(2, 5)), r"expected positions below its size 4, found \[2, 5\)"),
         (("token", None, EVERYTHING, 0), "granule of at least 1, found 0"),
     ],
 )
-def test_impossible_axes_are_refused_by_name(arguments: tuple[Any, ...], message: str) -> None:
+def test_impossible_axes_are_rejected_by_name(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=f"{arguments[0]}.*{message}"):
         Axis(*arguments)
 
@@ -177,12 +177,12 @@ def test_impossible_axes_are_refused_by_name(arguments: tuple[Any, ...], message
         ((LAYERS, Axis("kv_head", 4, interval(0, 2), 2)), "'kv_head': only a token axis may have a granule"),
     ],
 )
-def test_impossible_tensors_are_refused_by_role(axes: tuple[Axis, ...], message: str) -> None:
+def test_impossible_tensors_are_rejected_by_role(axes: tuple[Axis, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=f"tensor 'k'.*{message}"):
         TensorLayout("k", "float16", axes)
 
 
-def test_a_tensor_knows_its_axes_and_layers() -> None:
+def test_a_tensor_has_axes_and_layers() -> None:
     tensor = TensorLayout("k", "float16", (HEADS, Axis("layer", None, positions_to_intervals([5, 6, 2])), TOKENS))
     assert tensor.layers == (5, 6, 2)
     assert tensor.layer_set == {2, 5, 6}
@@ -198,11 +198,11 @@ def test_components_hold_distinct_roles_of_one_kind_of_rows() -> None:
     assert ComponentLayout("kv", "pages", (paged,)).tensor("k") is paged
     with pytest.raises(LayoutError, match="no tensor 'v'"):
         ComponentLayout("kv", "pages", (paged,)).tensor("v")
-    with pytest.raises(LayoutError, match="roles must be distinct"):
+    with pytest.raises(LayoutError, match="expected distinct roles"):
         ComponentLayout("kv", "pages", (paged, paged))
-    with pytest.raises(LayoutError, match="tensor 's': pages have a 'token' axis"):
+    with pytest.raises(LayoutError, match="tensor 's': expected a 'token' axis with pages"):
         ComponentLayout("kv", "pages", (paged, state))
-    with pytest.raises(LayoutError, match="tensor 'k': pages have"):
+    with pytest.raises(LayoutError, match=r"tensor 'k': expected .* none with slots"):
         ComponentLayout("ssm", "slot", (paged,))
 
 
@@ -210,7 +210,7 @@ def test_components_hold_distinct_roles_of_one_kind_of_rows() -> None:
 
 
 def component(name: str = "kv", *, optional: bool = False, dtype: str = "float16", **axes: Any) -> ComponentLayout:
-    """Two tensors; `axes` replace those of the first."""
+    """A component of two tensors; `axes` replace those of the first."""
     first = {"layer": LAYERS, "token": TOKENS, "kv_head": HEADS} | axes
     return ComponentLayout(
         name,
@@ -238,7 +238,7 @@ def table(*components: ComponentLayout | None) -> LayoutTable:
 
 def test_tensors_that_share_pages_own_the_same_tokens() -> None:
     halves = [TensorLayout(role, "float16", (LAYERS, Axis("token", None, Periodic(i, 1, 2)))) for i, role in enumerate("kv")]
-    with pytest.raises(LayoutError, match="own different tokens"):
+    with pytest.raises(LayoutError, match="expected tensors that own the same tokens"):
         ComponentLayout("kv", "pages", tuple(halves))
 
 
@@ -251,7 +251,7 @@ def test_a_table_lists_components_by_group_rank() -> None:
     assert found.components == {"kv": (kv, kv), "ssm": (None, ssm)}
 
 
-def test_a_table_has_as_many_ranks_as_its_topology() -> None:
+def test_a_table_has_the_number_of_ranks_of_its_topology() -> None:
     with pytest.raises(LayoutError, match="expected 2 ranks"):
         LayoutTable(TopologySizes(tp=2), (RankLayout(()),))
 
@@ -277,12 +277,12 @@ def test_tables_survive_encoding(data: st.DataObject) -> None:
     "owned",
     [Periodic(0, 1, 2), Periodic(2, 4, 8), Periodic(0, 4, 6), Share(0, 2, 6), Intervals((Interval(0, 5),)), Periodic(2, 1, 1)],
 )
-def test_an_ownership_that_cuts_through_granules_is_refused(owned: Owned) -> None:
-    with pytest.raises(LayoutError, match="cuts through granules of 4"):
+def test_an_ownership_that_cuts_through_granules_is_rejected(owned: Owned) -> None:
+    with pytest.raises(LayoutError, match="splits granules of 4"):
         Axis("token", None, owned, 4)
 
 
-def test_both_sides_agree_on_the_components_of_both() -> None:
+def test_agreed_components_are_those_of_both_sides() -> None:
     shared, draft = component(), component("draft", optional=True)
     assert agreed_components(table(shared, draft), table(shared)) == ("kv",)
     assert agreed_components(table(shared), table(shared, draft)) == ("kv",)
@@ -290,7 +290,7 @@ def test_both_sides_agree_on_the_components_of_both() -> None:
     assert agreed_components(table(component("draft"), shared), table(shared, draft)) == ("draft", "kv")
 
 
-def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
+def test_a_required_component_that_one_side_lacks_is_named() -> None:
     with pytest.raises(LayoutError, match="'ssm': required, but the peer does not have it"):
         agreed_components(table(component(), component("ssm")), table(component()))
     with pytest.raises(LayoutError, match="'ssm': required, but this side does not have it"):
@@ -312,13 +312,13 @@ def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
         ),
     ],
 )
-def test_what_must_match_is_refused_with_both_values(other: ComponentLayout, message: str) -> None:
+def test_a_mismatch_is_reported_with_both_values(other: ComponentLayout, message: str) -> None:
     with pytest.raises(LayoutError, match=f"component 'kv'.*({message})"):
         agreed_components(table(component()), table(other))
 
 
-def test_same_geometry_of_another_model_is_refused_where_the_table_can_tell() -> None:
-    """Case 41, the part of it that a layout table can see: equal bytes per page, other dtype or other global sizes."""
+def test_another_model_of_the_same_page_size_is_rejected() -> None:
+    """Pages have equal bytes, but the dtype or the global sizes differ. A table does not see a model's revision."""
     ours = component(dim=Axis("dim", 128, EVERYTHING))
     for theirs in (
         component(dtype="bfloat16", dim=Axis("dim", 128, EVERYTHING)),
@@ -326,12 +326,12 @@ def test_same_geometry_of_another_model_is_refused_where_the_table_can_tell() ->
     ):
         with pytest.raises(LayoutError, match=r"here, .* at the peer"):
             agreed_components(table(ours), table(theirs))
-    assert table(ours).encode() == table(component(dim=Axis("dim", 128, EVERYTHING))).encode(), "a revision is not in a table"
+    assert table(ours).encode() == table(component(dim=Axis("dim", 128, EVERYTHING))).encode(), "a table holds no revision"
 
 
 def test_ranks_of_one_instance_must_agree_among_themselves() -> None:
     odd = layout_table(Topology(tp=2), [[component(), component(dtype="bfloat16")]])
-    with pytest.raises(LayoutError, match=r"'kv'.*dtype: ranks of one instance differ, float16 and bfloat16"):
+    with pytest.raises(LayoutError, match=r"'kv'.*dtype: ranks of one instance differ: float16 and bfloat16"):
         agreed_components(odd, odd)
 
 
@@ -339,7 +339,7 @@ def test_ranks_of_one_instance_must_agree_among_themselves() -> None:
 
 
 def hostile(**changes: Any) -> bytes:
-    """A table as plain maps with `path__to__key=value` changed, encoded."""
+    """An encoded table with `path__to__key=value` changed."""
     plain: Any = msgspec.to_builtins(table(component()))
     for path, value in changes.items():
         *steps, last = (int(step) if step.isdecimal() else step for step in path.split("__"))
@@ -364,33 +364,33 @@ def bounded_memory(nbytes: int) -> Any:
         tracemalloc.stop()
 
 
-def refused(data: bytes) -> None:
+def rejected(data: bytes) -> None:
     with bounded_memory(4 << 20), pytest.raises(LayoutError, match=r"cannot be read"):
         LayoutTable.decode(data)
 
 
-def test_a_table_cut_at_any_byte_is_refused() -> None:
+def test_a_table_cut_at_any_byte_is_rejected() -> None:
     data = table(component(), component("draft", optional=True)).encode()
     for stop in range(len(data)):
-        refused(data[:stop])
-    refused(data + b"\x00")
+        rejected(data[:stop])
+    rejected(data + b"\x00")
 
 
 @pytest.mark.parametrize("size", HUGE)
 @pytest.mark.parametrize("field", ["dp", "tp", "pp", "ep"])
-def test_a_table_of_a_giant_topology_is_refused(field: str, size: int) -> None:
+def test_a_table_of_a_giant_topology_is_rejected(field: str, size: int) -> None:
     data = hostile(**{f"sizes__{field}": size})
     if field == "dp" and size < 2**64:
-        LayoutTable.decode(data)  # groups are alike: one is listed, however many there are
+        LayoutTable.decode(data)  # groups are alike, so a table lists one
     else:
-        refused(data)
+        rejected(data)
 
 
 @pytest.mark.parametrize("size", HUGE)
-def test_a_table_with_giant_axes_is_refused(size: int) -> None:
-    refused(hostile(**{f"{FIRST}__axes__2__size": size}))
-    refused(hostile(**{f"{FIRST}__axes__0__owned__parts": [[0, size]]}))
-    refused(hostile(**{f"{FIRST}__axes__2__owned__parts": [[0, size]]}))
+def test_a_table_with_giant_axes_is_rejected(size: int) -> None:
+    rejected(hostile(**{f"{FIRST}__axes__2__size": size}))
+    rejected(hostile(**{f"{FIRST}__axes__0__owned__parts": [[0, size]]}))
+    rejected(hostile(**{f"{FIRST}__axes__2__owned__parts": [[0, size]]}))
 
 
 @pytest.mark.parametrize(
@@ -419,8 +419,8 @@ def test_a_table_with_giant_axes_is_refused(size: int) -> None:
         (f"{FIRST}__axes__2__owned__parts", [[0.5, 1]]),
     ],
 )
-def test_a_table_with_a_wrong_value_is_refused(path: str, value: Any) -> None:
-    refused(hostile(**{path: value}))
+def test_a_table_with_a_wrong_value_is_rejected(path: str, value: Any) -> None:
+    rejected(hostile(**{path: value}))
 
 
 @pytest.mark.parametrize(
@@ -439,18 +439,18 @@ def test_a_table_with_a_wrong_value_is_refused(path: str, value: Any) -> None:
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_bytes_that_are_no_table_are_refused(data: bytes) -> None:
-    refused(data)
+def test_bytes_other_than_a_table_are_rejected(data: bytes) -> None:
+    rejected(data)
 
 
 @given(st.binary(max_size=200))
-def test_garbage_never_does_worse_than_a_layout_error(data: bytes) -> None:
+def test_garbage_raises_only_layout_errors(data: bytes) -> None:
     with contextlib.suppress(LayoutError):
         LayoutTable.decode(data)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))
-def test_a_table_with_one_byte_changed_never_does_worse_than_a_layout_error(place: int, byte: int) -> None:
+def test_a_table_with_one_byte_changed_raises_only_layout_errors(place: int, byte: int) -> None:
     data = bytearray(table(component(), component("ssm")).encode())
     data[place % len(data)] = byte
     try:
@@ -460,7 +460,7 @@ def test_a_table_with_one_byte_changed_never_does_worse_than_a_layout_error(plac
     assert LayoutTable.decode(found.encode()) == found
 
 
-def test_pieces_are_plain_values() -> None:
+def test_pieces_of_an_overlap() -> None:
     assert overlap(interval(2, 6), Intervals((Interval(4, 8), Interval(0, 4))), size=8) == (Piece(0, 6, 2), Piece(2, 0, 2))
     touching = Intervals((Interval(0, 2), Interval(2, 4)))
     assert overlap(touching, interval(0, 4), size=4) == (Piece(0, 0, 4),)

@@ -1,4 +1,4 @@
-"""Models as state: sizes in closed form, transformers' own configurations, and configs that are wrong or beyond us."""
+"""Model descriptions: sizes in closed form, transformers' own configurations, and configs that are wrong or not supported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.models.families import PRESETS, ModelSpec, first_layers, from_config, load_model
+from disagg.models import PRESETS, ModelSpec, first_layers, from_config, load_model
 from disagg.state.declare import State
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -168,16 +168,23 @@ class TestSizes:
             ("jamba-mini", {"kv": (4, 2 * 8 * 128 * 2), "ssm": (28, 8192 * 3 * 2 + 8192 * 16 * 4)}),
         ],
     )
-    def test_presets(self, name: str, expected: dict[str, tuple[int, int]]) -> None:
+    def test_presets_have_the_published_sizes(self, name: str, expected: dict[str, tuple[int, int]]) -> None:
         spec = PRESETS[name]
         assert {s.name: (len(s.layers), per_layer(s)) for s in spec.states} == expected
         assert load_model(name).nbytes(1000) == spec.nbytes(1000)
 
-    def test_presets_are_those_of_the_commands(self) -> None:
+    def test_names_of_presets(self) -> None:
         hybrids = {"qwen3-next-80b", "qwen3.5-397b-a17b", "kimi-linear-48b", "nemotron-h-8b", "falcon-h1-7b", "jamba-mini"}
         others = {"llama-3-8b", "llama-3-70b", "qwen3-32b", "gpt-oss-120b", "deepseek-v3.2", "tiny"}
         assert set(PRESETS) == hybrids | others
+        assert len(PRESETS) == len(hybrids | others)
         assert {name for name, spec in PRESETS.items() if any(s.rows == "slot" for s in spec.states)} == hybrids
+
+    def test_a_preset_is_made_once(self) -> None:
+        assert PRESETS["tiny"] is PRESETS["tiny"]
+        assert "llama-9" not in PRESETS
+        with pytest.raises(KeyError):
+            PRESETS["llama-9"]
 
     def test_bytes_of_a_request(self) -> None:
         assert PRESETS["llama-3-8b"].nbytes(1) == 131072
@@ -186,7 +193,7 @@ class TestSizes:
         assert oss.nbytes(1000) == 18 * 2048 * (1000 + 127)  # a window of 128 is the next token and 127 before it
         assert oss.nbytes(1000, prefix=900) == 18 * 2048 * (100 + 100)
         ssm = PRESETS["jamba-mini"].state("ssm")
-        assert ssm.nbytes(1) == ssm.nbytes(10**6) == ssm.nbytes(10**6, prefix=10)  # state always moves
+        assert ssm.nbytes(1) == ssm.nbytes(10**6) == ssm.nbytes(10**6, prefix=10)  # a slot is always moved whole
 
     def test_layers_of_hybrids(self) -> None:
         assert PRESETS["nemotron-h-8b"].state("kv").layers == (7, 18, 29, 40)
@@ -214,7 +221,7 @@ def hf_config() -> Callable[[Architecture], dict[str, Any]]:
 
 
 def declared(component: ComponentSpec) -> tuple[int, int | None]:
-    """Elements of one token or slot in one layer, and the first token held of 100."""
+    """Elements of one token or slot in one layer, and the first of 100 tokens that is kept."""
     elements = 0
     for tensor in component.tensors:
         count = 1
@@ -228,7 +235,7 @@ def declared(component: ComponentSpec) -> tuple[int, int | None]:
 def test_transformers_configs_give_what_the_example_declares(
     name: str, hf_config: Callable[[Architecture], dict[str, Any]]
 ) -> None:
-    """The example's declarations are checked against what the models really cache."""
+    """The example's own tests check its declarations against the caches of the real models."""
     architecture = ARCHITECTURES[name]
     spec = spec_of(hf_config(architecture), kv_dtype="bfloat16")
     assert spec.num_layers == architecture.num_layers
@@ -238,7 +245,7 @@ def test_transformers_configs_give_what_the_example_declares(
         elements, first = declared(component)
         found = 0
         for role in state.roles:
-            if role.name != "scale":  # FP8 index keys have scales, transformers' plain ones do not
+            if role.name != "scale":  # FP8 index keys have scales; those of transformers are not quantised
                 count = 1
                 for inner in role.inner.values():
                     count *= inner.size
@@ -260,10 +267,10 @@ def test_transformers_configs_give_what_the_example_declares(
             assert role.dtype == (tensor.dtype or "bfloat16")
 
 
-def test_deepseek_v4_as_servers_keep_it_has_the_layers_that_transformers_caches(
+def test_deepseek_v4_covers_the_layers_that_transformers_caches(
     hf_config: Callable[[Architecture], dict[str, Any]],
 ) -> None:
-    """Servers hold compressed entries and open rings in pools of their own; transformers holds both in one cache."""
+    """The states differ: servers keep compressed entries and open rings in separate pools, transformers in one cache."""
     architecture = ARCHITECTURES["deepseek-v4"]
     spec = from_config(hf_config(architecture), name="deepseek-v4")
     cached = {layer for component in architecture.components for layer in component.layers}
@@ -315,8 +322,8 @@ class TestKinds:
         assert (states["c128_open"].ring, per_layer(states["c128_open"])) == (128, 2 * 512 * 4)
         assert states["index"].packed
 
-    def test_deepseek_v4_open_windows_cover_what_is_not_compressed(self) -> None:
-        """A ratio-4 entry is made of its own four tokens and the four before."""
+    def test_deepseek_v4_open_windows_cover_tokens_not_yet_compressed(self) -> None:
+        """A ratio-4 entry is computed from its own four tokens and the four before them."""
         state = spec_of(V4).state("c4_open")
         for num_tokens in range(1, 40):
             closed = num_tokens - num_tokens % 4
@@ -346,7 +353,7 @@ class TestKinds:
         assert spec.nbytes(5) == spec_of({**QWEN3_5, "dtype": "torch.float16"}).nbytes(5)
         assert [s.layers for s in spec.states] == [(3,), (0, 1, 2)]
 
-    def test_m3_with_index_values_is_refused(self) -> None:
+    def test_m3_with_index_values_is_rejected(self) -> None:
         sparse = {**M3["sparse_attention_config"], "sparse_disable_index_value": [0, 1, 0, 1]}
         with pytest.raises(ConfigError, match=r"sparse_disable_index_value.*layer 2"):
             spec_of({**M3, "sparse_attention_config": sparse})
@@ -388,13 +395,13 @@ class TestDtypes:
             ({"kv_dtype": "float8_e4m3fn", "kv_scale_block": 0}, "kv_scale_block"),
         ],
     )
-    def test_wrong_options(self, options: dict[str, Any], named: str) -> None:
+    def test_wrong_options_are_rejected(self, options: dict[str, Any], named: str) -> None:
         with pytest.raises(ConfigError, match=named):
             spec_of(LLAMA, **options)
 
 
 class TestDraftLayers:
-    def test_are_declared_only_when_asked(self) -> None:
+    def test_are_declared_only_on_request(self) -> None:
         assert not any(s.optional for s in spec_of(DSA).states)
         spec = spec_of(DSA, draft_layers=True)
         assert {s.name: (s.layers, s.optional) for s in spec.states} == {
@@ -412,7 +419,7 @@ class TestDraftLayers:
         assert spec_of(nemotron, draft_layers=True).state("draft_kv").layers == (7, 9)
 
     @pytest.mark.parametrize("config", [LLAMA, without(MLA, "num_nextn_predict_layers")])
-    def test_none_to_declare(self, config: Mapping[str, Any]) -> None:
+    def test_requested_but_absent(self, config: Mapping[str, Any]) -> None:
         with pytest.raises(ConfigError, match="draft layers"):
             spec_of(config, draft_layers=True)
 
@@ -421,10 +428,10 @@ class TestDraftLayers:
         assert {s.name: s.layers for s in spec.states} == {"mla": (0, 1), "index": (0, 1)}
 
 
-# -- what is wrong, or beyond us ---------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize(
         ("config", "named"),
         [
@@ -460,34 +467,34 @@ class TestRefusals:
             ({**LLAMA, "dtype": "auto"}, "dtype"),
             ({**LLAMA, "dtype": 16}, "dtype"),
             ({**LLAMA, "tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-            ({"model_type": "nemotron_h", "hybrid_override_pattern": "-E-"}, "none of its layers"),
+            ({"model_type": "nemotron_h", "hybrid_override_pattern": "-E-"}, "expected a layer with state"),
             ({"model_type": "qwen3_5", "text_config": "text"}, "text_config"),
         ],
     )
-    def test_are_named(self, config: Mapping[str, Any], named: str) -> None:
+    def test_name_the_field_and_the_model(self, config: Mapping[str, Any], named: str) -> None:
         with pytest.raises(ConfigError) as raised:
             spec_of(config)
         assert named in str(raised.value)
         assert "'m'" in str(raised.value)
 
     @pytest.mark.parametrize("config", [[], None, "llama", 3])
-    def test_no_object(self, config: Any) -> None:
+    def test_config_is_not_an_object(self, config: Any) -> None:
         with pytest.raises(ConfigError, match="JSON object"):
             spec_of(config)
 
-    def test_no_model_of_that_name(self, tmp_path: Path) -> None:
+    def test_unknown_names_and_unreadable_files(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="llama-3-8b"):
             load_model("llama-9")
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ConfigError, match="no JSON"):
+        with pytest.raises(ConfigError, match="expected a JSON file"):
             load_model(str(tmp_path))
         (tmp_path / "config.json").write_text("[" * 100_000)
-        with pytest.raises(ConfigError, match="no JSON"):
+        with pytest.raises(ConfigError, match="expected a JSON file"):
             load_model(str(tmp_path))
         with pytest.raises(ConfigError):
             load_model("x" * 5000)
 
-    def test_a_file_and_its_folder_are_the_same_model(self, tmp_path: Path) -> None:
+    def test_a_file_and_its_folder_give_the_same_model(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(dict(LLAMA)))
         assert load_model(str(tmp_path)).nbytes(7) == load_model(str(tmp_path / "config.json")).nbytes(7)
         assert load_model(str(tmp_path), num_layers=1).num_layers == 1
@@ -497,7 +504,7 @@ class TestRefusals:
     @pytest.mark.parametrize("config", SMALL, ids=lambda c: str(c["model_type"]))
     @pytest.mark.parametrize("wrong", [None, -1, 0, 1.5, "4", True, 2**40, [], {}, float("nan")], ids=repr)
     def test_every_number_is_checked(self, config: Mapping[str, Any], wrong: object) -> None:
-        """A wrong number is refused by name. Some fields may be left out, and some may be 0."""
+        """The error for a wrong number names its field. Some fields may be absent, and some may be 0."""
         may_be_absent = {"num_key_value_heads", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mamba_d_head"}
         may_be_absent |= {"deepseek_v4": {"qk_rope_head_dim"}, "falcon_h1": {"head_dim"}}.get(config["model_type"], set())
         may_be_zero = {"attn_layer_offset", "num_nextn_predict_layers", "mtp_num_hidden_layers"}

@@ -1,10 +1,9 @@
-"""Pools of a stage: only its layers, tensors that do not meet, rows that come back once, and whose weights are whose."""
+"""Pools of a stage: only its layers, tensors that do not overlap, and the weights that each stage needs."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disagg.core.errors import ConfigError, LocalProtocolError
-from disagg.core.leases import Lease
+from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
 from disagg.layout.placement import check_placement
 from disagg.layout.tables import LAYER
-from disagg.models.families import ModelSpec, from_config, load_model
-from disagg.models.pools import PoolShape, StagePools, allocate
-from disagg.models.stages import Stage, split_layers, stage_of
-from disagg.state.allocator import PoolExhausted, RowAllocator
+from disagg.models import ModelSpec, PoolShape, Stage, StagePools, allocate, from_config, load_model, split_layers, stage_of
 
 HYBRID: Mapping[str, Any] = {
     "model_type": "qwen3_next",
@@ -97,7 +91,7 @@ class TestSplit:
 
 
 class TestStages:
-    def test_only_the_stage_s_layers(self) -> None:
+    def test_have_only_the_layers_of_the_stage(self) -> None:
         model = MODELS["hybrid"]
         first, last = (pools_of(model, Topology(pp=2, pp_rank=stage)) for stage in range(2))
         assert layers_of(first) == {"kv": (), "ssm": (0, 1, 2), "draft_kv": ()}
@@ -115,7 +109,7 @@ class TestStages:
 
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize(("tp", "pp", "counts"), [(1, 1, None), (2, 1, None), (1, 2, (1, -1)), (4, 3, None)])
-    def test_stages_share_out_every_layer(self, name: str, tp: int, pp: int, counts: tuple[int, int] | None) -> None:
+    def test_each_layer_is_in_one_stage(self, name: str, tp: int, pp: int, counts: tuple[int, int] | None) -> None:
         model = MODELS[name]
         given_counts = None if counts is None else (counts[0], model.num_layers + counts[1])
         shape = PoolShape(num_pages=2, layer_counts=given_counts)
@@ -128,10 +122,10 @@ class TestStages:
             for component, layers in layers_of(pools).items():
                 found[component] += layers if rank.tp_rank == 0 else ()
         assert found == {state.name: list(state.layers) for state in model.states}
-        assert all(table == tables[0] for table in tables)  # every rank says the same of every rank
+        assert all(table == tables[0] for table in tables)  # every rank computes the same layouts of all ranks
 
     @pytest.mark.parametrize("name", MODELS)
-    def test_layouts_say_what_is_in_memory(self, name: str) -> None:
+    def test_layouts_match_memory(self, name: str) -> None:
         for rank in Topology(tp=2, pp=2).group():
             pools = pools_of(MODELS[name], rank)
             for component in pools.components:
@@ -144,7 +138,7 @@ class TestStages:
                     axis = next(a for a in tensor.axes if a.name == LAYER)
                     assert [i for i in range(20) if axis.owned.within(20).locate(np.array([i]))[0] >= 0] == list(tensors)
 
-    def test_start_and_end_as_the_server_has_them(self) -> None:
+    def test_first_and_last_layer_given_by_the_server(self) -> None:
         model = MODELS["hybrid"]
         stage = Topology(pp=2, pp_rank=1)
         assert layers_of(allocate(model, stage, SHAPE, start_layer=3, end_layer=7))["kv"] == (3, 6)
@@ -164,7 +158,7 @@ class TestStages:
         assert half.saved_nbytes == half.arena.nbytes == whole.arena.nbytes // 2
         assert str(half.use[0]) == "kv: 2 of 4 layers, 0.2 MiB, 0.2 MiB saved"
 
-    def test_without_pipeline_parallelism_everything_is_here(self) -> None:
+    def test_one_stage_has_every_layer(self) -> None:
         for model in MODELS.values():
             assert layers_of(pools_of(model, Topology())) == {state.name: state.layers for state in model.states}
 
@@ -173,7 +167,7 @@ class TestMemory:
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("order", ["nhd", "hnd"])
     @pytest.mark.parametrize("tp", [1, 2, 8])
-    def test_tensors_fill_the_arena_and_do_not_meet(self, name: str, order: str, tp: int) -> None:
+    def test_tensors_fill_the_arena_and_do_not_overlap(self, name: str, order: str, tp: int) -> None:
         shape = PoolShape(page_size=16, num_pages=5, num_slots=3, order=order)
         pools = pools_of(MODELS[name], Topology(tp=tp, tp_rank=tp - 1), shape)
         assert pools.arena.__array_interface__["data"][0] % 4096 == 0
@@ -188,7 +182,7 @@ class TestMemory:
         assert int(pools.arena.sum()) == nbytes
         assert sum(use.nbytes for use in pools.use) == pools.arena.nbytes
 
-    def test_shapes_are_the_roles_own(self) -> None:
+    def test_shapes_follow_the_roles(self) -> None:
         for order, dims in (("nhd", (5, 16, 2, 32)), ("hnd", (5, 2, 16, 32))):
             shape = PoolShape(num_pages=5, num_slots=3, order=order)
             tensors = pools_of(MODELS["hybrid"], Topology(tp=2), shape).tensors
@@ -201,7 +195,7 @@ class TestMemory:
         tensors = pools_of(MODELS["compressed"], Topology(), shape).tensors
         assert tensors["window"][0]["latent"].shape == (4, 16, 32)
         assert tensors["c4"][1]["latent"].shape == (9, 4, 32)
-        assert tensors["c128"][2]["latent"].shape == (9, 1, 32)  # a page of 128 tokens, since an entry is not cut
+        assert tensors["c128"][2]["latent"].shape == (9, 1, 32)  # a page has 128 tokens, because an entry is not split
         assert tensors["c4_open"][1]["kv_score"].shape == (6, 8, 64 * 4)
         assert tensors["c128_open"][2]["kv_score"].shape == (3, 128, 32 * 4)
 
@@ -225,16 +219,16 @@ class TestMemory:
             ({"order": "dhn"}, "dhn"),
         ],
     )
-    def test_wrong_shapes(self, changes: dict[str, Any], named: str) -> None:
+    def test_rejects_wrong_sizes(self, changes: dict[str, Any], named: str) -> None:
         with pytest.raises(ConfigError, match=named):
             PoolShape(**{"num_pages": 4, **changes})
 
-    def test_rows_of_no_component(self) -> None:
+    def test_rejects_rows_of_an_unknown_component(self) -> None:
         with pytest.raises(ConfigError, match="expected components of kv, found kvv"):
             pools_of(MODELS["tiny"], Topology(), PoolShape(num_pages=4, rows={"kvv": 3}))
 
-    def test_more_than_can_be_addressed(self) -> None:
-        with pytest.raises(ConfigError, match="cannot be mapped"):
+    def test_rejects_pools_that_cannot_be_mapped(self) -> None:
+        with pytest.raises(ConfigError, match="cannot map"):
             pools_of(MODELS["tiny"], Topology(), PoolShape(num_pages=2**50))
 
 
@@ -274,170 +268,26 @@ class TestWeights:
             ("model", "FML"),
         ],
     )
-    def test_owners(self, name: str, owners: str) -> None:
+    def test_stages_that_need_a_weight(self, name: str, owners: str) -> None:
         stages = {"F": self.FIRST, "M": self.MIDDLE, "L": self.LAST}
         assert "".join(letter for letter, stage in stages.items() if stage.owns_weight(name)) == owners
 
-    def test_tied_embeddings_are_also_the_last_stage_s(self) -> None:
+    def test_the_last_stage_needs_tied_embeddings_too(self) -> None:
         tied = from_config({**WINDOWS, "tie_word_embeddings": True}, name="tied")
         stages = [stage_of(tied, Topology(pp=3, pp_rank=stage)) for stage in range(3)]
         assert [stage.owns_weight("model.embed_tokens.weight") for stage in stages] == [True, False, True]
         assert [stage.owns_weight("lm_head.weight") for stage in stages] == [False, False, True]
 
     @given(st.integers(0, 9), st.sampled_from(["model.layers.{}.x", "backbone.layers.{}.mlp.experts.8.w"]))
-    def test_every_layer_has_one_stage(self, layer: int, name: str) -> None:
+    def test_a_layer_s_weights_belong_to_one_stage(self, layer: int, name: str) -> None:
         stages = (self.FIRST, self.MIDDLE, self.LAST)
         assert sum(stage.owns_weight(name.format(layer)) for stage in stages) == 1
 
-    def test_one_stage_needs_all(self) -> None:
+    def test_a_single_stage_needs_every_weight(self) -> None:
         pools = pools_of(MODELS["hybrid"], Topology())
         assert all(
             pools.owns_weight(n) for n in ("model.layers.6.x", "model.layers.7.x", "lm_head.weight", "mtp.fc.weight", "a")
         )
-
-
-class TestRows:
-    def test_lowest_rows_first_and_row_0_never(self) -> None:
-        rows = RowAllocator(6)
-        assert rows.allocate(3).tolist() == [1, 2, 3]
-        rows.free([2])
-        assert rows.allocate(2).tolist() == [2, 4]
-        assert rows.allocate(0).tolist() == []
-        assert (rows.num_free, rows.can_allocate(1), rows.can_allocate(2)) == (1, True, False)
-        assert RowAllocator(2, reserved=()).allocate(2).dtype == np.int32
-
-    def test_exhausted(self) -> None:
-        rows = RowAllocator(4)
-        lease = Lease()
-        rows.free(rows.allocate(2), lease=lease)
-        with pytest.raises(PoolExhausted, match=r"2 asked for, 1 of 4 are free and 2 wait for their leases"):
-            rows.allocate(2)
-        assert rows.num_free == 1
-        lease.release()
-        assert rows.allocate(3).tolist() == [1, 2, 3]
-
-    def test_a_quarantined_lease_keeps_its_rows(self) -> None:
-        rows, lease = RowAllocator(4), Lease()
-        rows.free(rows.allocate(3), lease=lease)
-        lease.quarantine("nobody knows")
-        assert (rows.num_free, rows.num_leased) == (0, 3)
-        lease.release()
-        lease.release()
-        assert (rows.num_free, rows.num_leased) == (3, 0)
-
-    def test_a_released_lease_gives_them_back_at_once(self) -> None:
-        rows, lease = RowAllocator(4), Lease()
-        lease.release()
-        rows.free(rows.allocate(3), lease=lease)
-        assert rows.num_free == 3
-
-    @pytest.mark.parametrize(
-        ("ids", "named"),
-        [
-            ([1, 1], "row 1 is given twice"),
-            ([1, 3], "row 3 is free"),
-            ([0], "row 0 is reserved"),
-            ([1, 9], "row 9: expected 0 to 4"),
-            ([-1], "row -1"),
-            ([2], "row 2 is freed already"),
-        ],
-    )
-    def test_rows_that_cannot_be_freed(self, ids: list[int], named: str) -> None:
-        rows, lease = RowAllocator(5), Lease()
-        rows.allocate(2)
-        rows.free([2], lease=lease)
-        with pytest.raises(LocalProtocolError, match=named):
-            rows.free(ids)
-        assert (rows.num_free, rows.num_leased) == (2, 1)
-
-    @pytest.mark.parametrize(("num_rows", "reserved"), [(0, ()), (4, (4,)), (4, (-1,)), (2**31, ())])
-    def test_wrong_sizes(self, num_rows: int, reserved: tuple[int, ...]) -> None:
-        with pytest.raises(ConfigError, match="rows"):
-            RowAllocator(num_rows, reserved=reserved)
-        with pytest.raises(ConfigError, match="rows"):
-            RowAllocator(4).allocate(-1)
-
-    def test_threads_never_share_a_row(self) -> None:
-        rows = RowAllocator(65)
-        owner = np.zeros(65, dtype=np.int64)
-        failures: list[str] = []
-
-        def work(me: int) -> None:
-            for turn in range(200):
-                ids = rows.allocate(4)
-                owner[ids] = me
-                lease = Lease()
-                if (owner[ids] != me).any():
-                    failures.append(f"thread {me}, turn {turn}")
-                rows.free(ids, lease=lease)
-                lease.release()
-
-        threads = [threading.Thread(target=work, args=(me,)) for me in range(1, 9)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failures
-        assert rows.num_free == 64
-
-
-class RowMachine(RuleBasedStateMachine):
-    """Rows against sets: free ones, those in use, and those that wait for a lease."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = RowAllocator(20, reserved=(0, 7))
-        self.free = set(range(20)) - {0, 7}
-        self.used: list[list[int]] = []
-        self.leased: list[tuple[Lease, list[int]]] = []
-
-    @rule(num_rows=st.integers(0, 22))
-    def allocate(self, num_rows: int) -> None:
-        if num_rows > len(self.free):
-            with pytest.raises(PoolExhausted):
-                self.rows.allocate(num_rows)
-            return
-        found = self.rows.allocate(num_rows).tolist()
-        assert found == sorted(self.free)[:num_rows]
-        self.free -= set(found)
-        self.used.append(found)
-
-    @precondition(lambda self: self.used)
-    @rule(data=st.data(), leased=st.booleans())
-    def give(self, data: st.DataObject, leased: bool) -> None:
-        ids = self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))
-        lease = Lease() if leased else None
-        self.rows.free(ids, lease=lease)
-        if lease is None:
-            self.free |= set(ids)
-        else:
-            self.leased.append((lease, ids))
-
-    @precondition(lambda self: self.leased)
-    @rule(data=st.data(), quarantine=st.booleans())
-    def end(self, data: st.DataObject, quarantine: bool) -> None:
-        index = data.draw(st.integers(0, len(self.leased) - 1))
-        if quarantine:
-            self.leased[index][0].quarantine("no proof")
-            return
-        lease, ids = self.leased.pop(index)
-        lease.release()
-        self.free |= set(ids)
-
-    @precondition(lambda self: self.free or any(ids for _, ids in self.leased))
-    @rule(data=st.data())
-    def free_twice(self, data: st.DataObject) -> None:
-        waiting = {row for _, ids in self.leased for row in ids}
-        with pytest.raises(LocalProtocolError):
-            self.rows.free([data.draw(st.sampled_from(sorted(self.free | waiting)))])
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.rows.num_free == len(self.free)
-        assert self.rows.num_leased == sum(len(ids) for _, ids in self.leased)
-
-
-TestRowMachine: Callable[..., Any] = RowMachine.TestCase
 
 
 def test_a_config_file_goes_all_the_way(tmp_path: Path) -> None:

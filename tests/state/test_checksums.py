@@ -1,4 +1,4 @@
-"""Sums of every kind of state: what writers sum is what the destination finds, and any changed byte of it shows."""
+"""Checksums of every kind of state: equal on both sides after a transfer, and different after any changed byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from disagg.core.rows import Rows
-from disagg.layout.checksums import ChecksumPlan, Sums, checksum_rows, difference, page_range, reader_plan, writer_plans
+from disagg.layout.checksums import ChecksumPlan, Checksums, checksum_rows, difference, page_range, reader_plan, writer_plans
 from disagg.layout.placement import Placement
 from tests.state.test_hybrid import KINDS
 from tests.support.states import Kind, Rank, Request, Scene, Side, library_rows
@@ -25,8 +25,8 @@ def placements(rank: Rank) -> dict[str, Placement]:
     return {name: component.placement for name, component in rank.components.items() if component.placement is not None}
 
 
-class Summed:
-    """One request of one kind of state, moved; and for one destination rank both sides' sums."""
+class Compared:
+    """One transferred request of one kind of state, and both sides' checksums for one destination rank."""
 
     def __init__(self, scene: Scene, request: Request, kind: Kind, destination: int, *, sample: bytes | None) -> None:
         self.name, self.need, self.sample = kind.name, request.needs[kind.name], sample
@@ -37,7 +37,7 @@ class Summed:
             request.destination_rows[destination][kind.name], state=theirs.states[kind.name], tokens=self.need
         )
         self.pages = page_range(self.plan, self.need, sample=sample)
-        self.expected = Sums.zero(self.plan, self.pages)
+        self.expected = Checksums.zero(self.plan, self.pages)
         for writer in scene.election.writers(destination):
             ours = scene.source.group(0)[writer]
             plans = writer_plans(
@@ -46,42 +46,42 @@ class Summed:
                 destination=(destination, scene.destination.table, placements(theirs)),
             )
             rows = library_rows(request.source_rows[writer][kind.name], state=ours.states[kind.name], tokens=self.need)
-            sums = self._sum(plans[kind.name], rows)
-            np.add(self.expected.by_layer, sums.by_layer, out=self.expected.by_layer)
-            np.add(self.expected.by_page, sums.by_page, out=self.expected.by_page)
+            checksums = self._checksums(plans[kind.name], rows)
+            np.add(self.expected.by_layer, checksums.by_layer, out=self.expected.by_layer)
+            np.add(self.expected.by_page, checksums.by_page, out=self.expected.by_page)
 
-    def _sum(self, plan: ChecksumPlan, rows: Rows) -> Sums:
+    def _checksums(self, plan: ChecksumPlan, rows: Rows) -> Checksums:
         return checksum_rows(plan, rows, need=self.need, tokens=self.need, layers=None, sample=self.sample)
 
     @property
     def difference(self) -> str:
-        return difference(self.plan, self.rows, self.pages, expected=self.expected, found=self._sum(self.plan, self.rows))
+        return difference(self.plan, self.rows, self.pages, expected=self.expected, found=self._checksums(self.plan, self.rows))
 
 
-def summed(kind: Kind, sides: tuple[Side, Side], *, sample: bytes | None) -> Iterator[tuple[Scene, Rank, Summed]]:
+def compared(kind: Kind, sides: tuple[Side, Side], *, sample: bytes | None) -> Iterator[tuple[Scene, Rank, Compared]]:
     scene = Scene([kind], *sides)
     request = scene.open(13)
     scene.run(request, scene.moves(request))
     for number, rank in enumerate(scene.destination.group(0)):
         if kind.name in scene.destination.table.ranks[number].by_name and rank.components[kind.name].placement is not None:
-            yield scene, rank, Summed(scene, request, kind, number, sample=sample)
+            yield scene, rank, Compared(scene, request, kind, number, sample=sample)
 
 
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_sides_of_every_kind_of_state_sum_the_same(kind: str, sides: str) -> None:
+def test_checksums_of_both_sides_agree_for_every_kind(kind: str, sides: str) -> None:
     checked = 0
     for sample in SAMPLES:
-        for _, _, found in summed(KINDS[kind](), SIDES[sides], sample=sample):
+        for _, _, found in compared(KINDS[kind](), SIDES[sides], sample=sample):
             assert found.difference == ""
             checked += bool(found.expected.by_layer.any())
     assert checked
 
 
 @pytest.mark.parametrize("kind", ["gdn", "adapter", "window"])
-def test_any_changed_byte_is_found_and_its_layer_and_row_named(kind: str) -> None:
+def test_a_changed_byte_is_located_by_layer_and_row(kind: str) -> None:
     rng = np.random.default_rng(3)
-    for _, rank, found in summed(KINDS[kind](), SIDES["tp 4 to 2"], sample=None):
+    for _, rank, found in compared(KINDS[kind](), SIDES["tp 4 to 2"], sample=None):
         memory = rank.memory[kind if kind in rank.memory else found.name]
         image = {name: buffer.copy() for name, buffer in memory.buffers.items()}
         hits = 0
@@ -89,14 +89,14 @@ def test_any_changed_byte_is_found_and_its_layer_and_row_named(kind: str) -> Non
             flat: Any = buffer.view(np.uint8).reshape(-1)
             for place in rng.integers(len(flat), size=40).tolist():
                 flat[place] ^= 0x40
-                said = found.difference
+                text = found.difference
                 flat[place] ^= 0x40
-                assert not said or (f"component {found.name!r}, layer " in said and ("slot " in said or "page " in said))
-                hits += bool(said)
+                assert not text or (f"component {found.name!r}, layer " in text and ("slot " in text or "page " in text))
+                hits += bool(text)
             assert (buffer.view(np.uint8) == image[name].view(np.uint8)).all()
         assert hits
 
 
-def test_a_sample_of_slots_takes_some_layers() -> None:
-    ((_, _, found), *_) = summed(KINDS["gdn"](), SIDES["tp 4 to 2"], sample=b"attempt")
+def test_a_sample_of_slots_has_some_layers() -> None:
+    ((_, _, found), *_) = compared(KINDS["gdn"](), SIDES["tp 4 to 2"], sample=b"attempt")
     assert 0 < np.count_nonzero(found.expected.by_layer) < len(found.plan.layers)

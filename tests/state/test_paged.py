@@ -78,11 +78,11 @@ def test_k_and_v_packed_in_one_tensor_are_two_roles_of_it() -> None:
         ({7: np.zeros((5, 3, 16, 2, 8))}, {"axes": "page kv token kv_head dim"}, "layer 7.*expect 2 along 'kv'"),
         ({0: (np.zeros((5, 16, 2, 8)), np.zeros((6, 16, 2, 8)))}, {}, r"as many rows and tokens.*\(5, 16\), \(6, 16\)"),
         ({0: (np.zeros((5, 16, 2, 8)), np.zeros((5, 8, 2, 8)))}, {}, r"as many rows and tokens"),
-        ({0: (np.zeros((5, 16, 2)), np.zeros((5, 16, 2, 8)))}, {}, "name 4 axes, the tensor has shape"),
+        ({0: (np.zeros((5, 16, 2)), np.zeros((5, 16, 2, 8)))}, {}, "expected the 4 axes"),
         ({0: pair(5, 16, 2, 8), 1: pair(5, 16, 2, 9)}, {}, "layer 1, axis 'dim': expected 8 positions, found 9"),
         ({0: pair(5, 16, 2, 8), 1: pair(6, 16, 2, 8)}, {}, "layer 1, axis 'page': expected 5 positions, found 6"),
         ({0: ["a", "b"]}, {}, "tensor: expected a torch tensor"),
-        ({0: pair(5, 16, 2, 8)}, {"topology": Topology(tp=2, pp=2)}, "layers_by_stage must say"),
+        ({0: pair(5, 16, 2, 8)}, {"topology": Topology(tp=2, pp=2)}, "expected layers_by_stage"),
     ],
 )
 def test_tensors_that_contradict_the_declaration_are_refused(tensors: Any, changes: dict[str, Any], message: str) -> None:
@@ -112,7 +112,7 @@ SHARED = np.zeros((5, 16, 2, 8), "float16")
             {0: (RawTensor(4096, (5, 16, 2, 8), (16, 0, 8, 1), "float16"), SHARED)},
             r"'k' of layer 0: expected a place for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
         ),
-        ({0: (_read_only(), SHARED)}, "expected memory that can be written, found a read-only array"),
+        ({0: (_read_only(), SHARED)}, "expected writable memory, found a read-only array"),
     ],
 )
 def test_memory_that_would_be_written_twice_or_not_at_all_is_refused(tensors: Any, message: str) -> None:

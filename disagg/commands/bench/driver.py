@@ -46,7 +46,7 @@ from disagg.commands.rank.rank import boot_id
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError
 from disagg.manager import new_request_id
-from disagg.models.families import ModelSpec, load_model
+from disagg.models import ModelSpec, load_model
 
 MIN_CEILINGS = 10
 LEAD_S = 0.02

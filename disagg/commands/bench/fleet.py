@@ -19,7 +19,7 @@ from disagg.commands.cases.workload import Case, rows_needed
 from disagg.commands.rank.rank import RankConfig, boot_id
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError
-from disagg.models.families import load_model
+from disagg.models import load_model
 
 GPUS = {"prefill": 0, "decode": 1}
 """Which GPU a side's pools are on, where they are on GPUs: source and destination never share one."""

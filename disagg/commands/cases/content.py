@@ -15,7 +15,7 @@ from disagg.commands.cases.sides import Side
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.topology import Topology
-from disagg.models.families import ModelSpec
+from disagg.models import ModelSpec
 from disagg.models.pools import StagePools
 from disagg.state.declare import Role, State, dtype_of
 from disagg.testing import reference

@@ -21,7 +21,7 @@ from disagg.layout.binding import bind
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable
-from disagg.models.families import ModelSpec
+from disagg.models import ModelSpec
 from disagg.protocol.messages import Verify
 from disagg.state.declare import State
 

@@ -17,7 +17,7 @@ from disagg.core.rows import Rows
 from disagg.layout.ownership import Share
 from disagg.layout.placement import Placement
 from disagg.layout.tables import ComponentLayout, LayoutTable, layout_table
-from disagg.models.families import ModelSpec, load_model
+from disagg.models import ModelSpec, load_model
 from disagg.models.pools import lay_out
 
 

@@ -22,7 +22,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import Device
 from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId, encode_placements
-from disagg.models.families import load_model
+from disagg.models import load_model
 from disagg.models.pools import allocate
 
 ENGINE_PACKAGES = {

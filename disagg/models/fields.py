@@ -1,0 +1,201 @@
+"""The fields of a model's `config.json`: each is checked when it is read, and fields left unread are found.
+
+A field that means state and that the model's family does not read is an error that names the field, so no state is left out
+silently.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.core.memory import ITEMSIZE
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**24
+"""Limits against mistakes: no model comes near them, and memory would be allocated for larger values."""
+
+_STATE_FIELDS = {
+    "layer_types": "kinds of layers",
+    "layers_block_type": "kinds of layers",
+    "hybrid_override_pattern": "kinds of layers",
+    "attn_type_list": "kinds of layers",
+    "attn_layer_indices": "attention in some layers only",
+    "attn_layer_period": "attention in some layers only",
+    "global_attn_every_n_layers": "attention in some layers only",
+    "sliding_window": "sliding-window attention",
+    "sliding_window_layers": "sliding-window attention",
+    "sliding_window_pattern": "sliding-window attention",
+    "attention_window_size": "sliding-window attention",
+    "attention_chunk_size": "chunked attention",
+    "kv_lora_rank": "latent attention",
+    "index_topk": "index keys",
+    "index_head_dim": "index keys",
+    "index_topk_freq": "index keys in some layers only",
+    "index_topk_pattern": "index keys in some layers only",
+    "indexer_types": "index keys in some layers only",
+    "index_kpool": "pooled index keys",
+    "sparse_attention_config": "index keys",
+    "compress_ratios": "compressed attention",
+    "compress_rates": "compressed attention",
+    "linear_attn_config": "linear attention",
+    "linear_num_heads": "linear attention",
+    "linear_num_value_heads": "linear attention",
+    "mamba_d_state": "a recurrent state",
+    "ssm_state_size": "a recurrent state",
+    "state_size": "a recurrent state",
+    "conv_L_cache": "a convolution state",
+    "conv_window": "a convolution state",
+    "num_kv_shared_layers": "layers that share another's KV",
+    "is_encoder_decoder": "an encoder",
+    "encoder_layers": "an encoder",
+    "add_cross_attention": "cross-attention",
+    "cross_attention_layers": "cross-attention",
+}  # fmt: skip
+"""Fields that mean state, and what they mean."""
+
+_MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "minimax_m3_vl", "mistral3", "llava", "kimi_k25")
+"""Models whose decoder is described by their `text_config`. Their other parts make embeddings and keep no state."""
+
+
+class Fields:
+    """The fields of one JSON object of a config. Reading a field checks it and marks it as read."""
+
+    def __init__(self, model: str, values: Mapping[str, Any], *, model_type: str = "", prefix: str = "") -> None:
+        self.model = model
+        self.model_type = model_type
+        self._values = values
+        self._prefix = prefix
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the file has the field, even if it is null."""
+        return key in self._values
+
+    def error(self, key: str, expected: str, found: object) -> ConfigError:
+        """An error that names the model and the field."""
+        return ConfigError(f"model {self.model!r}, {self._prefix}{key}: expected {expected}, found {reprlib.repr(found)}")
+
+    def raw(self, *keys: str) -> Any:
+        """The value of the first of `keys` that is set; `None` if none is."""
+        self._read.update(keys)
+        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+
+    def name_of(self, *keys: str) -> str:
+        """The first of `keys` that is set, or all of them if none is. For error messages."""
+        return next((key for key in keys if self._values.get(key) is not None), " or ".join(keys))
+
+    def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        """The integer under the first of `keys` that is set, from `least` to `most`."""
+        value = self.raw(*keys)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(self.name_of(*keys), f"an integer from {least} to {most}", value)
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value = self.raw(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return default if value is None else value
+
+    def items(self, *keys: str, of: type) -> list[Any] | None:
+        """The list of strings or integers under the first of `keys` that is set; `None` if none is."""
+        value = self.raw(*keys)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or any(type(item) is not of for item in value):
+            raise self.error(self.name_of(*keys), f"a list of {of.__name__}", value)
+        return list(value)
+
+    def section(self, key: str) -> Fields:
+        """The fields of a nested object; empty if it is not set."""
+        value = self.raw(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(key, "an object", value)
+        return Fields(self.model, value or {}, prefix=f"{self._prefix}{key}.")
+
+    def dtype(self, *keys: str) -> str | None:
+        """The dtype under the first of `keys` that is set, without the prefix `torch.`."""
+        value = self.raw(*keys)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.error(self.name_of(*keys), "the name of a dtype", value)
+        return _known_dtype(value.removeprefix("torch."), f"model {self.model!r}, {self._prefix}{self.name_of(*keys)}")
+
+    def check_all_read(self) -> None:
+        """Raise `ConfigError` if a field that means state is set and was never read."""
+        for key, meaning in _STATE_FIELDS.items():
+            value = self._values.get(key)
+            if value and key not in self._read:
+                raise ConfigError(
+                    f"model {self.model!r}, {key}: {meaning} is not supported in a {self.model_type!r} model, "
+                    f"found {reprlib.repr(value)}"
+                )
+
+
+def _known_dtype(dtype: str, what: str) -> str:
+    known = [name for name in ITEMSIZE if name != "bool" and not name.endswith("_x2")]
+    if dtype not in known:
+        raise ConfigError(f"{what}: expected one of {', '.join(known)}, found {dtype!r}")
+    return dtype
+
+
+def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Iterable[str]) -> Fields:
+    """The fields of a model's decoder, which a multimodal model nests in `text_config`.
+
+    Raises `ConfigError` unless the decoder's `model_type` is one of `supported`.
+    """
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"model {name!r}: expected a JSON object, found {type(config).__name__}")
+    kind = config.get("model_type")
+    text = config.get("text_config")
+    values = config
+    if kind in _MULTIMODAL and text is not None:
+        Fields(name, config, model_type=str(kind)).check_all_read()
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
+        values = {**text, **{key: config[key] for key in ("dtype", "torch_dtype") if text.get(key) is None and key in config}}
+        if config.get("tie_word_embeddings") is not None and not text.get("tie_word_embeddings"):
+            values["tie_word_embeddings"] = config["tie_word_embeddings"]
+        kind = text.get("model_type", kind)
+    elif text is not None:
+        raise ConfigError(
+            f"model {name!r}: a text_config is not supported with model_type {kind!r}, only with {', '.join(_MULTIMODAL)}"
+        )
+    known = sorted(supported)
+    if not isinstance(kind, str) or kind not in known:
+        raise ConfigError(
+            f"model {name!r}: model_type {reprlib.repr(kind)} is not supported; expected one of {', '.join(known)}"
+        )
+    return Fields(name, values, model_type=kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Element types of a model's state. `ssm` is `None` where each kind's own default applies."""
+
+    weights: str
+    kv: str
+    scale_block: int | None
+    ssm: str | None
+
+    def num_scales(self, dim: int) -> int:
+        """The number of block scales for `dim` elements."""
+        return 0 if self.scale_block is None else -(-dim // self.scale_block)
+
+
+def read_dtypes(fields: Fields, *, kv: str | None, scale_block: int | None, ssm: str | None) -> Dtypes:
+    """The types that a file names; `kv` and `ssm` override them."""
+    weights = fields.dtype("dtype", "torch_dtype") or "bfloat16"
+    kv = weights if kv is None else _known_dtype(kv, "kv_dtype")
+    if scale_block is not None and (scale_block < 1 or ITEMSIZE[kv] != 1):
+        raise ConfigError(f"kv_scale_block: expected at least 1 and a kv_dtype of 8 bits, found {scale_block} and {kv}")
+    in_file = fields.dtype("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
+    return Dtypes(
+        weights=weights, kv=kv, scale_block=scale_block, ssm=in_file if ssm is None else _known_dtype(ssm, "ssm_dtype")
+    )

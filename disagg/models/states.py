@@ -1,0 +1,232 @@
+"""The state that a layer of each kind leaves: functions from a config's fields to a `State`.
+
+Field names are those of transformers 5.23 (`configuration_*.py`). A field that its class gives no rule for must be in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from disagg.models.fields import Dtypes, Fields
+from disagg.models.kinds import COMPRESSED, HEAVILY_COMPRESSED
+from disagg.state.declare import Role, State, whole
+from disagg.state.mamba import gdn_roles, kda_roles, lightning_roles, mamba1_roles, mamba2_roles
+from disagg.state.paged import gqa_roles, mla_roles
+from disagg.state.sparse import compressed_roles, index_roles
+
+StateMaker = Callable[[Fields, tuple[int, ...], Dtypes], State]
+"""One kind of state, over the layers that have it."""
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _num_kv_heads(fields: Fields) -> int:
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
+    return kv_heads
+
+
+def _head_dim(fields: Fields, *, by_hidden: bool) -> int:
+    """Elements per head. With `by_hidden` the default is `hidden_size / num_attention_heads`."""
+    if not by_hidden or fields.raw("head_dim") is not None:
+        return fields.size("head_dim", "attention_head_dim")
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if hidden % heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads={heads}", hidden)
+    return hidden // heads
+
+
+def attention(name: str = "kv", *, by_hidden: bool = False) -> StateMaker:
+    """K and V by head. The state `window` needs the last `sliding_window - 1` tokens: the next one attends to itself too."""
+
+    def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+        heads, dim = _num_kv_heads(fields), _head_dim(fields, by_hidden=by_hidden)
+        roles: tuple[Role, ...] = gqa_roles(heads, dims=(dim, dim), dtype=dtypes.kv)
+        if dtypes.scale_block is not None:
+            scales = gqa_roles(heads, dims=(dtypes.num_scales(dim), dtypes.num_scales(dim)), dtype="float32")
+            roles += tuple(replace(role, name=f"{role.name}_scale") for role in scales)
+        window = fields.size("sliding_window") - 1 if name == "window" else None
+        return State(name=name, rows="pages", layers=layers, roles=roles, window=window)
+
+    return make
+
+
+def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
+    """A latent of `dim` elements and a rotated part of `rope` per token: one tensor, or two if blocks have scales."""
+    if dtypes.scale_block is None:
+        return mla_roles(dim + rope, dtype=dtypes.kv)
+    rotated = replace(mla_roles(rope, dtype=dtypes.weights)[0], name="rope")
+    return (*mla_roles(dim, dtype=dtypes.kv, scales=dtypes.num_scales(dim), scales_dtype="float32"), rotated)
+
+
+def mla(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """The latents of multi-head latent attention."""
+    roles = _latent_roles(fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim"), dtypes)
+    return State(name="mla", rows="pages", layers=layers, roles=roles)
+
+
+def index(fields: Fields, layers: tuple[int, ...], _: Dtypes, *, ratio: int = 1) -> State:
+    """FP8 index keys with a float32 scale per 128 elements; a page holds its keys and then its scales, as in servers."""
+    fields.size("index_topk")
+    dim = fields.size("index_head_dim")
+    roles = index_roles(key_nbytes=dim, scale_nbytes=4 * -(-dim // 128), tokens_per_key=ratio)
+    return State(name="index", rows="pages", layers=layers, roles=roles, packed=True)
+
+
+def m3_index(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """MiniMax-M3's index keys: one vector per token in the weights' dtype, and no index values."""
+    sparse = fields.section("sparse_attention_config")
+    dim = sparse.size("sparse_index_dim", default=fields.raw("index_head_dim"))
+    without_values = sparse.items("sparse_disable_index_value", of=int)
+    for layer in layers if without_values is not None else ():
+        if layer >= len(without_values or ()) or not (without_values or ())[layer]:
+            raise sparse.error("sparse_disable_index_value", f"1 for layer {layer}: no index values", without_values)
+    key = Role(name="key", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtypes.weights)
+    return State(name="index", rows="pages", layers=layers, roles=(key,))
+
+
+# -- recurrent state ---------------------------------------------------------------------------------------------------
+
+
+def _recurrent(layers: tuple[int, ...], roles: tuple[Role, ...]) -> State:
+    return State(name="ssm", rows="slot", layers=layers, roles=roles)
+
+
+def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """Gated delta net."""
+    roles = gdn_roles(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_value_heads=fields.size("linear_num_value_heads"),
+        key_head_dim=fields.size("linear_key_head_dim"),
+        value_head_dim=fields.size("linear_value_head_dim"),
+        kernel=fields.size("linear_conv_kernel_dim", least=2),
+        dtypes=(dtypes.weights, dtypes.ssm or "float32"),
+    )
+    return _recurrent(layers, roles)
+
+
+def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """Kimi delta attention."""
+    linear = fields.section("linear_attn_config")
+    dim = linear.size("head_dim", default=fields.raw("linear_head_dim"))
+    roles = kda_roles(
+        num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads")),
+        key_head_dim=dim,
+        value_head_dim=dim,
+        kernel=linear.size("short_conv_kernel_size", default=fields.raw("linear_conv_kernel_dim"), least=2),
+        dtypes=(dtypes.weights, dtypes.ssm or "float32"),
+    )
+    return _recurrent(layers, roles)
+
+
+def mamba2(heads_key: str, state_key: str, head_dim: Callable[[Fields, int], int]) -> StateMaker:
+    """Mamba2, with a family's own field names. `head_dim` takes the fields and the number of heads."""
+
+    def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+        heads = fields.size(heads_key)
+        roles = mamba2_roles(
+            num_heads=heads,
+            head_dim=head_dim(fields, heads),
+            num_groups=fields.size("n_groups", "mamba_n_groups"),
+            state_size=fields.size(state_key),
+            kernel=fields.size("conv_kernel", "mamba_d_conv", least=2),
+            dtypes=(dtypes.weights, dtypes.ssm or "float32"),
+        )
+        return _recurrent(layers, roles)
+
+    return make
+
+
+def mamba_head_dim(fields: Fields, heads: int) -> int:
+    """Elements per head, which must fill the inner size: `mamba_d_ssm`, by default `mamba_expand` hidden sizes."""
+    inner = _inner_size(fields) if fields.raw("mamba_d_ssm") is None else fields.size("mamba_d_ssm")
+    in_file = fields.raw("mamba_d_head")
+    dim = inner // heads if in_file in (None, "auto") else fields.size("mamba_d_head")
+    if heads * dim != inner:
+        raise fields.error("mamba_d_head", f"inner size {inner} over mamba_n_heads={heads}", in_file)
+    return dim
+
+
+def _inner_size(fields: Fields) -> int:
+    return fields.size("mamba_expand") * fields.size("hidden_size")
+
+
+def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """Mamba1."""
+    roles = mamba1_roles(
+        inner_size=_inner_size(fields),
+        state_size=fields.size("mamba_d_state"),
+        kernel=fields.size("mamba_d_conv", least=2),
+        dtypes=(dtypes.weights, dtypes.ssm or "float32"),
+    )
+    return _recurrent(layers, roles)
+
+
+def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """Lightning attention, by default in the weights' dtype."""
+    heads, dim = fields.size("num_attention_heads"), _head_dim(fields, by_hidden=True)
+    roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
+    return _recurrent(layers, roles)
+
+
+# -- DeepSeek-V4 -------------------------------------------------------------------------------------------------------
+
+# Every layer has a window of one latent per token (K is V) and, by kind, a compressed past. Tokens that a compressor has not
+# yet compressed lie in an open ring per request. Groups: transformers' modeling_deepseek_v4. Rings hold the projection and its
+# score in float32, twice as wide and twice as long where windows overlap: SGLang's compress state pool.
+
+
+def _v4_roles(fields: Fields, dtypes: Dtypes, *, ratio: int = 1) -> tuple[Role, ...]:
+    dim = fields.size("head_dim", least=2)
+    rope = None if fields.raw("qk_rope_head_dim") is None else fields.size("qk_rope_head_dim", most=dim - 1)
+    if dtypes.scale_block is None:
+        return compressed_roles(dim, ratio=ratio, dtype=dtypes.kv)
+    if rope is None:
+        raise fields.error("qk_rope_head_dim", "the elements that keep the weights' dtype beside KV with block scales", None)
+    return tuple(replace(role, granule=ratio) for role in _latent_roles(dim - rope, rope, dtypes))
+
+
+def _v4_ratio(fields: Fields, kind: str) -> int:
+    """Tokens per compressed entry."""
+    rates = fields.section("compress_rates")
+    old_key, default = {COMPRESSED: ("compress_rate_csa", 4), HEAVILY_COMPRESSED: ("compress_rate_hca", 128)}[kind]
+    if fields.raw(old_key) is None:
+        return rates.size(kind, default=default, least=2)
+    return fields.size(old_key, least=2)
+
+
+def v4_window(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """The window of latents."""
+    window = fields.size("sliding_window") - 1
+    return State(name="window", rows="pages", layers=layers, roles=_v4_roles(fields, dtypes), window=window)
+
+
+def v4_compressed(name: str, kind: str) -> StateMaker:
+    """The compressed past of one kind."""
+
+    def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+        roles = _v4_roles(fields, dtypes, ratio=_v4_ratio(fields, kind))
+        return State(name=name, rows="pages", layers=layers, roles=roles)
+
+    return make
+
+
+def v4_index(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """Index keys, one per compressed entry."""
+    return index(fields, layers, dtypes, ratio=_v4_ratio(fields, COMPRESSED))
+
+
+def v4_open(name: str, kind: str, dim_key: str) -> StateMaker:
+    """A compressor's open ring: the last group of tokens, and the one before it where windows overlap."""
+
+    def make(fields: Fields, layers: tuple[int, ...], _: Dtypes) -> State:
+        overlap = 2 if kind == COMPRESSED else 1
+        ring = overlap * _v4_ratio(fields, kind)
+        inner = {"dim": whole(2 * overlap * fields.size(dim_key))}
+        role = Role(name="kv_score", axes="page token dim", inner=inner, dtype="float32")
+        return State(name=name, rows="pages", layers=layers, roles=(role,), window=ring - 1, ring=ring)
+
+    return make
