@@ -1,4 +1,4 @@
-"""These tests need two NVIDIA GPUs that reach each other's memory; elsewhere they are skipped, and say so."""
+"""Skips the GPU tests, with the reason, on machines without two NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from disagg.core.errors import BackendUnavailable
 
 
 def missing() -> str | None:
-    """What this machine lacks."""
+    """What this machine lacks for the tests, or `None`."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable as error:
         return str(error)
     count = int(driver.cuDeviceGetCount()[1])
-    return None if count >= 2 else f"two NVIDIA GPUs are needed, this machine has {count}"
+    return None if count >= 2 else f"expected two NVIDIA GPUs, found {count}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

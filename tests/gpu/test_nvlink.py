@@ -1,4 +1,4 @@
-"""Backend `nvlink` between processes on two GPUs: every byte of both sides, and what is refused."""
+"""Backend `nvlink` between processes on two GPUs: every byte of both sides, and refused input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus
-from disagg.backends.cuda.work_list import encode_order, encode_shapes, order_nbytes
+from disagg.backends.cuda.work_list import encode_shapes, encode_work_list, work_list_nbytes
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
-from disagg.backends.nvlink import backend as nvlink
-from disagg.backends.nvlink.backend import NUM_SMALL_BUFFERS, NvlinkBackend
+from disagg.backends.nvlink import engine as nvlink
+from disagg.backends.nvlink.backend import NvlinkBackend
+from disagg.backends.nvlink.engine import NUM_SMALL_BUFFERS
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import (
     BackendError,
@@ -51,14 +52,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
     "large": ((5_000_003,), 1000, 1),
     "mixed": ((600_001, 1, 300_000, 5, 65_536, 64, 17, 0, 0, 3_000_000), 501, 1),
 }
-"""Sizes, the largest gap between destinations, and what addresses are multiples of."""
+"""Sizes, the largest gap between destinations, and the alignment of addresses."""
 
 
 def pieces_of(op: Op, seed: int, shape: tuple[tuple[int, ...], int, int]) -> list[Piece]:
-    """One piece per size, in random order, from anywhere; nothing overlaps at the destination."""
+    """One piece per size, in random order, from any source; nothing overlaps at the destination."""
     sizes, gap, align = shape
     rng, pieces = random.Random(seed), []
-    # Regions begin at odd addresses; `origin` is where aligned ones begin in them.
+    # Regions begin at odd addresses; `origin` is the first aligned offset in each.
     origin = [-(GUARD * (i + 1) + sum(REGION_NBYTES[:i]) if i < 2 else GUARD) % 16 if align > 1 else 0 for i in range(3)]
     ends = list(origin)
     for size in sizes:
@@ -81,7 +82,7 @@ def batch_of(op: Op, local: Memory, remote: Target | Memory, pieces: list[Piece]
 
 
 def expected(op: Op, local: Bytes, remote: Bytes, pieces: list[Piece], layout: Memory) -> Bytes:
-    """The destination afterwards."""
+    """The bytes of the destination after the copy."""
     source, after = (local, remote.copy()) if op is Op.WRITE else (remote, local.copy())
     for here, here_at, there, there_at, nbytes in pieces:
         mine, theirs = layout.at(here) + here_at, layout.at(there) + there_at
@@ -155,15 +156,16 @@ def check(op: Op, backend: NvlinkBackend, local: Memory, target: Target, shape: 
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("name", SHAPES)
 def test_copies_exactly_the_pieces(op: Op, name: str, backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    """Every byte of both sides is compared: pieces, what lies between them, and the guards around regions."""
+    """Compares every byte of both sides: the pieces, the bytes between them, and the guards around regions."""
     check(op, backend, local, target, SHAPES[name])
 
 
 def shapes_of(
     op: Op, local: Memory, target: Target, *, unit: int, skew: int
 ) -> tuple[tuple[SpanShape, ...], tuple[SpanRuns, ...]]:
-    """Four span classes in the largest region, dense and not, with dims and without, and random runs over them: nothing
-    overlaps at the destination. `unit`: bytes of a piece; `skew`: what the destinations' alignment differs by.
+    """Four span classes in the largest region, dense and not, with dims and without, and random runs over them.
+
+    Nothing overlaps at the destination. `unit`: bytes of a piece. `skew`: offset of the destinations' alignment.
     """
     rng = np.random.default_rng(unit * 17 + skew)
     ends = local.address(0), target.address(0)
@@ -197,9 +199,9 @@ def shapes_of(
     return tuple(shapes), tuple(parts)
 
 
-@pytest.fixture(params=["brought by the kernel", "uploaded"])
-def _orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How orders get to the GPU."""
+@pytest.fixture(params=["read by the kernel", "uploaded"])
+def _work_lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a work list reaches the GPU."""
     if request.param == "uploaded":
         monkeypatch.setattr(nvlink, "NEAR_NBYTES", 0)
 
@@ -208,11 +210,11 @@ def _orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("unit", "skew"), [(1, 0), (6, 0), (16, 0), (16, 4), (48, 0), (256, 0), (250, 1), (1024, 0), (1024, 8)]
 )
-@pytest.mark.usefixtures("_orders")
+@pytest.mark.usefixtures("_work_lists")
 def test_addresses_computed_on_the_gpu(
     op: Op, unit: int, skew: int, backend: NvlinkBackend, local: Memory, target: Target
 ) -> None:
-    """Span classes come to the same bytes as the addresses that the twin computes, and no others."""
+    """Span classes copy the same bytes as the addresses of the reference implementation, and no others."""
     peer = backend.connect(target.endpoint, epoch=1)
     shapes, parts = shapes_of(op, local, target, unit=unit, skew=skew)
     prepared = backend.prepare_spans(op, peer, shapes)
@@ -220,7 +222,7 @@ def test_addresses_computed_on_the_gpu(
     local.scramble(1)
     target.ask("scramble", 2)
     images = local.read(), target.read()
-    # One leaves nothing behind for the next, in whatever buffer; the last finds nothing done.
+    # Requests leave nothing behind in reused buffers. The last one copies between freshly scrambled memory.
     for transfer in [backend.submit_spans(prepared, batch) for _ in range(NUM_SMALL_BUFFERS + 2)]:
         assert settle(transfer) is TransferStatus.DONE, transfer.error
     local.scramble(1)
@@ -228,14 +230,14 @@ def test_addresses_computed_on_the_gpu(
     last = backend.submit_spans(prepared, batch)
     assert settle(last) is TransferStatus.DONE, last.error
     table = encode_shapes(shapes, lambda addresses, nbytes, side: addresses)
-    out = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
-    encode_order(batch, table, tile=4096, out=out)
-    order, total = batch.core, batch.total_nbytes
+    out = np.zeros(work_list_nbytes(batch) // 8 + 1, np.uint64)
+    encode_work_list(batch, table, tile=4096, out=out)
+    work_list, total = batch.core, batch.total_nbytes
     ends = local.address(0), target.address(0)
     source_base, destination_base = ends if op is Op.WRITE else ends[::-1]
     at = local.at(0)
     source, after = (images[0], images[1].copy()) if op is Op.WRITE else (images[1], images[0].copy())
-    for piece in span_pieces(SpanLaunch(out, table.words, *order.tiles(0, total), 4096, 0, total)):
+    for piece in span_pieces(SpanLaunch(out, table.words, *work_list.tiles(0, total), 4096, 0, total)):
         start, stop = at + piece.source - source_base, at + piece.destination - destination_base
         after[stop : stop + piece.nbytes] = source[start : start + piece.nbytes]
     wanted = (images[0], after) if op is Op.WRITE else (after, images[1])
@@ -303,7 +305,7 @@ def test_several_threads_submit(backend: NvlinkBackend, local: Memory, target: T
 
 
 def test_two_engines_of_one_process_map_the_same_peer(local: Memory, target: Target, stack: ExitStack) -> None:
-    """Ranks that share a GPU: each maps and unmaps for itself."""
+    """Ranks that share a GPU each have a mapping of their own."""
     first, second = opened(local, stack), opened(local, stack)
     peers = [engine.connect(target.endpoint, epoch=1) for engine in (first, second)]
     first.disconnect(peers[0])
@@ -336,7 +338,7 @@ def test_the_other_direction(backend: NvlinkBackend, local: Memory, target: Targ
 
 
 def test_gpus_that_do_not_see_each_other(stack: ExitStack) -> None:
-    """Each process has one GPU only, which it calls GPU 0."""
+    """Each process sees only one GPU, as GPU 0."""
     one, two = new_target(stack, 0, visible="0"), new_target(stack, 0, visible="1")
     two.ask("scramble", 9)
     status, _ = one.ask("write", two.endpoint, two.address(0), 50_000)
@@ -344,7 +346,7 @@ def test_gpus_that_do_not_see_each_other(stack: ExitStack) -> None:
     np.testing.assert_array_equal(two.read()[GUARD : GUARD + 50_000], one.read()[GUARD : GUARD + 50_000])
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- refused input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", Op)
@@ -364,7 +366,7 @@ def test_addresses_outside_the_regions_are_refused(op: Op, backend: NvlinkBacken
     np.testing.assert_array_equal(target.read(), images[1])
 
 
-def test_what_is_no_endpoint_is_refused(backend: NvlinkBackend, target: Target) -> None:
+def test_malformed_endpoints_are_refused(backend: NvlinkBackend, target: Target) -> None:
     raw, regions = decode_endpoint("nvlink", target.endpoint)
     here = [MemoryRegion(r.address, r.nbytes, r.device) for r in regions]
     rng = random.Random(3)
@@ -386,7 +388,7 @@ def test_what_is_no_endpoint_is_refused(backend: NvlinkBackend, target: Target) 
 
 
 def altered(endpoint: bytes, **fields: object) -> bytes:
-    """The endpoint with other fields in its descriptor, or in the process that it names."""
+    """The endpoint with `fields` replaced in its descriptor or in the descriptor's process."""
     raw, regions = decode_endpoint("nvlink", endpoint)
     descriptor = msgspec.msgpack.decode(raw)
     for name, value in fields.items():
@@ -460,7 +462,7 @@ def test_one_bad_piece_in_many_parts_stops_all_of_them(op: Op, backend: NvlinkBa
     check(op, backend, local, target, SHAPES["mixed"])
 
 
-def test_steps_out_of_order(backend: NvlinkBackend, local: Memory, target: Target) -> None:
+def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     fresh = NvlinkBackend(BackendOptions())
     with pytest.raises(LocalProtocolError, match="register"):
         fresh.endpoint()
@@ -481,7 +483,7 @@ def test_steps_out_of_order(backend: NvlinkBackend, local: Memory, target: Targe
             call()
 
 
-def test_connecting_anew_for_another_epoch(backend: NvlinkBackend, local: Memory, target: Target) -> None:
+def test_connecting_again_at_another_epoch(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     old = backend.connect(target.endpoint, epoch=1)
     new = backend.connect(target.endpoint, epoch=2)
     backend.disconnect(old)
@@ -503,7 +505,7 @@ def test_a_transfer_outlives_its_peers_connection(backend: NvlinkBackend, local:
     np.testing.assert_array_equal(target.read(), after)
 
 
-def test_closing_waits_for_what_was_posted(local: Memory, target: Target, stack: ExitStack) -> None:
+def test_close_waits_for_posted_copies(local: Memory, target: Target, stack: ExitStack) -> None:
     backend = opened(local, stack)
     peer = backend.connect(target.endpoint, epoch=1)
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 6_000_000)]))
@@ -511,7 +513,7 @@ def test_closing_waits_for_what_was_posted(local: Memory, target: Target, stack:
     assert transfer.poll() is TransferStatus.DONE
 
 
-def test_closing_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: ExitStack) -> None:
+def test_close_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: ExitStack) -> None:
     for held in (False, True):
         owner = new_target(stack)
         peer = backend.connect(owner.endpoint, epoch=1)
@@ -526,7 +528,7 @@ def test_closing_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: 
 
 @pytest.mark.parametrize("op", Op)
 def test_a_killed_peer(op: Op, backend: NvlinkBackend, local: Memory, target: Target, stack: ExitStack) -> None:
-    """What was posted settles, and what is posted afterwards is refused; the context goes on."""
+    """Posted copies settle, later ones are refused, and the context stays usable."""
     victim = new_target(stack)
     peer = backend.connect(victim.endpoint, epoch=1)
     theirs = victim.read()
