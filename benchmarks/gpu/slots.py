@@ -89,7 +89,7 @@ def patch() -> None:
         note("written", slot.filled.offset)
         settle(self, active, slot, transfer)
 
-    def told(self: TransferWorker, slots: Iterable[Unpack]) -> None:
+    def reported(self: TransferWorker, slots: Iterable[Unpack]) -> None:
         for each in (found := list(slots)):
             note("told", each.offset)
         unpack(self, found)
@@ -111,7 +111,7 @@ def patch() -> None:
         (Rank, "send", sent),
         (TransferWorker, "_post_slot", posted),
         (TransferWorker, "_settle_slot", settled),
-        (TransferWorker, "unpack", told),
+        (TransferWorker, "unpack", reported),
         (TransferWorker, "_end_unpack", ended),
         (transfers, "_scatter", scattered),
         (staging.RemoteRing, "credit", credited),
