@@ -124,7 +124,7 @@ class Instance:
         found = []
         for number, (rank, (ours,)) in enumerate(zip(self.ranks, self.items[0], strict=True)):
             for other, (theirs,) in enumerate(self.items[1]):
-                remote = rank.manager._handshake.rank(PeerRank(self.peer, other))
+                remote = rank.manager._runtime.handshake.rank(PeerRank(self.peer, other))
                 backend = rank.manager.backend
                 assert remote is not None
                 assert remote.prepared is not None

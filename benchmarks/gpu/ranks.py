@@ -252,7 +252,7 @@ def prefill(pipe: Connection) -> None:
             case "floor":
                 answer_floor(pipe)
             case "threshold" if rank is not None:
-                pipe.send(str(rank.manager.health().peers[ROLES[1]].pack_below[0]))
+                pipe.send(str(rank.manager.health().pack_below))
             case "stats" if rank is not None:
                 pipe.send(asdict(rank.manager.stats))
             case "close" if rank is not None:

@@ -5,8 +5,7 @@
 `rates`: the packing and unpacking kernel alone, for slots of 32 MiB, by number of thread blocks; `slot_us` is the time of one
 slot from the launch until its end is seen. `ways`: the time of each step of each slot, in microseconds since `finish`, for the
 last of the single requests of 512 MiB. `staging`: single requests and four in flight (`request.py`), by the sizes of slots and
-rings. Pieces are of 4 KiB. `pieces`: single requests of larger pieces, direct and packed, and the packing threshold measured
-when the ranks connected.
+rings. Pieces are of 4 KiB. `pieces`: single requests of larger pieces, direct, packed, and with the default threshold.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from benchmarks.gpu.request import measure
 from disagg.backends.cuda import packer
 from disagg.backends.cuda.packer import GpuMover, GpuWork, GpuWorkList
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.transfer import pool_memory as device
-from disagg.transfer import staging
-from disagg.transfer import worker as transfers
+from disagg.transfer import pool_memory, staging, unpacking
 from disagg.transfer.jobs import Unpack
-from disagg.transfer.worker import TransferWorker
+from disagg.transfer.packed_write import PackedWrite
+from disagg.transfer.unpacking import Unpacker
 
 SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
 """MiB per slot, and slots per ring."""
@@ -44,7 +42,7 @@ DIM, POOL, REQUEST = 2048, 128 << 20, 32 << 20
 SLOT, RUNS = 32 << 20, 11
 PIECES_KIB = (256, 1024, 2048, 4096, 8192, 16384)
 WAYS = (0, 1 << 40, None)
-"""`pack_below` for direct pieces, for packed pieces, and for the measured threshold."""
+"""`pack_below` for direct pieces, for packed pieces, and for the default threshold."""
 
 Move = Callable[[GpuWorkList, int, int, int], GpuWork]
 marks: list[tuple[float, str, int]] = []
@@ -57,50 +55,45 @@ def case_of(engine: str, shape: int) -> Case:
 
 
 def patch() -> None:
-    """Make ranks use the case's staging, and make workers record their steps."""
+    """Make ranks use the case's staging, and make the transfer worker record its steps."""
     begin, send = Rank.__init__, Rank.send
-    post, settle, unpack, end = (
-        TransferWorker._post_slot,
-        TransferWorker._settle_slot,
-        TransferWorker.unpack,
-        TransferWorker._end_unpack,
-    )
-    scatter, credit = transfers._scatter, staging.RemoteRing.credit
-    usual = device.GPU_STAGING
+    post, settle = PackedWrite._post, PackedWrite._settle
+    add, report, scatter = Unpacker.add, Unpacker._report, unpacking.scatter
+    credit, usual = staging.RemoteRing.credit, pool_memory.GPU_STAGING
 
     def note(what: str, offset: int) -> None:
         marks.append((time.monotonic(), what, offset >> 20))
 
     def staged(self: Rank, case: Case, role: int) -> None:
         nbytes, slots = SHAPES[case.repeat - RUNS]
-        device.GPU_STAGING = dataclasses.replace(usual, slot_nbytes=nbytes << 20, num_slots=slots, num_rings=2)
+        pool_memory.GPU_STAGING = dataclasses.replace(usual, slot_nbytes=nbytes << 20, num_slots=slots, num_rings=2)
         begin(self, case, role)
 
     def sent(self: Rank, one: One) -> Any:
         del marks[:]
         return send(self, one)
 
-    def posted(self: TransferWorker, active: Any, slot: Any) -> Any:
-        marks.append((slot.started_at, "gather", slot.filled.offset >> 20))
-        note("packed", slot.filled.offset)
-        return post(self, active, slot)
+    def posted(self: PackedWrite, write: Any) -> Any:
+        marks.append((write.started_at, "gather", write.filled.offset >> 20))
+        note("packed", write.filled.offset)
+        return post(self, write)
 
-    def settled(self: TransferWorker, active: Any, slot: Any, transfer: Any) -> None:
-        note("written", slot.filled.offset)
-        settle(self, active, slot, transfer)
+    def settled(self: PackedWrite, write: Any, transfer: Any) -> None:
+        note("written", write.filled.offset)
+        settle(self, write, transfer)
 
-    def reported(self: TransferWorker, slots: Iterable[Unpack]) -> None:
+    def added(self: Unpacker, slots: Iterable[Unpack]) -> None:
         for each in (found := list(slots)):
             note("told", each.offset)
-        unpack(self, found)
+        add(self, found)
 
     def scattered(each: Unpack) -> Any:
         note("scatter", each.offset)
         return scatter(each)
 
-    def ended(self: TransferWorker, each: Unpack, *rest: Any) -> None:
+    def reported(self: Unpacker, each: Unpack, *rest: Any) -> None:
         note("unpacked", each.offset)
-        end(self, each, *rest)
+        report(self, each, *rest)
 
     def credited(self: staging.RemoteRing, slot: int, sequence: int) -> bool:
         note("credit", slot << 20)
@@ -109,11 +102,11 @@ def patch() -> None:
     for owner, name, function in (
         (Rank, "__init__", staged),
         (Rank, "send", sent),
-        (TransferWorker, "_post_slot", posted),
-        (TransferWorker, "_settle_slot", settled),
-        (TransferWorker, "unpack", reported),
-        (TransferWorker, "_end_unpack", ended),
-        (transfers, "_scatter", scattered),
+        (PackedWrite, "_post", posted),
+        (PackedWrite, "_settle", settled),
+        (Unpacker, "add", added),
+        (Unpacker, "_report", reported),
+        (unpacking, "scatter", scattered),
         (staging.RemoteRing, "credit", credited),
     ):
         setattr(owner, name, function)

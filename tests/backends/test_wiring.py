@@ -27,15 +27,15 @@ from disagg.core.leases import Lease
 from disagg.core.memory import Device, MemoryRegion
 from disagg.core.rows import Pages
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, Complete, decode
+from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, Complete, CopyBegun, EarlyComplete, Message, decode
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, RequestKey
 from disagg.requests import RequestHandle
-from disagg.runtime import loop as hub
+from disagg.runtime import early_completion
 from disagg.runtime.channel import Channel
 from disagg.testing.faults import MessageFaults, mistreat
-from disagg.transfer import worker as transfers
-from disagg.transfer.pool_memory import GATHERED_NBYTES, GPU_STAGING, SPIN_S, GpuGather, GpuPacker, PoolMemory
+from disagg.transfer import active_job
+from disagg.transfer.pool_memory import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from harness.reference_kernels import SpanLaunch, span_pieces
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, clear, cluster, receive, send
@@ -183,16 +183,16 @@ class SpansWithCompletion(Spans):
 
 
 @pytest.fixture
-def completes(monkeypatch: pytest.MonkeyPatch) -> list[Complete]:
-    """The `Complete` messages sent. Every transfer counts as long, and threads busy-poll."""
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """The messages sent about the progress of copies. Every transfer counts as long, and threads busy-poll."""
     monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
-    monkeypatch.setattr(transfers, "LONG_NBYTES", 0)
-    found: list[Complete] = []
+    monkeypatch.setattr(active_job, "LONG_NBYTES", 0)
+    found: list[Message] = []
     send = Channel.send
 
     def noting(self: Channel, address: str, data: bytes) -> bool:
         message = decode(data)
-        if isinstance(message, Complete):
+        if isinstance(message, CopyBegun | EarlyComplete | Complete):
             found.append(message)
         return send(self, address, data)
 
@@ -202,24 +202,24 @@ def completes(monkeypatch: pytest.MonkeyPatch) -> list[Complete]:
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_a_receiver_sees_the_completion_of_the_last_copy(
-    prefill: Side, decode: Side, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    prefill: Side, decode: Side, reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)  # long enough for a slow machine
+    monkeypatch.setattr(early_completion, "SPIN_S", DEADLINE_S)  # long enough for a slow machine
     patient = Limits(retry_s=DEADLINE_S, max_retry_s=DEADLINE_S)
     with cluster(prefill, decode, settings={"backend": SpansWithCompletion, "limits": patient}) as made:
         for _ in range(3):
             events = made.transfer(61, first_token=5)
             assert all(event.ok for event in events), [event.error for event in events]
             assert all(event.payload == b"token" for event in events)
-    assert any(complete.word for complete in completes)
-    assert not any(complete.final for complete in completes)
+    assert any(isinstance(report, EarlyComplete) for report in reports)
+    assert not any(isinstance(report, Complete) for report in reports)
 
 
-def test_early_completion_waits_until_one_copy_is_left(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_completion_waits_until_one_copy_is_left(reports: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies are pending when the server calls `finish`; then the first of them ends."""
     first, second = threading.Event(), threading.Event()
     monkeypatch.setattr(SpansWithCompletion, "holds", [first, second])
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
+    monkeypatch.setattr(early_completion, "SPIN_S", DEADLINE_S)
     never = 10 * DEADLINE_S
     limits, links = (
         Limits(retry_s=never, max_retry_s=never),
@@ -233,59 +233,59 @@ def test_early_completion_waits_until_one_copy_is_left(completes: list[Complete]
         rows = {"kv": Pages(np.array(pages[0].ids, np.int32), 0)}
         for tokens in ((0, 29), (29, 61)):
             sender.send(rows, tokens=tokens)
-        until(lambda: len(completes) == 2)
+        until(lambda: len(reports) == 2)
         sender.finish()
         first.set()
-        until(lambda: any(complete.word for complete in completes))
+        until(lambda: any(isinstance(report, EarlyComplete) for report in reports))
         assert receiver.poll() is None
-        hubs = [rank.manager._hub for rank in (*made.prefill, *made.decode)]
-        until(lambda: all(time.monotonic() > each._awake_until for each in hubs))  # only the completion page is polled now
+        loops = [rank.manager._runtime.loop for rank in (*made.prefill, *made.decode)]
+        until(lambda: all(time.monotonic() > each._awake_until for each in loops))  # only the completion page is polled now
         second.set()
         assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, sender))
-    assert [(complete.final, complete.word is not None) for complete in completes] == [(False, False)] * 2 + [(False, True)]
+    assert [type(report) for report in reports] == [CopyBegun, CopyBegun, EarlyComplete]
 
 
 def test_a_receiver_that_may_have_stopped_polling_gets_a_final_complete(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "KNOWN_S", 0.0)
+    monkeypatch.setattr(early_completion, "SPIN_S", 0.0)
     with cluster(Side(), Side(), settings={"backend": SpansWithCompletion}) as made:
         assert all(event.ok for event in made.transfer(61))
-    assert any(complete.word for complete in completes)
-    assert any(complete.final for complete in completes)
+    assert any(isinstance(report, EarlyComplete) for report in reports)
+    assert any(isinstance(report, Complete) for report in reports)
 
 
 def test_an_early_completion_of_a_failed_copy_does_not_complete_the_request(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpansWithCompletion, "fails", True)
     with cluster(Side(), Side(), settings={"backend": SpansWithCompletion}) as made:
         events = made.transfer(61)
         assert not any(event.ok for event in events)
         assert all("fallen off the bus" in str(event.error) for event in events)
-        assert any(complete.word for complete in completes)
-        assert not any(complete.final for complete in completes)
+        assert any(isinstance(report, EarlyComplete) for report in reports)
+        assert not any(isinstance(report, Complete) for report in reports)
         monkeypatch.setattr(SpansWithCompletion, "fails", False)
         assert all(event.ok for event in made.transfer(61))
 
 
 def test_early_completion_works_for_messages_too_long_for_a_local_socket(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A payload longer than a packet travels over TCP, and no request waits for a retry."""
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
+    monkeypatch.setattr(early_completion, "SPIN_S", DEADLINE_S)
     limits = Limits(retry_s=2 * DEADLINE_S, max_retry_s=2 * DEADLINE_S)
     with cluster(Side(), Side(), settings={"backend": SpansWithCompletion, "limits": limits}) as made:
         for _ in range(3):
             assert [event.ok for event in made.transfer(61, payload=bytes(MAX_PAYLOAD_NBYTES))] == [True, True]
-    assert any(complete.word for complete in completes)
-    assert not any(complete.final for complete in completes)
+    assert any(isinstance(report, EarlyComplete) for report in reports)
+    assert not any(isinstance(report, Complete) for report in reports)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_request_that_ends_before_its_completion_flag_is_set(
-    side: str, how: str, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    side: str, how: str, reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The side that ends it gets an error, and rows return only after the copy; the other side may succeed."""
     going = threading.Event()
@@ -295,7 +295,7 @@ def test_a_request_that_ends_before_its_completion_flag_is_set(
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61), deadline_s=deadlines["decode"])
         sender = send(made.prefill[0], request, pages[0], 61, deadline_s=deadlines["prefill"])
-        until(lambda: any(complete.word for complete in completes))
+        until(lambda: any(isinstance(report, EarlyComplete) for report in reports))
         if how == "abort":
             (sender if side == "prefill" else receiver).abort("enough")
         first = (sender if side == "prefill" else receiver).wait(timeout_s=DEADLINE_S)
@@ -311,7 +311,7 @@ def test_a_request_that_ends_before_its_completion_flag_is_set(
 
 
 def test_a_completion_is_reported_before_the_control_thread_sleeps(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
+    reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request's completion flag is set while the thread handles another request's end for longer than it busy-polls."""
     first, second = threading.Event(), threading.Event()
@@ -324,23 +324,23 @@ def test_a_completion_is_reported_before_the_control_thread_sleeps(
     settings = {"backend": SpansWithCompletion, "limits": limits, "connection_limits": links}
     with cluster(Side(), Side(), settings=settings) as made:
         source, sink = made.prefill[0], made.decode[0]
-        report = sink.manager._hub._on_events
+        end = sink.manager._runtime.requests.end
 
         def busy(ended: Any) -> None:
-            report(ended)
+            end(ended)
             second.set()
             time.sleep(0.05)
 
-        monkeypatch.setattr(sink.manager._hub, "_on_events", busy)
+        monkeypatch.setattr(sink.manager._runtime.requests, "end", busy)
         requests = [new_request_id() for _ in range(2)]
         receivers = [receive(sink, request, made.pages(sink, 29), need=(0, 29)) for request in requests]
         senders = [send(source, request, made.pages(source, 29), 29) for request in requests]
-        until(lambda: sum(complete.word is not None for complete in completes) == 2)
+        until(lambda: sum(isinstance(report, EarlyComplete) for report in reports) == 2)
         first.set()
         assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (*receivers, *senders))
 
 
-@pytest.mark.usefixtures("completes")
+@pytest.mark.usefixtures("reports")
 def test_early_completion_with_lost_doubled_and_delayed_messages() -> None:
     with cluster(Side(tp=2), Side(), settings={"backend": SpansWithCompletion, "limits": Limits(retry_s=0.02)}) as made:
         for seed, rank in enumerate(made.prefill + made.decode):
@@ -450,33 +450,15 @@ def test_waiting_threads_wake_when_copying_begins_and_when_it_ends() -> None:
     assert handle.wait(timeout_s=0) is event
 
 
-def test_timed_packing_packs_every_byte_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuGather, "nbytes", 8 * GATHERED_NBYTES)
-    slots, scratch = (np.random.default_rng(1).integers(0, 256, (n, GATHERED_NBYTES), np.uint8) for n in (32, 8))
-    mover, (start, to) = HostMover(), (int(each.__array_interface__["data"][0]) for each in (slots, scratch))
-    monkeypatch.setattr(mover, "allocate", lambda nbytes: {scratch.nbytes: to}[nbytes], raising=False)
-    monkeypatch.setattr(PoolMemory, "mover", lambda self, ordinal: mover)
-    region, before = MemoryRegion(start, slots.nbytes, Device("cuda", 0)), HostMover.held
-    gather = PoolMemory([region]).gather(region)
-    assert gather is not None
-    assert gather.seconds(start + 16 * GATHERED_NBYTES) > 0
-    assert sorted(map(bytes, scratch)) == sorted(map(bytes, slots[16:24]))
-    assert HostMover.held == before
-
-
 def test_staging_depends_on_the_device_of_the_pools() -> None:
     gpu = [MemoryRegion(4096, 64, Device("cuda", 1)), MemoryRegion(8192, 64, Device("cuda", 1))]
     host = [MemoryRegion(1 << 20, 64)]
     shape = StagingShape(pack_below=100)
     assert PoolMemory(host).staging(shape) is shape
     assert (PoolMemory(host).spin_s, PoolMemory(gpu).spin_s) == (0.0, SPIN_S)
-    assert PoolMemory(host).beside(64) is None
+    assert PoolMemory(host).allocate_on_device(64) is None
     assert PoolMemory(host).packer(()) is None
     assert PoolMemory(gpu).staging(shape) == GPU_STAGING
-    measured = StagingShape(pack_below=100, measure=True)
-    assert PoolMemory(gpu).staging(measured) == dataclasses.replace(GPU_STAGING, measure=True)
-    assert PoolMemory(gpu).staging(measured, pack_below=7) == dataclasses.replace(GPU_STAGING, pack_below=7)
-    assert PoolMemory(host).gather(host[0]) is PoolMemory(gpu + host).gather(gpu[0]) is None
     assert PoolMemory(gpu).staging(StagingShape()).pack_below == 0
     assert PoolMemory(gpu + host).staging(shape).pack_below == 0
     assert PoolMemory(gpu + host).packer(()) is None

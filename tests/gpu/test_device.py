@@ -11,9 +11,7 @@ import pytest
 
 from disagg.backends.cuda.packer import GpuMover
 from disagg.core import _native
-from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
-from disagg.transfer.pool_memory import GATHERED_NBYTES, GpuGather
 
 pytestmark = pytest.mark.gpu
 
@@ -39,15 +37,6 @@ def down(mover: GpuMover, address: int, nbytes: int) -> np.ndarray:
     with mover.gpu.current():
         mover.gpu.call("cuMemcpyDtoH", found.ctypes.data, address, nbytes)
     return found
-
-
-def test_timed_packing_packs_every_byte_of_a_slot(mover: GpuMover) -> None:
-    slots = np.random.default_rng(1).integers(0, 256, (2, GpuGather.nbytes), np.uint8)
-    address = up(mover, slots)
-    gather = GpuGather(mover, MemoryRegion(address, slots.nbytes, Device("cuda", 0)))
-    assert gather.seconds(address + GpuGather.nbytes) > 0
-    found = down(mover, gather._scratch, GpuGather.nbytes)
-    assert sorted(map(bytes, found.reshape(-1, GATHERED_NBYTES))) == sorted(map(bytes, slots[1].reshape(-1, GATHERED_NBYTES)))
 
 
 @pytest.mark.parametrize(("unit", "skew"), [(2, 0), (16, 0), (250, 1), (512, 0), (4096, 0)])

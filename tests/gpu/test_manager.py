@@ -19,7 +19,7 @@ from disagg.runtime.completion_page import CompletionPageView
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
-from disagg.transfer import worker as transfers
+from disagg.transfer import active_job
 from tests.support.cluster import Side
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
 
 def serve_prefill(pipe: Connection, model: KVModel, side: Side) -> None:
     """The prefill instance, on GPU 0 in a child process. Every copy counts as long."""
-    transfers.LONG_NBYTES = 0
+    active_job.LONG_NBYTES = 0
     ranks = start(model, side, "prefill-0", "cuda:0")
     pipe.send(ranks[0].manager.address)
     decode = pipe.recv()
