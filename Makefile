@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTHON_CODE := disagg harness tests examples scripts/generate_docs.py scripts/docs_pictures.py
+PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
@@ -71,7 +71,7 @@ sanitize: setup ## Run the C++ tests under the address and undefined-behaviour s
 
 clean: ## Remove builds and the caches of tools
 	@rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .coverage .coverage.* htmlcov
-	@find disagg harness tests $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find disagg harness tests benchmarks $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the virtual environment
 	@rm -rf .venv

@@ -1,10 +1,10 @@
-"""What metrics, request lines and verification cost, in CPU time per request and per MB.
+"""The cost of metrics, request log lines and verification, in CPU time per request and per MB::
 
-One process, two managers over the `local` engine, so that all CPU time is this library's (and the copies'). Settings are
-interleaved with the plain one in pairs, in random order; the figure is the median over pairs of the difference of CPU time
-(`time.process_time`, all threads of both ranks), with the quartiles::
+    python -m benchmarks.accounting --pairs 21 --json docs/benchmarks/accounting.json
 
-    python benchmarks/accounting.py --pairs 21 --json docs/benchmarks/accounting.json
+One process runs two managers over the `local` engine, so all CPU time belongs to this library and its copies. Each setting is
+measured in pairs with the plain setting, in random order. The figure is the median over the pairs of the difference in CPU time
+(`time.process_time`, all threads of both ranks), with the quartiles.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from disagg.core.rows import Rows
 from disagg.machine.processes import ProcessIdentity
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
+from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import RequestRecord
 from disagg.runtime.metrics import Ended, Metrics
 from disagg.state import paged
@@ -51,7 +52,7 @@ SIZES = {"small": 2, "large": 512}
 
 
 class Nowhere(logging.Handler):
-    """Formats a line and drops it."""
+    """Formats a log line and drops it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.format(record)
@@ -59,7 +60,7 @@ class Nowhere(logging.Handler):
 
 @dataclass
 class Pair:
-    """Two ranks that know each other."""
+    """Two connected ranks."""
 
     prefill: KVManager
     decode: KVManager
@@ -68,13 +69,13 @@ class Pair:
     pools: list[Any]
 
     def run(self, requests: int) -> float:
-        """CPU seconds of so many requests, eight at a time."""
+        """CPU seconds of `requests` requests, eight at a time."""
         logging.getLogger("disagg.requests").setLevel(self.log)
         rows = {"kv": Pages(np.random.default_rng(1).permutation(self.num_pages).astype(np.int32))}
         tokens = self.num_pages * PAGE
         began = time.process_time()
         for _ in range(0, requests, 8):
-            handles = []
+            handles: list[Receiver | Sender] = []
             for _ in range(8):
                 request = new_request_id()
                 handles.append(self.decode.receiver(request, peer="prefill", rows=rows, need={"kv": (0, tokens)}))
@@ -90,7 +91,7 @@ class Pair:
 
 
 def make(stack: ExitStack, settings: dict[str, Any], num_pages: int) -> Pair:
-    """Both ranks with these settings."""
+    """Both ranks with the given settings."""
     more = {name: value for name, value in settings.items() if name != "log"}
     managers, pools = {}, []
     for name in ("prefill", "decode"):
@@ -108,7 +109,7 @@ def make(stack: ExitStack, settings: dict[str, Any], num_pages: int) -> Pair:
 
 
 def measure(name: str, size: str, *, pairs: int, requests: int, rng: random.Random) -> dict[str, Any]:
-    """Differences to the plain setting, pair by pair."""
+    """The row of one setting: its differences to the plain setting."""
     num_pages = SIZES[size]
     differences, plain_cpu = [], []
     with ExitStack() as stack:
@@ -136,7 +137,7 @@ def measure(name: str, size: str, *, pairs: int, requests: int, rng: random.Rand
 
 
 def protocol(number: int) -> None:
-    """A request through both sides' sessions: leases, what has landed by ranges, nonces, memory of what has ended."""
+    """One request through the protocol sessions of both sides, without I/O."""
     prefill, decode, key = PeerRank("prefill", 0), PeerRank("decode", 0), RequestKey(number.to_bytes(16, "big"), 0)
     rows: dict[str, Rows] = {"kv": PROTOCOL_PAGES}
     there.receives.open(
@@ -165,11 +166,11 @@ def protocol(number: int) -> None:
                     case Event(ok=True):
                         ended += 1
     if ended != 2:
-        raise SystemExit("a request did not end well on both sides")
+        raise SystemExit(f"expected the request to succeed on both sides, found {ended} successes")
 
 
 def parts() -> None:
-    """What is done once per request and rank, by itself: microseconds each, the best of seven."""
+    """Print the cost of each step done once per request and rank: microseconds, best of seven."""
     numbers = itertools.count(1)
     own = ProcessIdentity.own()
     gone = msgspec.structs.replace(own, started=own.started + 1)
@@ -203,12 +204,12 @@ def parts() -> None:
 
 
 def main() -> int:
-    """Measure all settings, print a table."""
-    parser = argparse.ArgumentParser(description="What metrics, request lines and verification cost")
+    """Measure all settings and print a table."""
+    parser = argparse.ArgumentParser(description="The cost of metrics, request log lines and verification")
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--parts", action="store_true", help="only what is done once per request and rank, by itself")
+    parser.add_argument("--parts", action="store_true", help="only the steps done once per request and rank")
     options = parser.parse_args()
     if options.parts:
         parts()

@@ -1,9 +1,8 @@
-"""What requests cost that follow each other without a pause: `python benchmarks/back_to_back.py --pair 2 1 --pair 4 2`.
+"""The cost of requests without a pause between them: `python -m benchmarks.back_to_back --pair 2 1 --pair 4 2`.
 
-A process for each rank of both sides; every rank sends or receives its share of the same requests, one after the other, and
-says how long each took and which of its threads computed for how long. Nothing is compared: `disagg-bench` does that.
+Each rank of both sides is a process. Every rank sends or receives its share of the same requests, one after the other, and
+reports the time of each request and the CPU time of each of its threads. The bytes are not verified: `disagg-bench` does that.
 """
-# ruff: noqa: INP001 - a script
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 def rank(role: str, number: int, num_ranks: int, tokens: int, engine: tuple[str, str], pipe: Connection) -> None:
-    """One rank of one side, in a process of its own; `engine` is a backend and its transport."""
+    """The process of one rank. `engine`: a backend and its transport."""
     heads, pages = HEADS // num_ranks, tokens // PAGE
     one = pages * PAGE * heads * DIM * 2
     memory = np.ones(2 * LAYERS * one, dtype=np.uint8)
@@ -59,7 +58,7 @@ def rank(role: str, number: int, num_ranks: int, tokens: int, engine: tuple[str,
 
 
 def requests(manager: KVManager, role: str, other: str, ids: list[bytes], tokens: int) -> dict[str, Any]:
-    """Send or receive them all; milliseconds for each request, and of each thread."""
+    """Send or receive all requests; returns milliseconds per request, in all and for each thread."""
     order = np.random.default_rng(1).permutation(tokens // PAGE).astype(np.int32)
     took, before, began = [], Counter[str](), 0.0
     for number, request in enumerate(ids):
@@ -85,7 +84,7 @@ def requests(manager: KVManager, role: str, other: str, ids: list[bytes], tokens
 
 
 def busy() -> Counter[str]:
-    """Nanoseconds on a core of each thread of this process, by name, and of those that have ended."""
+    """CPU time in nanoseconds of each thread of this process by name; "ended" sums the threads that have ended."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
@@ -96,7 +95,7 @@ def busy() -> Counter[str]:
 
 
 def measure(pair: tuple[int, int], tokens: int, count: int, engine: tuple[str, str]) -> dict[str, Any]:
-    """One pair of sides."""
+    """Measure one pair of sides."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[tuple[str, Connection]] = []
     addresses: dict[str, str] = {}
@@ -125,12 +124,19 @@ def measure(pair: tuple[int, int], tokens: int, count: int, engine: tuple[str, s
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--pair", "pairs", type=(int, int), multiple=True, default=((2, 1),), help="TP of prefill and of decode.")
-@click.option("--tokens", type=click.IntRange(PAGE), default=4096, help="Of a request, whole pages of 16.")
-@click.option("--count", type=click.IntRange(1), default=200, help="Requests that are counted.")
+@click.option(
+    "--pair",
+    "pairs",
+    type=(int, int),
+    multiple=True,
+    default=((2, 1),),
+    help="TP of prefill and of decode; repeat for several.",
+)
+@click.option("--tokens", type=click.IntRange(PAGE), default=4096, help="Tokens per request, in whole pages of 16.")
+@click.option("--count", type=click.IntRange(1), default=200, help="Requests to measure.")
 @click.option("--backend", default="nixl", help="Engine.")
-@click.option("--transport", default="shm", help="What it may use.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option("--transport", default="shm", help="Transport of the engine.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures to this file.")
 def main(
     *, pairs: tuple[tuple[int, int], ...], tokens: int, count: int, backend: str, transport: str, json_file: Path | None
 ) -> None:
@@ -140,7 +146,7 @@ def main(
         slowest = max(found["p50_ms"] for found in row["ranks"])
         click.echo(
             f"TP {row['prefill']} to {row['decode']}, {row['bytes'] / 1e6:.1f} MB: "
-            f"{row['core_ms_per_request']:.1f} ms of a core, {slowest:.1f} ms from one request to the next (p50)"
+            f"{row['core_ms_per_request']:.1f} ms of CPU time per request, {slowest:.1f} ms per request (p50)"
         )
     if json_file is not None:
         json_file.write_text(json.dumps({"backend": backend, "transport": transport, "rows": rows}, indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""What others have reported of cost, before and after: `python benchmarks/cases.py --json FILE`. Takes about two minutes.
+"""Costs that users of other connectors have reported, before and after: `python -m benchmarks.cases --json FILE`.
 
-*Before* is what connectors of inference servers do, written here in a few lines over the real engine: a tuple or a list entry
-for each token's slice of each layer, nothing joined, one request of all of it, a look at its state every millisecond. *After*
-is this library, from `send` to success, with real ranks as `disagg-bench` starts them, every byte compared. Both in turns, in
-one run; medians. GB are 1e9 bytes. With names, only those cases: `slices build pages poll queue failed post`.
+*Before* is the method of inference servers' connectors, written here in a few lines over the real engine: one tuple or list
+entry per token and layer, nothing joined, one request for all of it, and a poll every millisecond. *After* is this library,
+from `send` to success, with real ranks as in `disagg-bench`, and every byte compared. Both take turns in one run; figures are
+medians; GB are 1e9 bytes. Names select cases: `slices build pages poll queue failed post`. Takes about two minutes.
 """
-# ruff: noqa: INP001, PERF401 - a script, which talks to a person and does as others do
+# ruff: noqa: PERF401 - `before` builds lists as the connectors do
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from native import head_plan
-from pair import Pair, Row, medians_s, pair, run_tables
 
+from benchmarks.native import head_plan
+from benchmarks.pair import Pair, Row, medians_s, pair, run_tables
 from disagg.backends.base import BackendOptions, Op, Transport
 from disagg.commands.bench.driver import run
 from disagg.commands.cases.sides import Side
@@ -37,7 +37,7 @@ AS_UCX = {"MIN_VECTORS": 1 << 62}
 
 
 def nixl_write(both: Pair, copies: CopyBatch, *, poll_s: float = POLL_S) -> dict[str, float]:
-    """Before, over NIXL: seconds spent building tuples, making the request and posting it, and in all."""
+    """Before, over NIXL: seconds to build tuples and the request, to post it, and altogether."""
     nixl, agent = both.backend._nixl, both.backend._agent
     began = time.perf_counter()
     sides = [
@@ -45,7 +45,7 @@ def nixl_write(both: Pair, copies: CopyBatch, *, poll_s: float = POLL_S) -> dict
         for column in (copies.source, copies.destination)
     ]
     local, remote = (nixl.nixlXferDList(nixl.DRAM_SEG, rows) for rows in sides)
-    handle = agent.createXferReq(nixl.NIXL_WRITE, local, remote, both.peer.agent, "", [both.backend._ucx])  # type: ignore[attr-defined]
+    handle = agent.createXferReq(nixl.NIXL_WRITE, local, remote, both.peer.agent, "", [both.backend._ucx])
     built = time.perf_counter()
     status = agent.postXferReq(handle)
     posted = time.perf_counter()
@@ -59,8 +59,8 @@ def nixl_write(both: Pair, copies: CopyBatch, *, poll_s: float = POLL_S) -> dict
 
 
 def mooncake_write(both: Pair, copies: CopyBatch) -> dict[str, float]:
-    """Before, over Mooncake: blocking calls of 1,000 pieces each, more of which would end in `queue`."""
-    engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
+    """Before, over Mooncake: blocking calls of 1,000 pieces each; the case `queue` shows larger calls."""
+    engine, session = both.backend._engine, both.peer.queue._descriptor.session
     began = time.perf_counter()
     for at in range(0, len(copies), 1000):
         columns = [column[at : at + 1000].tolist() for column in (copies.source, copies.destination, copies.nbytes)]
@@ -69,7 +69,7 @@ def mooncake_write(both: Pair, copies: CopyBatch) -> dict[str, float]:
 
 
 def library(backend: str, *, prefill: str, decode: str, tokens: int, layers: int, transport: str = "auto", **more: Any) -> Any:
-    """After: the row of `disagg-bench`."""
+    """After: a row of `disagg-bench`."""
     case = Case(
         backend=backend,
         model="llama-3-8b",
@@ -100,8 +100,9 @@ def median(samples: Sequence[dict[str, float]], key: str) -> float:
 
 
 def slices() -> Iterator[Row]:
-    """47, 48: TP 4 to 2, 4,096 tokens of 4 layers, a slice of 512 B for each token, layer, K and V. Before: the 32,768 slices
-    of one sender, which has the machine to itself. After: all four senders' 67.1 MB.
+    """47, 48: TP 4 to 2, 4,096 tokens of 4 layers, a slice of 512 B for each token, layer, K and V.
+
+    Before: the 32,768 slices of one sender alone on the machine. After: the 67.1 MB of all four senders.
     """
     engines = (
         ("nixl", "shm", SHM, nixl_write),
@@ -129,8 +130,10 @@ def slices() -> Iterator[Row]:
 
 
 def build() -> Iterator[Row]:
-    """49: the addresses of a first request, 16,384 tokens of 36 layers, TP 4 to 8: 1,179,648 descriptors. Before: a Python
-    tuple for each, and NIXL's list of them, for one side. After: both sides' columns, and what the packed way needs, in ms.
+    """49: the addresses of a first request, 16,384 tokens of 36 layers, TP 4 to 8: 1,179,648 descriptors; milliseconds.
+
+    Before: a Python tuple for each, and NIXL's list of them, for one side. After: the columns of both sides, and the stream
+    that packing needs.
     """
     plan, out = head_plan(page_size=64, num_layers=36, num_pages=4096), Columns()
     rows = [Pages(RNG.permutation(4096)[:256]) for _ in range(2)]
@@ -161,7 +164,7 @@ def build() -> Iterator[Row]:
 
 
 def pages() -> Iterator[Row]:
-    """51: equal TP, 64 MiB in 4,096 pages of 16 KiB in no order, and the same in one piece, over shared memory and TCP."""
+    """51: equal TP, 64 MiB in 4,096 pages of 16 KiB in random order, and in one piece, over shared memory and TCP."""
     for transport, options in (("shm", SHM), ("tcp", TCP)):
         with pair("nixl", options, nbytes=128 * MIB, **AS_UCX) as both:
             copies, whole = both.pieces(16_384, 4096, RNG), both.pieces(64 * MIB, 1, RNG)
@@ -182,8 +185,10 @@ def pages() -> Iterator[Row]:
 
 
 def poll() -> Iterator[Row]:
-    """50, 52: one page of 4 layers (8 pieces of 32 KiB) over TCP. Before: the engine's write alone, with a look every 10 ms and
-    every ms. After: the hand-over from `send` to success with all its messages, 50 in a row. Milliseconds, p50.
+    """50, 52: one page of 4 layers (8 pieces of 32 KiB) over TCP; milliseconds, p50.
+
+    Before: the engine's write alone, polled every 10 ms and every ms. After: the request from `send` to success with all its
+    messages, 50 in a row.
     """
     with pair("nixl", TCP, nbytes=64 * MIB) as both:
         copies = both.pieces(32 << 10, 8, RNG)
@@ -212,7 +217,7 @@ def queue() -> Iterator[Row]:
         both.write(copies, pause_s=1e-4)
         after = time.perf_counter() - began
         both.write(one)
-        engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session
         columns = [column.tolist() for column in (copies.source, copies.destination, copies.nbytes)]
         began = time.perf_counter()
         status = engine.batch_transfer_sync_write(session, *columns)
@@ -232,12 +237,13 @@ def queue() -> Iterator[Row]:
 
 
 def failed() -> Iterator[Row]:
-    """59: 2,000 pieces of 64 KiB to a Mooncake peer that has been killed. What the time looks like if nobody reads the status,
-    and what the library says.
+    """59: 2,000 pieces of 64 KiB to a killed Mooncake peer.
+
+    Before: the apparent rate if the caller ignores the status. After: the error that this library reports.
     """
     with pair("mooncake", BackendOptions(), nbytes=256 * MIB) as both:
         copies = both.pieces(64 << 10, 2000, RNG)
-        engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session
         columns = [column.tolist() for column in (copies.source, copies.destination, copies.nbytes)]
         os.kill(both.pid, 9)
         began = time.perf_counter()
@@ -258,8 +264,9 @@ def failed() -> Iterator[Row]:
 
 
 def post() -> Iterator[Row]:
-    """59: the share of a 64-MiB write over shared memory that is inside the call that posts it. After: the library posts in a
-    thread of its own; what a caller's `send` takes is measured by `benchmarks/control.py`.
+    """59: the share of a 64-MiB write over shared memory spent in the call that posts it.
+
+    After: the library posts in a thread of its own; `benchmarks.control` measures the caller's time in `send`.
     """
     with pair("nixl", SHM, nbytes=128 * MIB, **AS_UCX) as both:
         whole = both.pieces(64 * MIB, 1, RNG)

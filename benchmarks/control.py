@@ -1,10 +1,9 @@
-"""What the control path costs: `python benchmarks/control.py --json control.json`. Takes about a minute.
+"""The cost of the control path: `python -m benchmarks.control --json control.json`. Takes about a minute.
 
-One prefill and one decode rank in processes of their own, over a real engine. What is compared with bare ZeroMQ is measured
-in turns with it, between the same two processes. Counts of messages are those that the protocol needs: one each way per
-request once its rows are reserved.
+One prefill and one decode rank run in two processes, over a real engine. Figures compared with bare ZeroMQ take turns with it,
+between the same two processes. Message counts are those that the protocol needs: one each way per request after its rows are
+reserved.
 """
-# ruff: noqa: INP001, S108 - a script; what it counts is in /dev/shm
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ NUM_PAGES = 4096
 
 @dataclass(frozen=True)
 class Pool:
-    """K and V of some layers; `memory` is `None` for a pool that is only declared."""
+    """K and V of some layers; `memory` is `None` for a pool that is declared but not allocated."""
 
     tensors: dict[int, tuple[RawTensor, RawTensor]]
     memory: npt.NDArray[np.uint8] | None
@@ -69,14 +69,11 @@ def small_pool() -> Pool:
     return Pool.of(num_layers=1, num_pages=NUM_PAGES, page=PAGE, heads=HEADS, dim=DIM)
 
 
-# -- the decode rank -----------------------------------------------------------------------------------------------------
-
-
 def decode(pipe: Connection, backend: str, transport: str) -> None:
-    """Reserves what it is told to, echoes, and says how it is."""
+    """The decode process: reserves rows on command, echoes ZeroMQ messages, and reports its resources."""
     context = zmq.Context()
     echo = context.socket(zmq.ROUTER)
-    echo.set_hwm(0)  # a full ROUTER loses what it is given
+    echo.set_hwm(0)  # a full ROUTER drops messages
     port = echo.bind_to_random_port("tcp://127.0.0.1")
     threading.Thread(target=_echo, args=(echo,), daemon=True).start()
     pool = small_pool()
@@ -113,7 +110,7 @@ def _echo(socket: zmq.Socket[bytes]) -> None:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds."""
+    """Resources of this process."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     descriptors = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -127,21 +124,18 @@ def resources() -> dict[str, int]:
     }
 
 
-# -- the prefill rank ----------------------------------------------------------------------------------------------------
-
-
 class Prefill:
-    """The measuring side."""
+    """The prefill rank, which measures."""
 
     def __init__(self, manager: KVManager, pipe: Connection, echo: zmq.Socket[bytes]) -> None:
         self.manager, self.pipe, self.echo = manager, pipe, echo
 
-    def ask(self, *what: Any) -> Any:
-        self.pipe.send(what if len(what) > 1 else what[0])
+    def ask(self, *command: Any) -> Any:
+        self.pipe.send(command if len(command) > 1 else command[0])
         return self.pipe.recv()
 
     def reserved(self, count: int, pages: list[list[int]], tokens: int, *, deadline_s: float = TIMEOUT_S) -> list[Sender]:
-        """Senders whose rows the other side has reserved."""
+        """Senders whose rows the decode rank has reserved."""
         ids = [new_request_id() for _ in range(count)]
         self.ask("reserve", ids, pages, tokens, deadline_s)
         senders = [self.manager.sender(request, peer="decode", deadline_s=deadline_s) for request in ids]
@@ -158,11 +152,10 @@ class Prefill:
             event.lease.release()
         assert self.ask("ended")
 
-    # -- figures
-
     def yield_to_waiter(self, rounds: int) -> dict[str, Any]:
-        """From `finish` of a page to success here, waited for and asked for again and again, beside a bare round trip; each
-        after everyone has slept for `QUIET_S`.
+        """From `finish` of a page to success here, by `wait` and by polling, beside a bare ZeroMQ round trip.
+
+        Before each, all threads have slept for `QUIET_S`.
         """
         ours: dict[bool, list[float]] = {False: [], True: []}
         bare = []
@@ -188,7 +181,7 @@ class Prefill:
         return {"us": waited, "polled_us": polled, "zeromq_us": zeromq, "times_zeromq_p50": times}
 
     def many(self, count: int, rounds: int) -> dict[str, Any]:
-        """`count` requests of a page at once: messages a second, beside the same number of bare ones."""
+        """`count` requests of one page at once: messages per second, beside bare ZeroMQ messages."""
         rates, bare, latencies = [], [], []
         for _ in range(rounds):
             senders = self.reserved(count, [[number] for number in range(count)], PAGE)
@@ -230,7 +223,7 @@ class Prefill:
         }
 
     def caller_loop(self, requests: int, rounds: int) -> dict[str, Any]:
-        """What a pure Python loop loses while transfers run: as a whole, and but for the time that it waited for a core."""
+        """The slowdown of a pure Python loop during transfers, in all and without its waits for a core."""
         order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
         alone, busy = [], []
         for _ in range(rounds):
@@ -252,8 +245,10 @@ class Prefill:
         }
 
     def growth(self, requests: int) -> dict[str, Any]:
-        """What both processes hold after many requests, less what they held after some; each time once the requests'
-        deadlines have passed, until which what has ended is remembered. Of each attempt a tombstone stays, up to a bound.
+        """The resources of both processes after many requests minus those after some.
+
+        Each time after the deadlines of the requests, because sessions keep ended requests until then. A tombstone of each
+        attempt stays, up to a limit.
         """
         before = self._held_after(2000)
         after = self._held_after(requests)
@@ -275,10 +270,10 @@ class Prefill:
         self.end(senders)
 
 
-def _loop(over: Callable[[], Any], most_s: float) -> tuple[float, float]:
-    """Iterations a second of a pure Python loop, and a second in which it did not wait for a core."""
+def _loop(ended: Callable[[], Any], most_s: float) -> tuple[float, float]:
+    """Iterations per second of a pure Python loop, and per second in which it did not wait for a core."""
     began, waited, count = time.perf_counter(), _run_delay_s(), 0
-    while not over() and time.perf_counter() - began < most_s:
+    while not ended() and time.perf_counter() - began < most_s:
         for _ in range(20_000):
             count += 1
     wall = time.perf_counter() - began
@@ -293,13 +288,10 @@ def percentiles(samples: Samples) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(samples, p)) * 1e6 for p in (50, 99)}
 
 
-# -- one process ---------------------------------------------------------------------------------------------------------
-
-
 def large_send(rounds: int) -> dict[str, Any]:
-    """The caller's time for `send` of 4,096 pages of 64 layers, as int32 ids; by the reference backend."""
-    shape = {"num_layers": 64, "num_pages": 4096, "page": 1, "heads": 1, "dim": 8}
-    pools = Pool.of(**shape), Pool.of(**shape)
+    """The caller's time in `send` of 4,096 pages of 64 layers, as int32 ids, over the `local` backend."""
+    make = partial(Pool.of, num_layers=64, num_pages=4096, page=1, heads=1, dim=8)
+    pools = make(), make()
     times = []
     with _pair(pools, heads=1) as (prefill, receiving):
         for _ in range(rounds):
@@ -319,13 +311,13 @@ def large_send(rounds: int) -> dict[str, Any]:
 
 
 def set_up(rounds: int) -> dict[str, Any]:
-    """From the first constructor to both sides ready, for declared pools of few and of a million pages; no engine."""
+    """From the first constructor until both sides are ready, for declared pools of a thousand and a million pages."""
     found: dict[str, Any] = {"layers": 64}
     for num_pages in (1_000, 1_000_000):
         times = []
         for _ in range(rounds):
-            shape = {"num_layers": 64, "num_pages": num_pages, "page": PAGE, "heads": HEADS, "dim": DIM}
-            pools = Pool.of(**shape, real=False), Pool.of(**shape, real=False)
+            make = partial(Pool.of, num_layers=64, num_pages=num_pages, page=PAGE, heads=HEADS, dim=DIM, real=False)
+            pools = make(), make()
             began = time.perf_counter()
             with _pair(pools, heads=HEADS):
                 times.append(time.perf_counter() - began)
@@ -347,7 +339,7 @@ def _pair(pools: tuple[Pool, Pool], *, heads: int) -> Iterator[tuple[KVManager, 
 
 
 def between_processes(backend: str, transport: str, rounds: int, requests: int) -> dict[str, Any]:
-    """Every figure that needs a process for each side."""
+    """Every figure that needs two processes."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=decode, args=(theirs, backend, transport), daemon=True)
@@ -383,10 +375,10 @@ def between_processes(backend: str, transport: str, rounds: int, requests: int) 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--backend", default="nixl", help="Engine.")
-@click.option("--transport", default="auto", help="What it may use.")
-@click.option("--rounds", type=click.IntRange(1), default=300, help="Of what is a matter of microseconds.")
-@click.option("--requests", type=click.IntRange(500), default=10_000, help="After which nothing may have grown.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option("--transport", default="auto", help="Transport of the engine.")
+@click.option("--rounds", type=click.IntRange(1), default=300, help="Rounds of figures in microseconds.")
+@click.option("--requests", type=click.IntRange(500), default=10_000, help="Requests after which resources are compared.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures to this file.")
 def main(*, backend: str, transport: str, rounds: int, requests: int, json_file: Path | None) -> None:
     """Measure the control path."""
     found = {

@@ -1,9 +1,8 @@
-"""What transfer engines cost underneath, between two processes of one machine: `python benchmarks/engines.py --json FILE`.
+"""The cost of the transfer engines themselves, between two processes of one machine.
 
-Prints the tables of `docs/engines.md`; with names, only those: `submit again lists vectors delay pages mooncake newer`. Takes
-about two minutes. Times are medians of what is measured in turns; GB are 1e9 bytes.
+`python -m benchmarks.engines --json FILE` prints the tables of `docs/engines.md`. Names select tables: `submit again lists
+vectors delay pages mooncake newer`. Takes about two minutes. Times are medians; compared calls take turns; GB are 1e9 bytes.
 """
-# ruff: noqa: INP001 - a script, which talks to a person
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pair import Addresses, Pair, Row, medians_s, pair, run_tables
 
+from benchmarks.pair import Addresses, Pair, Row, medians_s, pair, run_tables
 from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
 from disagg.backends.nixl import backend as nixl_backend
 from disagg.core import _native
@@ -27,7 +26,7 @@ SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Tra
 MIB = 1 << 20
 RNG = np.random.default_rng(0)
 NO_VECTORS = {"MIN_VECTORS": 1 << 62}
-"""Leaves batches over shared memory to UCX."""
+"""Constants that make UCX copy all batches over shared memory."""
 
 
 def _rows(addresses: Addresses, nbytes: Addresses) -> Addresses:
@@ -66,7 +65,7 @@ class Raw:
 
 
 def submit_table() -> Iterator[Row]:
-    """Small requests: NIXL's own calls, the backend's submit to its end, and a prepared request posted again. Microseconds."""
+    """Small requests: NIXL's own calls, the backend's `submit` until done, and a prepared request posted again; us."""
     for name, options in (("shm", SHM), ("tcp", TCP)):
         with pair("nixl", options, nbytes=64 * MIB) as both:
             for count in (1, 2, 8, 64):
@@ -111,7 +110,7 @@ def submit_table() -> Iterator[Row]:
 
 
 def again_table() -> Iterator[Row]:
-    """One copy over shared memory: submitted, and a prepared request posted again. Microseconds."""
+    """One copy over shared memory: by `submit`, and as a prepared request posted again. Microseconds."""
     with pair("nixl", SHM, nbytes=64 * MIB) as both:
         for nbytes in (4 << 10, 64 << 10, 256 << 10, 512 << 10, MIB, 2 * MIB):
             copies = both.pieces(nbytes, 1, RNG)
@@ -128,9 +127,10 @@ def again_table() -> Iterator[Row]:
 
 
 def lists_table() -> Iterator[Row]:
-    """A request for some of 131,072 blocks of 4 KiB, checked and ready to be posted: by the backend from rows of descriptors, and
-    by indices into lists that were prepared for the peer; what NIXL's own calls take of each; and posting it. Nanoseconds a
-    piece.
+    """A request for some of 131,072 blocks of 4 KiB, checked and ready to post. Nanoseconds per piece.
+
+    By the backend from rows of descriptors (`rows`) and from indices into prepared lists (`lists`); the same by NIXL's own
+    calls (`raw_rows`, `raw_indices`); and the time to post it (`post`).
     """
     blocks = 131_072
     for name, options in (("shm", SHM), ("tcp", TCP)):
@@ -159,7 +159,12 @@ def lists_table() -> Iterator[Row]:
                 def indices(ids: Any = ids) -> None:
                     agent.releaseXferReq(agent.makeXferReq(nixl.NIXL_WRITE, prepared[0], ids[0], prepared[1], ids[1], "", ucx))  # noqa: B023
 
-                functions = [partial(ours, 1 << 62), partial(ours, 1), raw.create_and_release, indices]
+                functions: list[Callable[[], object]] = [
+                    partial(ours, 1 << 62),
+                    partial(ours, 1),
+                    raw.create_and_release,
+                    indices,
+                ]
                 found = medians_s(functions, rounds=7, repeat=max(1, 2000 // count))
                 (post,) = medians_s([raw.post], rounds=3)
                 names = ("rows", "lists", "raw_rows", "raw_indices", "post")
@@ -169,7 +174,7 @@ def lists_table() -> Iterator[Row]:
 
 
 def vectors_table() -> Iterator[Row]:
-    """64 MiB in random order over shared memory: by UCX, in vectors by one thread and by two, and one block by UCX. GB/s."""
+    """64 MiB in random order over shared memory: UCX, vectors by one and two threads, and one block by UCX. GB/s."""
     total = 64 * MIB
     with pair("nixl", SHM, nbytes=256 * MIB, **NO_VECTORS) as both:
         whole = CopyBatch([both.here], [both.there], [total])  # type: ignore[arg-type]
@@ -178,7 +183,7 @@ def vectors_table() -> Iterator[Row]:
 
             def vectors(num_threads: int, copies: CopyBatch = copies) -> None:
                 both.backend._local.require(copies.source, copies.nbytes, side="local")
-                both.peer.index.require(copies.destination, copies.nbytes, side="remote")  # type: ignore[attr-defined]
+                both.peer.index.require(copies.destination, copies.nbytes, side="remote")
                 error = _native.copy_between_processes(
                     both.pid, copies.source, copies.destination, copies.nbytes, write=True, num_threads=num_threads
                 )
@@ -199,7 +204,7 @@ def vectors_table() -> Iterator[Row]:
 
 
 def delay_table() -> Iterator[Row]:
-    """The progress thread's delay. GB/s of writes, one 4-KiB copy's time, and what a core is kept busy by two idle engines."""
+    """The progress thread's delay: GB/s of writes, the time of one 4-KiB copy, and the CPU use of two idle engines."""
     for name, options in (("shm", SHM), ("tcp", TCP)):
         for delay_us in (0, 1000, 20_000):
             with pair(
@@ -227,11 +232,11 @@ def _arena(nbytes: int, *, huge: bool) -> tuple[Any, int]:
 
 
 def pages_table() -> Iterator[Row]:
-    """`process_vm_writev` of slots into a ring, in small and in huge pages, from two slots in turn; one core's GB/s."""
+    """`process_vm_writev` of two alternating slots into a ring, with small and huge pages; GB/s of one core."""
     for slot, ring in ((256 << 10, 2 * MIB), (MIB, 8 * MIB), (2 * MIB, 16 * MIB), (2 * MIB, 64 * MIB)):
 
         def one_pass(*, huge: bool, slot: int = slot, ring: int = ring) -> Callable[[], object]:
-            # The kernel looks up every page of the far side, whichever process that is: here it is this one.
+            # The operating system looks up every page of the remote process; here that is this process itself.
             sides = [_arena(2 * slot, huge=huge), _arena(ring, huge=huge)]
             sizes = np.full(ring // slot, slot, np.uint64)
             steps = np.arange(ring // slot, dtype=np.uint64)
@@ -239,8 +244,8 @@ def pages_table() -> Iterator[Row]:
             remote = np.uint64(sides[1][1]) + steps * np.uint64(slot)
 
             def run() -> None:
-                assert sides  # kept mapped
-                for at in range(len(steps)):  # one call a slot, as slots are posted
+                assert sides  # keep them mapped
+                for at in range(len(steps)):  # one call per slot, as the library posts slots
                     one = slice(at, at + 1)
                     _native.copy_between_processes(os.getpid(), local[one], remote[one], sizes[one], write=True)
 
@@ -256,7 +261,7 @@ def pages_table() -> Iterator[Row]:
 
 
 def mooncake_table() -> Iterator[Row]:
-    """Pieces in random order over TCP: the engine's blocking call with 1,024 pieces at a time, and the backend. GB/s."""
+    """Pieces in random order over TCP: the engine's blocking call, 1,024 pieces at a time, and the backend. GB/s."""
     with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
         engine, session = both.backend._engine, both.peer.queue._descriptor.session
         for nbytes, total in ((512, MIB), (4096, 8 * MIB), (64 << 10, 64 * MIB), (64 * MIB, 64 * MIB)):
@@ -280,14 +285,15 @@ def mooncake_table() -> Iterator[Row]:
 
 
 def newer_table() -> Iterator[Row]:
-    """Calls that Mooncake has from 0.3.14 on, over TCP: batches from lists, from arrays, by page numbers (a call that
-    blocks), as a scatter ticket, and the backend, which gives arrays, GB/s; 6,000 pieces as one ticket; what a ticket says, after
-    10 s, of a peer that was killed.
+    """Calls of Mooncake 0.3.14 and later over TCP, GB/s.
+
+    Batches from lists, from arrays, by page numbers (a blocking call) and as a scatter ticket, and by the backend, which passes
+    arrays. Then 6,000 pieces as one ticket, and the status of a ticket 10 s after the peer was killed.
     """
     with pair("mooncake", BackendOptions(), nbytes=128 * MIB) as both:
-        engine, session = both.backend._engine, both.peer.queue._descriptor.session  # type: ignore[attr-defined]
+        engine, session = both.backend._engine, both.peer.queue._descriptor.session
         if not hasattr(engine, "submit_scatter_write"):
-            yield {"skipped": "the version that is installed has none of them"}
+            yield {"skipped": "the installed version has none of these calls"}
             return
         opcode = both.backend._opcodes[Op.WRITE]
 
@@ -323,7 +329,8 @@ def newer_table() -> Iterator[Row]:
             def blocking(pages: Any = pages, fields: Any = fields) -> None:
                 assert engine.batch_transfer_sync_write_pages(session, *pages, fields) == 0
 
-            calls = [lists, arrays, blocking, partial(drained, copies), partial(both.write, copies, pause_s=1e-4)]
+            writes = partial(drained, copies), partial(both.write, copies, pause_s=1e-4)
+            calls: list[Callable[[], object]] = [lists, arrays, blocking, *writes]
             found = medians_s(calls, rounds=7)
             names = ("lists", "arrays", "pages", "ticket", "backend")
             rates = [round(copies.total_nbytes / s / 1e9, 2) for s in found]

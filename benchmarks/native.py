@@ -1,9 +1,8 @@
-"""What the compiled core costs on this machine: `python benchmarks/native.py`. Takes half a minute, prints a table.
+"""The speed of the compiled core on this machine: `python -m benchmarks.native`. Takes half a minute and prints a table.
 
-Times are medians. What is compared is measured in turns, so that a busy machine slows both: a figure beside `memcpy` or
-`copy` is of the same run.
+Times are medians. Compared functions take turns, so that a busy machine slows all of them: a figure beside `memcpy` or `copy`
+is from the same run.
 """
-# ruff: noqa: INP001, T201 - a script, which talks to a person
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 
 def medians_s(*functions: Callable[[], object], rounds: int = 15) -> list[float]:
-    """The median time of each, run in turns."""
+    """The median time of each function. The functions take turns."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, found in zip(functions, times, strict=True):
@@ -40,7 +39,7 @@ def medians_s(*functions: Callable[[], object], rounds: int = 15) -> list[float]
 
 
 def head_plan(*, page_size: int, num_layers: int, num_pages: int) -> ComponentPlan:
-    """K and V of one of two heads that the source has, in layers of their own: TP 4 to TP 8 with 8 heads, 256 bytes each."""
+    """K and V of one of the source's two heads of 256 bytes: TP 4 to TP 8 with 8 heads."""
     nbytes = 256
 
     def bases(start: int) -> Addresses:
@@ -66,7 +65,7 @@ def head_plan(*, page_size: int, num_layers: int, num_pages: int) -> ComponentPl
 
 
 def bind_table() -> None:
-    print("bind: K and V of one head, 36 layers, pages of 64 in random order, buffers used again")
+    print("bind: K and V of one head, 36 layers, pages of 64 in random order, reused buffers")
     plan, out = head_plan(page_size=64, num_layers=36, num_pages=4096), Columns()
     for num_tokens in (1024, 4096, 16384, 65536):
         source, destination = (Pages(RNG.permutation(4096)[: num_tokens // 64]) for _ in range(2))
@@ -82,19 +81,19 @@ def bind_table() -> None:
         words = np.zeros(3 * count, dtype=np.uint64)
         copy = np.zeros_like(words)
         found = medians_s(
-            lambda: run(1, tokens, rows),  # noqa: B023 - called within the round
+            lambda: run(1, tokens, rows),  # noqa: B023 - called within the iteration
             lambda: run(2, tokens, rows),  # noqa: B023
             lambda: np.copyto(copy, words),  # noqa: B023
             lambda: stream(tokens, rows),  # noqa: B023
         )
-        (twin,) = medians_s(
+        (in_numpy,) = medians_s(
             lambda: bind_numpy(plan, source=source, destination=destination, tokens=tokens),  # noqa: B023
             rounds=3,
         )
         print(
             f"  {num_tokens:6} tokens {count:9,} descriptors  {found[0] * 1e3:7.3f} ms = {found[0] / count * 1e9:5.2f} ns each"
             f"   two threads {found[1] * 1e3:7.3f} ms   memcpy of the columns {found[2] * 1e3:7.3f} ms"
-            f"   NumPy {twin * 1e3:8.2f} ms   as a stream {found[3] * 1e3:7.3f} ms"
+            f"   NumPy {in_numpy * 1e3:8.2f} ms   as a stream {found[3] * 1e3:7.3f} ms"
         )
 
 
@@ -114,7 +113,7 @@ def pack_table() -> None:
                 lambda: np.copyto(other, staging),  # noqa: B023
                 rounds=9,
             )
-            names = ("gather", "scatter", "gather by two", "scatter by two", "memcpy")
+            names = ("gather", "scatter", "gather, two threads", "scatter, two threads", "memcpy")
             rates = "   ".join(f"{name} {total / s / 1e9:5.1f}" for name, s in zip(names, found, strict=True))
             print(f"  {total >> 10:6} KiB in pieces of {piece:6}: {rates}")
 
@@ -141,7 +140,7 @@ def streams_of(pool: npt.NDArray[np.uint8], *, piece: int, count: int) -> tuple[
 
 
 def group_table() -> None:
-    print("group_concurrent_contiguous, beside copying what goes in and comes out")
+    print("group_concurrent_contiguous, compared with copying its input and output")
     for size in (16_384, 1_000_000):
         for dtype in (np.int64, np.int32):
             for run in (1, 4, 16, 1000):
@@ -163,7 +162,7 @@ def index_runs(size: int, run: int) -> npt.NDArray[np.int64]:
 
 
 def digest_table() -> None:
-    print("digest: pages of 16 tokens, 8 heads, in random order, on one core, GB/s (1e9)")
+    print("digest: pages of 16 tokens, 8 heads, in random order, one core, GB/s (1e9)")
     num_pages, num_layers = 256, 8
     everything = {"first_page": 0, "edges": np.array([0, 1]), "period": 1}
     order = RNG.permutation(num_pages).astype(np.int32)

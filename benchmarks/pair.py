@@ -1,5 +1,4 @@
-"""Two processes with an engine each, for the scripts beside this one: this one writes, into the other one's memory."""
-# ruff: noqa: INP001, T201 - beside scripts, for which it talks to a person
+"""Two processes with one engine each, for the other benchmarks: this process writes to the memory of its child."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, Op, TransferStatus
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl import backend as nixl
 from disagg.backends.nixl.backend import NixlBackend
@@ -41,7 +40,7 @@ PACKAGES = (
 
 
 def make(engine: str, options: BackendOptions, settings: Mapping[str, object]) -> Backend:
-    """An engine; `settings` replace constants of the backend `nixl`."""
+    """Create an engine. `settings` replace constants of the `nixl` backend's module."""
     for name, value in settings.items():
         setattr(nixl, name, value)
     return NixlBackend(options) if engine == "nixl" else MooncakeBackend(options)
@@ -52,17 +51,17 @@ def _serve(pipe: Connection, engine: str, options: BackendOptions, nbytes: int, 
     backend = make(engine, options, settings)
     backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
     pipe.send((backend.endpoint(), memory.ctypes.data))
-    while (order := pipe.recv()) != "close":
-        pipe.send({"cpu": time.process_time(), "sum": int(memory.view(np.uint64).sum())}[order])
+    while (command := pipe.recv()) != "close":
+        pipe.send({"cpu": time.process_time(), "sum": int(memory.view(np.uint64).sum())}[command])
     backend.close()
 
 
 @dataclass
 class Pair:
-    """`here` and `there` are the first addresses of `nbytes` registered bytes on each side."""
+    """This side of a connected pair. `here` and `there`: the addresses of the registered memory on each side."""
 
     backend: Any
-    peer: RemotePeer
+    peer: Any
     memory: Bytes
     here: int
     there: int
@@ -70,12 +69,12 @@ class Pair:
     pipe: Connection
 
     def ask(self, what: str) -> Any:
-        """Of the other process: its CPU time ("cpu"), or the sum of its memory's words ("sum")."""
+        """Ask the child for its CPU time ("cpu") or for the sum of its memory's words ("sum")."""
         self.pipe.send(what)
         return self.pipe.recv()
 
     def pieces(self, nbytes: int, count: int, rng: np.random.Generator) -> CopyBatch:
-        """`count` pieces in random order on both sides."""
+        """`count` pieces of `nbytes` in random order on both sides."""
         room = self.memory.nbytes // nbytes
         sides = [
             np.uint64(base) + rng.permutation(room)[:count].astype(np.uint64) * np.uint64(nbytes)
@@ -84,7 +83,7 @@ class Pair:
         return CopyBatch(sides[0], sides[1], np.full(count, nbytes, dtype=np.uint64))
 
     def write(self, copies: CopyBatch, *, pause_s: float = 0.0) -> None:
-        """To the end, with a sleep of `pause_s` between looks."""
+        """Write until done, with a sleep of `pause_s` between polls."""
         transfer = self.backend.submit(Op.WRITE, self.peer, copies)
         while transfer.poll() is TransferStatus.PENDING:
             time.sleep(pause_s)
@@ -95,7 +94,7 @@ class Pair:
 
 @contextmanager
 def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: object) -> Iterator[Pair]:
-    """Both processes' engines, connected; `settings` as of `make`, put back afterwards."""
+    """Connect the engines of both processes. `settings`: see `make`; they are restored afterwards."""
     before = {name: getattr(nixl, name) for name in settings}
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -104,7 +103,7 @@ def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: objec
     theirs.close()
     try:
         if not pipe.poll(PATIENCE_S):
-            raise TimeoutError("the other process does not answer")
+            raise TimeoutError(f"no answer from the child process within {PATIENCE_S} s")
         endpoint, there = pipe.recv()
         memory = np.ones(nbytes, dtype=np.uint8)
         backend = make(engine, options, settings)
@@ -116,7 +115,7 @@ def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: objec
             backend.disconnect(peer)
         finally:
             backend.close()
-        with suppress(BrokenPipeError):  # a benchmark may have killed it
+        with suppress(BrokenPipeError):  # a benchmark may have killed the child
             pipe.send("close")
         process.join(PATIENCE_S)
     finally:
@@ -126,7 +125,7 @@ def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: objec
 
 
 def medians_s(functions: Sequence[Callable[[], object]], *, rounds: int, repeat: int = 1) -> list[float]:
-    """The median time of one call of each, run in turns, `repeat` calls at a time."""
+    """The median time of one call of each function. The functions take turns, `repeat` calls at a time."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, found in zip(functions, times, strict=True):
@@ -138,13 +137,13 @@ def medians_s(functions: Sequence[Callable[[], object]], *, rounds: int, repeat:
 
 
 def _save(path: Path | None, tables: Mapping[str, object], *, started_load: float) -> None:
-    """What was measured, on what, when, and at which load."""
+    """Write the results with the date, the versions and the load of the machine."""
     if path is None:
         return
     versions: dict[str, str] = {}
     for name in PACKAGES:
         if "mooncake" in name and any("mooncake" in found for found in versions):
-            continue  # the one before it is what was imported
+            continue  # the earlier package provides the imported module
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -166,13 +165,13 @@ def _save(path: Path | None, tables: Mapping[str, object], *, started_load: floa
 
 
 def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
-    """The command line of a script: measure the tables that are named, or all; print them; write them where `--json` says."""
+    """The command line of a benchmark: measure the named tables, or all, print them, and write them to `--json`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="NAME", help=f"of {', '.join(tables)}; all by default")
-    parser.add_argument("--json", type=Path, help="write what was measured there")
+    parser.add_argument("tables", nargs="*", metavar="NAME", help=f"tables to measure: {', '.join(tables)}; default: all")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - set(tables):
-        parser.error(f"expected some of {', '.join(tables)}, found {', '.join(sorted(unknown))}")
+        parser.error(f"expected names among {', '.join(tables)}, found {', '.join(sorted(unknown))}")
     load, found = os.getloadavg()[0], dict[str, list[Row]]()
     for name in arguments.tables or tables:
         print(f"\n{name}: {tables[name].__doc__}")

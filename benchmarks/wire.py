@@ -1,12 +1,11 @@
-"""Where the wire is the limit: prefill and decode in two network namespaces, joined by a link of a given rate.
+"""Transfers limited by the wire: prefill and decode in two network namespaces, joined by a link of a given rate.
 
-    python benchmarks/wire.py --backend nixl --backend mooncake --json rows.json
+    python -m benchmarks.wire --backend nixl --backend mooncake --json rows.json
 
-Makes the namespaces, a pair of virtual Ethernet devices, and a token bucket of `--rate` at both ends; starts every rank with
-`disagg prefill` and `disagg decode` where it belongs, and drives them with `disagg-bench`, whose rows it collects. Needs
-root, `ip` and `tc` (iproute2). Everything that it made is gone when it ends.
+Creates the namespaces, a pair of virtual Ethernet devices, and a token bucket of `--rate` at both ends. Starts the ranks in
+their namespaces with `disagg prefill` and `disagg decode`, drives them with `disagg-bench`, and collects its rows. Needs root,
+`ip` and `tc` (iproute2). Removes everything that it created.
 """
-# ruff: noqa: INP001, S603 - a script, which starts what it was told to
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def link(rate: str, congestion: str | None) -> Iterator[dict[str, str]]:
-    """Two namespaces, by role, that reach each other at `rate` in both directions."""
+    """Create two namespaces with a link of `rate` in both directions; yields their names by role."""
     names = {role: f"disagg-wire-{os.getpid()}-{role}" for role in ADDRESSES}
     devices = {role: f"dw{os.getpid() % 100_000}{role[0]}" for role in ADDRESSES}
     with contextlib.ExitStack() as opened:
@@ -59,7 +58,7 @@ def link(rate: str, congestion: str | None) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def rank(namespace: str, *arguments: str) -> Iterator[None]:
-    """A rank that is up until the context ends."""
+    """Start a rank; it is terminated at the end of the context."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "disagg.commands", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -72,7 +71,7 @@ def rank(namespace: str, *arguments: str) -> Iterator[None]:
 
 
 def measure(names: dict[str, str], case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one case."""
+    """Measure one case; returns its rows."""
     sides = {"prefill": case["prefill"], "decode": case["decode"]}
     same = ["--model", case["model"], "--backend", case["backend"], "--transport", "tcp", "--pages", str(case["pages"])]
     same += ["--layers", str(case["layers"])] if case["layers"] else []
@@ -99,16 +98,16 @@ def measure(names: dict[str, str], case: dict[str, Any]) -> list[dict[str, Any]]
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--backend", "backends", multiple=True, default=("nixl", "mooncake"), help="Engine; once per engine.")
-@click.option("--model", "models", multiple=True, default=("llama-3-8b",), help="Once per model.")
-@click.option("--layers", type=click.IntRange(1), default=4, help="Keep only the models' first layers.")
-@click.option("--tokens", type=click.IntRange(1), default=4096, help="Length of the request.")
-@click.option("--pages", type=click.IntRange(1), default=300, help="Pages of every pool.")
+@click.option("--backend", "backends", multiple=True, default=("nixl", "mooncake"), help="Engine; repeat for several.")
+@click.option("--model", "models", multiple=True, default=("llama-3-8b",), help="Model; repeat for several.")
+@click.option("--layers", type=click.IntRange(1), default=4, help="Keep only the first layers of each model.")
+@click.option("--tokens", type=click.IntRange(1), default=4096, help="Tokens of the request.")
+@click.option("--pages", type=click.IntRange(1), default=300, help="Pages per pool.")
 @click.option("--pair", "pairs", multiple=True, nargs=2, default=(("tp=2", "tp=1"),), help="Prefill and decode side.")
-@click.option("--rate", default="2gbit", help="Of the link, as tc writes it.")
-@click.option("--congestion", help="TCP congestion control; by default the host's.")
-@click.option("--repeat", type=click.IntRange(1), default=10, help="Runs of every case.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows there.")
+@click.option("--rate", default="2gbit", help="Rate of the link, in tc's notation.")
+@click.option("--congestion", help="TCP congestion control; default: the host's.")
+@click.option("--repeat", type=click.IntRange(1), default=10, help="Runs per case.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows to this file.")
 def main(
     *,
     backends: tuple[str, ...],

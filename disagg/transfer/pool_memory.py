@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disagg.backends.base import StagingShape
-from disagg.backends.cuda.packer import GpuMover, GpuOrder, GpuShapes, GpuWork
+from disagg.backends.cuda.packer import GpuMover, GpuShapes, GpuWork, GpuWorkList
 from disagg.core import _native
 from disagg.core.copies import Addresses
 from disagg.core.errors import ConfigError
@@ -129,7 +129,7 @@ class GpuStream:
     def __init__(self, mover: GpuMover, shapes: GpuShapes, batch: SpanBatch) -> None:
         self._mover, self._shapes, self._batch = mover, shapes, batch
         self.total = batch.total_nbytes
-        self._order: GpuOrder | None = None
+        self._order: GpuWorkList | None = None
 
     @property
     def num_pieces(self) -> int:
@@ -143,7 +143,7 @@ class GpuStream:
         """Unpack what lies from `address` on."""
         return self._mover.scatter(self._uploaded(), offset, nbytes, address)
 
-    def _uploaded(self) -> GpuOrder:
+    def _uploaded(self) -> GpuWorkList:
         if self._order is None:
             self._order = self._mover.upload(self._shapes, self._batch)
         return self._order

@@ -1,347 +1,29 @@
-"""Managers over engines and packers that compute addresses, with the kernels' twin in their place: no GPU is needed here."""
+"""Managers with engines and packers that compute addresses. The reference implementation replaces the kernels: no GPU."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import gc
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from disagg import new_request_id
-from disagg.backends.base import Op, RemotePeer, StagingShape, Transfer, TransferStatus
-from disagg.backends.cuda.work_list import ShapeTable, encode_order, encode_shapes, order_nbytes
+from disagg.backends.base import StagingShape
 from disagg.backends.local import LocalBackend
 from disagg.core import _native
-from disagg.core.copies import CopyBatch
-from disagg.core.errors import BackendError, ConfigError
+from disagg.core.errors import ConfigError
 from disagg.core.leases import Lease
 from disagg.core.memory import Device, MemoryRegion
-from disagg.core.rows import Pages
-from disagg.core.spans import SpanBatch, SpanShape
-from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, Complete, decode
-from disagg.protocol.peer_state import ConnectionLimits
-from disagg.protocol.types import Event, Limits, RequestKey
+from disagg.protocol.types import Event, RequestKey
 from disagg.requests import RequestHandle
-from disagg.runtime import loop as hub
-from disagg.runtime.channel import Channel
-from disagg.testing.faults import MessageFaults, mistreat
-from disagg.transfer import worker as transfers
-from disagg.transfer.pool_memory import GATHERED_NBYTES, GPU_STAGING, SPIN_S, GpuGather, GpuPacker, PoolMemory
-from harness.reference_kernels import SpanLaunch, span_pieces
+from disagg.transfer.pool_memory import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, clear, cluster, receive, send
-
-TILE = 256
-HND = "page kv_head token dim"
-SIDES = [
-    (Side(tp=2), Side(tp=1, page=16)),
-    (Side(tp=1, axes=HND), Side(tp=4, page=8)),
-    (Side(tp=2, pp=2, stages=((0,), (1, 2))), Side(tp=2, axes=HND)),
-]
-
-
-@dataclass(frozen=True, eq=False)
-class Twin:
-    """Span classes, and a request over them, as words in host memory."""
-
-    table: ShapeTable
-    words: Any = None
-    order: _native.WorkList | None = None
-    peer: RemotePeer | None = None
-
-    @property
-    def shapes(self) -> Sequence[SpanShape]:
-        return self.table.shapes
-
-    @classmethod
-    def of(cls, shapes: Sequence[SpanShape], peer: RemotePeer | None = None) -> Twin:
-        return cls(encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses), peer=peer)
-
-    def upload(self, batch: SpanBatch) -> Twin:
-        words = np.zeros(order_nbytes(batch) // 8 + 1, np.uint64)
-        encode_order(batch, self.table, tile=TILE, out=words)
-        return Twin(self.table, words, batch.core, self.peer)
-
-    def pieces(self, low: int, high: int, **linear: int) -> CopyBatch:
-        assert self.order is not None
-        launch = SpanLaunch(self.words, self.table.words, *self.order.tiles(low, high), TILE, low, high, **linear)
-        rows = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
-        return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
-
-
-@dataclass
-class Later:
-    """Copies that are made when somebody has asked for them for the second time."""
-
-    copies: CopyBatch
-    asked: int = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        if TwinMover.problem:
-            raise BackendError(TwinMover.problem)
-        if self.asked == 2:
-            columns = (column.tolist() for column in (self.copies.source, self.copies.destination, self.copies.nbytes))
-            for source, destination, nbytes in zip(*columns, strict=True):
-                ctypes.memmove(destination, source, nbytes)
-            TwinMover.moved += self.copies.total_nbytes
-        return self.asked > 1
-
-
-class TwinMover:
-    """What `GpuMover` does, in host memory."""
-
-    moved = held = 0
-    problem = ""
-
-    def prepare(self, shapes: Sequence[SpanShape]) -> Twin:
-        return Twin.of(shapes)
-
-    def upload(self, shapes: Twin, batch: SpanBatch) -> Twin:
-        TwinMover.held += 1
-        return shapes.upload(batch)
-
-    def gather(self, order: Twin, offset: int, nbytes: int, address: int) -> Later:
-        return Later(order.pieces(offset, offset + nbytes, linear_destination=address))
-
-    def scatter(self, order: Twin, offset: int, nbytes: int, address: int) -> Later:
-        return Later(order.pieces(offset, offset + nbytes, linear_source=address))
-
-    def release(self, order: Twin) -> None:
-        TwinMover.held -= 1
-
-
-class Spans(LocalBackend):
-    """Takes span classes, and no addresses."""
-
-    posted = 0
-
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> Twin:
-        assert op is Op.WRITE
-        return Twin.of(shapes, peer)
-
-    def submit_spans(self, prepared: Twin, batch: SpanBatch) -> Transfer:
-        assert batch.shapes is prepared.shapes
-        assert prepared.peer is not None
-        Spans.posted += 1
-        copies = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else CopyBatch.concatenate([])
-        return super().submit(Op.WRITE, prepared.peer, copies)
-
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
-        raise AssertionError("addresses were computed on the host")
-
-
-class Copying:
-    """A transfer that another thread makes; its sign shows once it is done, and never where it fails."""
-
-    def __init__(self, copy: Callable[[], Transfer], *, fails: bool, hold: threading.Event | None) -> None:
-        self.status, self.error = TransferStatus.PENDING, "the GPU has fallen off the bus" if fails else None
-        self.sign = _native.Flag()
-        self._copy, self._fails, self._hold = copy, fails, hold
-        threading.Thread(target=self._run).start()
-
-    def _run(self) -> None:
-        if self._hold is None:
-            time.sleep(1e-3)
-        else:
-            self._hold.wait(DEADLINE_S)
-        if self._fails:
-            self.status = TransferStatus.FAILED
-            return
-        self._copy()
-        self.status = TransferStatus.DONE
-        self.sign.set()
-
-    def poll(self) -> TransferStatus:
-        return self.status
-
-    def close(self) -> None:
-        assert self.status is not TransferStatus.PENDING
-
-
-class SignedSpans(Spans):
-    """As a kernel that goes on by itself."""
-
-    fails = False
-    holds: ClassVar[list[threading.Event]] = []
-    """What the next transfers wait for, each for one."""
-
-    def submit_spans(self, prepared: Twin, batch: SpanBatch) -> Transfer:
-        hold = SignedSpans.holds.pop(0) if SignedSpans.holds else None
-        return Copying(functools.partial(super().submit_spans, prepared, batch), fails=SignedSpans.fails, hold=hold)
-
-
-@pytest.fixture
-def completes(monkeypatch: pytest.MonkeyPatch) -> list[Complete]:
-    """What writers say has landed or will have, of transfers that are all long, and threads awake."""
-    monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
-    monkeypatch.setattr(transfers, "LONG_NBYTES", 0)
-    found: list[Complete] = []
-    send = Channel.send
-
-    def noting(self: Channel, address: str, data: bytes) -> bool:
-        message = decode(data)
-        if isinstance(message, Complete):
-            found.append(message)
-        return send(self, address, data)
-
-    monkeypatch.setattr(Channel, "send", noting)
-    return found
-
-
-@pytest.mark.parametrize(("prefill", "decode"), SIDES)
-def test_a_receiver_sees_that_copying_has_ended(
-    prefill: Side, decode: Side, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)  # however slow this machine is
-    patient = Limits(retry_s=DEADLINE_S, max_retry_s=DEADLINE_S)
-    with cluster(prefill, decode, settings={"backend": SignedSpans, "limits": patient}) as made:
-        for _ in range(3):
-            events = made.transfer(61, first_token=5)
-            assert all(event.ok for event in events), [event.error for event in events]
-            assert all(event.payload == b"token" for event in events)
-    assert any(complete.word for complete in completes)
-    assert not any(complete.final for complete in completes)
-
-
-def test_the_last_copy_is_foretold_once_it_is_the_last(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are under way before the server says that nothing more comes; the first of them then ends."""
-    first, second = threading.Event(), threading.Event()
-    monkeypatch.setattr(SignedSpans, "holds", [first, second])
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
-    never = 10 * DEADLINE_S
-    limits, links = (
-        Limits(retry_s=never, max_retry_s=never),
-        ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
-    )
-    settings = {"backend": SignedSpans, "limits": limits, "connection_limits": links}
-    with cluster(Side(), Side(), settings=settings) as made:
-        request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
-        receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
-        sender = made.prefill[0].manager.sender(request, peer="decode-0", deadline_s=DEADLINE_S)
-        rows = {"kv": Pages(np.array(pages[0].ids, np.int32), 0)}
-        for tokens in ((0, 29), (29, 61)):
-            sender.send(rows, tokens=tokens)
-        until(lambda: len(completes) == 2)
-        sender.finish()
-        first.set()
-        until(lambda: any(complete.word for complete in completes))
-        assert receiver.poll() is None
-        hubs = [rank.manager._hub for rank in (*made.prefill, *made.decode)]
-        until(lambda: all(time.monotonic() > each._awake_until for each in hubs))  # they look for the end alone
-        second.set()
-        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, sender))
-    assert [(complete.final, complete.word is not None) for complete in completes] == [(False, False)] * 2 + [(False, True)]
-
-
-def test_a_receiver_that_may_not_have_looked_is_told(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "KNOWN_S", 0.0)
-    with cluster(Side(), Side(), settings={"backend": SignedSpans}) as made:
-        assert all(event.ok for event in made.transfer(61))
-    assert any(complete.word for complete in completes)
-    assert any(complete.final for complete in completes)
-
-
-def test_what_was_foretold_and_fails_does_not_land(completes: list[Complete], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SignedSpans, "fails", True)
-    with cluster(Side(), Side(), settings={"backend": SignedSpans}) as made:
-        events = made.transfer(61)
-        assert not any(event.ok for event in events)
-        assert all("fallen off the bus" in str(event.error) for event in events)
-        assert any(complete.word for complete in completes)
-        assert not any(complete.final for complete in completes)
-        monkeypatch.setattr(SignedSpans, "fails", False)
-        assert all(event.ok for event in made.transfer(61))
-
-
-def test_what_a_lane_does_not_carry_is_foretold_all_the_same(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A payload that is longer than a packet goes over TCP: no request waits for a retry."""
-    monkeypatch.setattr(hub, "KNOWN_S", DEADLINE_S)
-    limits = Limits(retry_s=2 * DEADLINE_S, max_retry_s=2 * DEADLINE_S)
-    with cluster(Side(), Side(), settings={"backend": SignedSpans, "limits": limits}) as made:
-        for _ in range(3):
-            assert [event.ok for event in made.transfer(61, payload=bytes(MAX_PAYLOAD_NBYTES))] == [True, True]
-    assert any(complete.word for complete in completes)
-    assert not any(complete.final for complete in completes)
-
-
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-@pytest.mark.parametrize("how", ["abort", "deadline"])
-def test_a_request_that_ends_while_its_word_is_awaited(
-    who: str, how: str, completes: list[Complete], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends with an error there, and rows come back only after the copy; the other side may have seen its bytes land."""
-    going = threading.Event()
-    monkeypatch.setattr(SignedSpans, "holds", [going])
-    deadlines = {each: 0.3 if how == "deadline" and each == who else DEADLINE_S for each in ("prefill", "decode")}
-    with cluster(Side(), Side(), settings={"backend": SignedSpans}) as made:
-        request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
-        receiver = receive(made.decode[0], request, pages[1], need=(0, 61), deadline_s=deadlines["decode"])
-        sender = send(made.prefill[0], request, pages[0], 61, deadline_s=deadlines["prefill"])
-        until(lambda: any(complete.word for complete in completes))
-        if how == "abort":
-            (sender if who == "prefill" else receiver).abort("enough")
-        first = (sender if who == "prefill" else receiver).wait(timeout_s=DEADLINE_S)
-        assert not first.ok
-        assert not first.lease.released
-        going.set()
-        events = [handle.wait(timeout_s=DEADLINE_S) for handle in (sender, receiver)]
-        assert not (events[0].ok and not events[1].ok)
-        until(lambda: all(event.lease.released for event in events))
-        for rank in made.decode:
-            clear(rank.pools)
-        assert all(event.ok for event in made.transfer(61))
-
-
-def test_what_is_taken_is_told_before_the_control_thread_sleeps(
-    completes: list[Complete], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One request's word is set while the thread is busy with another's end for longer than it would have been awake."""
-    first, second = threading.Event(), threading.Event()
-    monkeypatch.setattr(SignedSpans, "holds", [first, second])
-    never = 10 * DEADLINE_S
-    limits, links = (
-        Limits(retry_s=never, max_retry_s=never),
-        ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
-    )
-    settings = {"backend": SignedSpans, "limits": limits, "connection_limits": links}
-    with cluster(Side(), Side(), settings=settings) as made:
-        source, sink = made.prefill[0], made.decode[0]
-        tell = sink.manager._hub._on_events
-
-        def busy(ended: Any) -> None:
-            tell(ended)
-            second.set()
-            time.sleep(0.05)
-
-        monkeypatch.setattr(sink.manager._hub, "_on_events", busy)
-        requests = [new_request_id() for _ in range(2)]
-        receivers = [receive(sink, request, made.pages(sink, 29), need=(0, 29)) for request in requests]
-        senders = [send(source, request, made.pages(source, 29), 29) for request in requests]
-        until(lambda: sum(complete.word is not None for complete in completes) == 2)
-        first.set()
-        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (*receivers, *senders))
-
-
-@pytest.mark.usefixtures("completes")
-def test_words_and_messages_that_are_mistreated() -> None:
-    with cluster(Side(tp=2), Side(), settings={"backend": SignedSpans, "limits": Limits(retry_s=0.02)}) as made:
-        for seed, rank in enumerate(made.prefill + made.decode):
-            mistreat(rank.manager, MessageFaults(seed=seed, lose=0.2, double=0.2, delay=0.3, delay_s=(0.0, 0.02)))
-        for _ in range(10):
-            events = made.transfer(61)
-            assert all(event.ok for event in events), [event.error for event in events]
+from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, cluster, receive, send
+from tests.support.host_kernels import SIDES, DelayedCopies, HostMover, Spans
 
 
 class Packing(LocalBackend):
@@ -363,8 +45,8 @@ def test_an_engine_that_computes_addresses(prefill: Side, decode: Side, spin_s: 
 
 
 @pytest.mark.parametrize("by_events", [False, True])
-def test_a_server_that_asks_again_and_again_holds_up_nobody(by_events: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where threads stay awake; the others are in `tests/manager/test_requests.py`."""
+def test_a_server_that_polls_does_not_delay_other_threads(by_events: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With threads that busy-poll; `tests/manager/test_requests.py` tests threads that sleep."""
     monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
     with cluster(Side(), Side(), settings={"backend": Spans}) as made:
         assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))
@@ -372,46 +54,46 @@ def test_a_server_that_asks_again_and_again_holds_up_nobody(by_events: bool, mon
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_packing_by_kernels(prefill: Side, decode: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of 1,000 bytes cut pieces anywhere; threads stay awake, as for pools on a GPU."""
+    """Slots of 1,000 bytes cut pieces at any byte; threads busy-poll, as for pools on a GPU."""
     monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
-    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
-    before = TwinMover.moved
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(HostMover(), shapes))  # type: ignore[arg-type]
+    before = HostMover.moved
     with cluster(prefill, decode, settings={"backend": Packing}, num_layers=3) as made:
         events = made.transfer(61, first_token=5, chunks=(30,))
         assert all(event.ok for event in events), [event.error for event in events]
-    assert TwinMover.moved > before
+    assert HostMover.moved > before
 
 
-def test_what_packing_holds_of_a_gpu_is_given_back_when_its_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, by no collection of garbage, and also while a server keeps its handles."""
-    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
+def test_packing_gives_back_its_gpu_buffers_when_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Immediately, without garbage collection, and even if the server keeps its handles."""
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(HostMover(), shapes))  # type: ignore[arg-type]
     with cluster(Side(tp=2), Side(), settings={"backend": Packing}) as made:
         gc.collect()
-        monkeypatch.setattr(TwinMover, "held", 0)
+        monkeypatch.setattr(HostMover, "held", 0)
         gc.disable()
         try:
             request = new_request_id()
             receiver = receive(made.decode[0], request, made.pages(made.decode[0], 61), need=(0, 61))
             senders = [send(rank, request, made.pages(rank, 61), 61) for rank in made.prefill]
             assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
-            until(lambda: TwinMover.held == 0)
+            until(lambda: HostMover.held == 0)
         finally:
             gc.enable()
 
 
-@pytest.mark.parametrize("way", ["gather", "scatter"])
-def test_a_kernel_that_fails_ends_its_request(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, nobody hangs; the request after it is served, through the same slots."""
-    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(TwinMover(), shapes))  # type: ignore[arg-type]
-    begin = getattr(TwinMover, way)
+@pytest.mark.parametrize("kernel", ["gather", "scatter"])
+def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written and nothing hangs; the next request succeeds through the same slots."""
+    monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(HostMover(), shapes))  # type: ignore[arg-type]
+    begin = getattr(HostMover, kernel)
 
-    def failing(*arguments: Any) -> Later:
-        monkeypatch.setattr(TwinMover, "problem", "the GPU has fallen off the bus")
-        work: Later = begin(*arguments)
+    def failing(*arguments: Any) -> DelayedCopies:
+        monkeypatch.setattr(HostMover, "problem", "the GPU has fallen off the bus")
+        work: DelayedCopies = begin(*arguments)
         return work
 
     with cluster(Side(), Side(), settings={"backend": Packing}) as made, monkeypatch.context() as patch:
-        patch.setattr(TwinMover, way, failing)
+        patch.setattr(HostMover, kernel, failing)
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
         sender = send(made.prefill[0], request, pages[0], 61)
@@ -419,11 +101,11 @@ def test_a_kernel_that_fails_ends_its_request(way: str, monkeypatch: pytest.Monk
         assert not any(event.ok for event in ends)
         assert any("fallen off the bus" in str(event.error) for event in ends)
         patch.undo()
-        monkeypatch.setattr(TwinMover, "problem", "")
+        monkeypatch.setattr(HostMover, "problem", "")
         assert all(event.ok for event in made.transfer(61))
 
 
-def test_threads_that_wait_are_woken_when_copying_begins_and_when_it_is_over() -> None:
+def test_waiting_threads_wake_when_copying_begins_and_when_it_ends() -> None:
     handle = RequestHandle(cast("Any", SimpleNamespace(spin_s=1e-3)), RequestKey(b"0" * 16, 0), "prefill", None)
     ended: list[Event] = []
     threads = [threading.Thread(target=lambda: ended.append(handle.wait(timeout_s=DEADLINE_S))) for _ in range(3)]
@@ -444,33 +126,15 @@ def test_threads_that_wait_are_woken_when_copying_begins_and_when_it_is_over() -
     assert handle.wait(timeout_s=0) is event
 
 
-def test_the_packing_that_is_timed_packs_every_byte_of_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuGather, "nbytes", 8 * GATHERED_NBYTES)
-    slots, scratch = (np.random.default_rng(1).integers(0, 256, (n, GATHERED_NBYTES), np.uint8) for n in (32, 8))
-    mover, (start, to) = TwinMover(), (int(each.__array_interface__["data"][0]) for each in (slots, scratch))
-    monkeypatch.setattr(mover, "allocate", lambda nbytes: {scratch.nbytes: to}[nbytes], raising=False)
-    monkeypatch.setattr(PoolMemory, "mover", lambda self, ordinal: mover)
-    region, before = MemoryRegion(start, slots.nbytes, Device("cuda", 0)), TwinMover.held
-    gather = PoolMemory([region]).gather(region)
-    assert gather is not None
-    assert gather.seconds(start + 16 * GATHERED_NBYTES) > 0
-    assert sorted(map(bytes, scratch)) == sorted(map(bytes, slots[16:24]))
-    assert TwinMover.held == before
-
-
-def test_where_pools_are() -> None:
+def test_staging_depends_on_the_device_of_the_pools() -> None:
     gpu = [MemoryRegion(4096, 64, Device("cuda", 1)), MemoryRegion(8192, 64, Device("cuda", 1))]
     host = [MemoryRegion(1 << 20, 64)]
     shape = StagingShape(pack_below=100)
     assert PoolMemory(host).staging(shape) is shape
     assert (PoolMemory(host).spin_s, PoolMemory(gpu).spin_s) == (0.0, SPIN_S)
-    assert PoolMemory(host).beside(64) is None
+    assert PoolMemory(host).allocate_on_device(64) is None
     assert PoolMemory(host).packer(()) is None
     assert PoolMemory(gpu).staging(shape) == GPU_STAGING
-    measured = StagingShape(pack_below=100, measure=True)
-    assert PoolMemory(gpu).staging(measured) == dataclasses.replace(GPU_STAGING, measure=True)
-    assert PoolMemory(gpu).staging(measured, pack_below=7) == dataclasses.replace(GPU_STAGING, pack_below=7)
-    assert PoolMemory(host).gather(host[0]) is PoolMemory(gpu + host).gather(gpu[0]) is None
     assert PoolMemory(gpu).staging(StagingShape()).pack_below == 0
     assert PoolMemory(gpu + host).staging(shape).pack_below == 0
     assert PoolMemory(gpu + host).packer(()) is None
@@ -479,7 +143,7 @@ def test_where_pools_are() -> None:
         PoolMemory(gpu + host).staging(shape, pack_below=7)
 
 
-def test_sums_go_where_the_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_run_on_the_device_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     content = np.arange(64, dtype=np.uint8)
     base = content.ctypes.data
     memory = PoolMemory([MemoryRegion(base, 64), MemoryRegion(4096, 64, Device("cuda", 3))])

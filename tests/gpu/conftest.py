@@ -1,21 +1,27 @@
-"""These tests need two NVIDIA GPUs that reach each other's memory; elsewhere they are skipped, and say so."""
+"""Fixtures of the GPU tests. The tests are skipped, with the reason, on machines without two NVIDIA GPUs."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from disagg.backends.cuda.driver import load_bindings
+from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.errors import BackendUnavailable
+from tests.gpu.pieces import opened
+from tests.gpu.targets import Memory, Target
 
 
 def missing() -> str | None:
-    """What this machine lacks."""
+    """What this machine lacks for the tests, or `None`."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable as error:
         return str(error)
     count = int(driver.cuDeviceGetCount()[1])
-    return None if count >= 2 else f"two NVIDIA GPUs are needed, this machine has {count}"
+    return None if count >= 2 else f"expected two NVIDIA GPUs, found {count}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,3 +30,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def local(stack: ExitStack) -> Memory:
+    memory = Memory(0)
+    stack.callback(memory.close)
+    memory.scramble(1)
+    return memory
+
+
+@pytest.fixture
+def backend(local: Memory, stack: ExitStack) -> NvlinkBackend:
+    return opened(local, stack)
+
+
+@pytest.fixture(scope="module")
+def shared_target() -> Iterator[Target]:
+    target = Target(1)
+    yield target
+    target.close()
+
+
+@pytest.fixture
+def target(shared_target: Target) -> Target:
+    shared_target.ask("scramble", 2)
+    return shared_target

@@ -1,4 +1,4 @@
-"""Memory of a GPU that tests read around the code under test, and engines over it in processes of their own."""
+"""GPU memory that tests read without the code under test, and engines over it in child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Piece = tuple[int, int, int, int, int]
 GUARD = 4099
 """Bytes before and after each region, allocated but not registered."""
 SIZES = ((6_000_001, 70_000), (300_000,))
-"""Regions by allocation."""
+"""Sizes of the regions in each allocation."""
 REGION_NBYTES = tuple(size for sizes in SIZES for size in sizes)
 PATIENCE_S = 60.0
 
@@ -55,7 +55,7 @@ class Memory:
         return [MemoryRegion(self.address(i), size, device) for i, size in enumerate(REGION_NBYTES)]
 
     def _place(self, region: int) -> tuple[int, int]:
-        """Allocation, and offset in it."""
+        """The region's allocation, and its offset in it."""
         for allocation, sizes in enumerate(SIZES):
             if region < len(sizes):
                 return allocation, GUARD * (region + 1) + sum(sizes[:region])
@@ -67,12 +67,12 @@ class Memory:
         return self.bases[allocation] + start + offset
 
     def at(self, region: int) -> int:
-        """Where a region begins in what `read` gives."""
+        """The index of a region's first byte in the result of `read`."""
         allocation, start = self._place(region)
         return int(self._starts[allocation]) + start
 
     def read(self) -> Bytes:
-        """Every byte, guards too, one allocation behind the other."""
+        """Every byte, guards included, one allocation after the other."""
         found = np.empty(sum(self.totals), np.uint8)
         with self.gpu.current():
             for base, total, start in zip(self.bases, self.totals, self._starts, strict=False):
@@ -80,7 +80,7 @@ class Memory:
         return found
 
     def scramble(self, seed: int) -> None:
-        """Other bytes everywhere."""
+        """Write random bytes everywhere."""
         content = np.random.default_rng(seed).integers(0, 256, sum(self.totals), dtype=np.uint8)
         with self.gpu.current():
             for base, total, start in zip(self.bases, self.totals, self._starts, strict=False):
@@ -91,7 +91,7 @@ class Memory:
 def settle(transfer: Transfer) -> TransferStatus:
     deadline = time.monotonic() + PATIENCE_S
     while (status := transfer.poll()) is TransferStatus.PENDING:
-        assert time.monotonic() < deadline, "still pending"
+        assert time.monotonic() < deadline, f"the transfer is still pending after {PATIENCE_S} s"
         time.sleep(0.0001)
     return status
 
@@ -109,14 +109,14 @@ def _serve(pipe: Connection, ordinal: int, visible: str | None) -> None:
     backend.register(memory.regions)
     pipe.send((backend.endpoint(), [memory.address(i) for i in range(len(REGION_NBYTES))]))
     with suppress(EOFError):
-        while (order := pipe.recv()) is not None:
-            pipe.send(_obey(memory, backend, order))
+        while (command := pipe.recv()) is not None:
+            pipe.send(_execute(memory, backend, command))
     backend.close()
     memory.close()
 
 
-def _obey(memory: Memory, backend: NvlinkBackend, order: tuple[object, ...]) -> object:
-    match order:
+def _execute(memory: Memory, backend: NvlinkBackend, command: tuple[object, ...]) -> object:
+    match command:
         case ("read",):
             return memory.read()
         case ("scramble", int(seed)):
@@ -130,11 +130,11 @@ def _obey(memory: Memory, backend: NvlinkBackend, order: tuple[object, ...]) -> 
             status = settle(backend.submit(Op.WRITE, peer, batch([memory.address(0)], [address], [nbytes])))
             backend.disconnect(peer)
             return status, backend.transport
-    raise AssertionError(order)
+    raise AssertionError(command)
 
 
 class Target:
-    """An engine in a process of its own, over memory of a GPU; `visible` is its CUDA_VISIBLE_DEVICES."""
+    """An engine over GPU memory in a child process. `visible`: the child's CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, ordinal: int, *, visible: str | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -146,7 +146,7 @@ class Target:
         self.endpoint, self._addresses = self._receive()
 
     def address(self, region: int, offset: int = 0) -> int:
-        """In that process."""
+        """An address in the child process."""
         return int(self._addresses[region]) + offset
 
     def read(self) -> Bytes:
@@ -154,12 +154,12 @@ class Target:
         assert isinstance(found, np.ndarray)
         return found
 
-    def ask(self, *order: object) -> Any:
-        self.pipe.send(order)
+    def ask(self, *command: object) -> Any:
+        self.pipe.send(command)
         return self._receive()
 
     def _receive(self) -> Any:
-        assert self.pipe.poll(PATIENCE_S), "the target process says nothing"
+        assert self.pipe.poll(PATIENCE_S), f"no answer from the target process within {PATIENCE_S} s"
         return self.pipe.recv()
 
     def kill(self) -> None:

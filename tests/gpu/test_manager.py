@@ -1,4 +1,4 @@
-"""Whole requests between managers on two GPUs in two processes, every byte of every pool against the reference."""
+"""Whole requests between managers on two GPUs in two processes; every byte of every pool is compared with the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disagg.runtime.completion_page import CompletionPageView
 from disagg.state import paged
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
-from disagg.transfer import worker as transfers
+from disagg.transfer import active_job
 from tests.support.cluster import Side
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ NUM_LAYERS = 3
 
 @dataclass
 class Rank:
-    """One rank: its pools on the GPU."""
+    """One rank with its pools on a GPU."""
 
     spec: KVRank
     tensors: dict[int, tuple[Any, ...]]
@@ -50,7 +50,7 @@ class Rank:
 
 
 def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
-    """Every rank of an instance, all on one GPU."""
+    """Start every rank of an instance on one GPU."""
     import torch
 
     ranks: list[Rank] = []
@@ -80,8 +80,8 @@ def start(model: KVModel, side: Side, name: str, device: str) -> list[Rank]:
 
 
 def serve_prefill(pipe: Connection, model: KVModel, side: Side) -> None:
-    """The prefill instance, on GPU 0, in a process of its own; every copy is one that takes a while."""
-    transfers.LONG_NBYTES = 0
+    """The prefill instance, on GPU 0 in a child process. Every copy counts as long."""
+    active_job.LONG_NBYTES = 0
     ranks = start(model, side, "prefill-0", "cuda:0")
     pipe.send(ranks[0].manager.address)
     decode = pipe.recv()
@@ -93,14 +93,14 @@ def serve_prefill(pipe: Connection, model: KVModel, side: Side) -> None:
         rank.manager.wait_ready("decode-0", timeout_s=PATIENCE_S)
     pipe.send("ready")
     with suppress(EOFError):
-        while (order := pipe.recv()) is not None:
-            pipe.send(send_request(model, ranks, *order))
+        while (request := pipe.recv()) is not None:
+            pipe.send(send_request(model, ranks, *request))
     for rank in ranks:
         rank.manager.close()
 
 
 def send_request(model: KVModel, ranks: list[Rank], request: bytes, seed: int, num_tokens: int, cut: int) -> list[bool]:
-    """Fill every rank's pages and send them in two chunks, `cut` there; or in one, the last, where that is at the end."""
+    """Fill every rank's pages and send them in two chunks, cut at token `cut`, or in one if `cut` is the end."""
     rng = np.random.default_rng(seed)
     senders = []
     for rank in ranks:
@@ -125,7 +125,7 @@ def some_pages(rng: np.random.Generator, spec: KVRank, num_tokens: int, first_to
 
 @contextmanager
 def instances(model: KVModel, prefill: Side, decode: Side) -> Iterator[tuple[Connection, list[Rank]]]:
-    """Prefill on GPU 0 behind a pipe, decode on GPU 1 here."""
+    """Prefill on GPU 0 in a child process, decode on GPU 1 in this one."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve_prefill, args=(theirs, model, prefill))
@@ -150,10 +150,10 @@ def instances(model: KVModel, prefill: Side, decode: Side) -> Iterator[tuple[Con
     assert process.exitcode == 0
 
 
-def ask(pipe: Connection, order: object = None) -> Any:
-    if order is not None:
-        pipe.send(order)
-    assert pipe.poll(PATIENCE_S), "the prefill process says nothing"
+def ask(pipe: Connection, command: object = None) -> Any:
+    if command is not None:
+        pipe.send(command)
+    assert pipe.poll(PATIENCE_S), f"no answer from the prefill process within {PATIENCE_S} s"
     return pipe.recv()
 
 
@@ -169,7 +169,7 @@ def ask(pipe: Connection, order: object = None) -> Any:
 )
 @pytest.mark.parametrize("dims", [(8, 6), (64, 64)])
 def test_requests_from_gpu_to_gpu(prefill: Side, decode: Side, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one chunk, receivers are told beforehand how they will see that it has ended."""
+    """A request of one chunk uses early completion."""
     awaited: list[_native.CompletionWord] = []
     word = CompletionPageView.word
 

@@ -1,4 +1,4 @@
-"""Every kind of state from GPU to GPU, between ranks of several layouts, every byte of every pool against the reference."""
+"""Every kind of state from GPU to GPU between different layouts; every byte of every pool is compared with the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENGINES = {"nixl": "nixl_cu13", "mooncake": "mooncake"}
     ("engine", "name"), [("nvlink", n) for n in CASES] + [(e, n) for e in ENGINES for n in PACKED] + [("auto", PACKED[0])]
 )
 def test_every_byte_of_every_pool(engine: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel, packed by kernels for engines that pay for pieces, and by what `auto` takes; summed by both sides too."""
+    """By `nvlink`, by engines that pack with kernels, and by the choice of `auto`; both sides also compute checksums."""
     if engine in ENGINES and importlib.util.find_spec(ENGINES[engine]) is None:
         pytest.skip(f"engine {engine} is not installed")
     monkeypatch.setenv("MC_INTRANODE_NVLINK", "1")

@@ -1,28 +1,28 @@
-// Copies many pieces of memory, each from one address to another, on this GPU or between it and another that is mapped here.
+// Copies many pieces of memory, each from one address to another, within this GPU or between it and a mapped peer GPU.
 //
-// The pieces, one behind the other, are a stream of bytes. Warps take tiles of that stream, of equal size, by a counter, so
-// work is even whatever the sizes of the pieces, and a block that starts late does less. A tile that begins or ends inside a
-// piece cuts it where the destination is a multiple of 16.
+// The pieces form a stream of bytes, one after the other. The stream is cut into tiles of equal size. Warps take tiles by
+// incrementing a counter, so the load is even for pieces of any size, and a block that starts late does less. A tile boundary
+// inside a piece moves to an address where the destination is a multiple of 16.
 //
-// `move_pieces` is given the pieces' addresses. `move_spans` computes them, from what a plan knows and from token runs.
+// `move_pieces` takes the addresses of the pieces. `move_spans` computes them from span classes and token runs.
 //
-// A piece, or a part of one, is copied in words of the largest size (16 bytes at most) at which source and destination can
-// both be aligned: a few bytes up to the first such boundary, whole words, a few bytes after the last. These are its units.
-// Up to 32 pieces are taken together, one per lane, and their units are dealt out to the lanes in turn, so that lanes are
-// busy whether pieces are long or short. Mirrored for the CPU in harness/reference_kernels.py.
+// A warp copies a piece, or the part of it in a tile, in words of the largest size (up to 16 bytes) at which source and
+// destination can both be aligned. The units of a piece are: the few bytes before the first aligned word, each whole word, and
+// the few bytes after the last word. A warp takes up to 32 pieces at a time, one per lane, and deals their units out to the
+// lanes in turn, so that all lanes are busy for long and for short pieces. harness/reference_kernels.py does the same on the CPU.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
 constexpr u32 FULL = 0xffffffffu;
-constexpr int DEPTH = 4;  // units that a lane loads before it stores the first
+constexpr int DEPTH = 4;  // units that a lane loads before its first store
 
-struct Piece {  // what one lane holds
+struct Piece {  // the piece that one lane holds
   u64 source, destination;
-  u32 nbytes, head, width_log2, units;  // nbytes: at most a tile and 15 more
+  u32 nbytes, head, width_log2, units;  // nbytes: at most one tile plus 15
 };
 
-// The last i with starts[i] <= x; starts[0] <= x.
+// The last i with starts[i] <= x. Requires starts[0] <= x.
 __device__ __forceinline__ u32 last_at_most(const u64* starts, u32 count, u64 x) {
   u32 low = 0, high = count;
   while (high - low > 1) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 last_at_most(const u64* starts, u32 count, u64 x)
   return low;
 }
 
-// The first i with ends[i] > x, found by the whole warp: 33 parts in each step.
+// The first i with ends[i] > x. The whole warp searches; each step divides the range by 33.
 template <typename Number>
 __device__ __forceinline__ u32 first_after(const Number* ends, u32 count, u64 x, u32 lane) {
   u32 low = 0, size = count;  // the answer is in [low, low + size]
@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 first_after(const Number* ends, u32 count, u64 x,
   return low;
 }
 
-// Where position x of the stream cuts a piece that is there in [begin, end): bytes of the piece before the cut.
+// Bytes of a piece before stream position x. The piece occupies [begin, end) of the stream.
 __device__ __forceinline__ u64 cut(u64 begin, u64 end, u64 destination, u64 x) {
   if (x <= begin) return 0;
   if (x >= end) return end - begin;
@@ -76,7 +76,7 @@ __device__ __noinline__ void copy_few(u64 destination, u64 source, u32 nbytes) {
   for (u32 i = 0; i < nbytes; ++i) copy_word<unsigned char>(destination + i, source + i);
 }
 
-// Unit number `unit` of a piece whose units are not all words of 16 bytes.
+// Copies one unit of a piece whose units are not all words of 16 bytes.
 __device__ __noinline__ void copy_unit(u64 source, u64 destination, u32 nbytes, u32 head, u32 width_log2, u32 unit) {
   if (head) {
     if (unit == 0) return copy_few(destination, source, head);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store16(u64 address, uint4 word) {
                : "memory");
 }
 
-// The lane whose piece has unit number `unit` of all: the last with before <= unit. Lanes without units come last.
+// The lane whose piece contains the warp's unit `unit`: the last lane with before <= unit. Lanes without units come last.
 __device__ __forceinline__ int owner_of(u32 before, u32 unit) {
   int low = 0;
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ int owner_of(u32 before, u32 unit) {
   return low;
 }
 
-// Copy the pieces that the lanes hold; `before` counts the units of the lanes before, `total` those of all.
+// Copies the pieces that the lanes hold. `before`: units of the preceding lanes. `total`: units of all lanes.
 __device__ __forceinline__ void copy_words(const Piece& piece, u32 before, u32 total, u32 lane) {
   for (u32 base = 0; base < total; base += 32 * DEPTH) {
     u64 to[DEPTH];
@@ -152,7 +152,7 @@ __device__ __noinline__ void copy_any(Piece piece, u32 before, u32 total, u32 la
   }
 }
 
-// Copy what the lanes hold: at most one piece each.
+// Copies the pieces that the lanes hold, at most one per lane.
 __device__ __forceinline__ void copy_pieces(const Piece& piece, u32 lane) {
   u32 upto = piece.units;
 #pragma unroll
@@ -166,7 +166,7 @@ __device__ __forceinline__ void copy_pieces(const Piece& piece, u32 lane) {
   else copy_any(piece, before, all, lane);
 }
 
-// The number of the next tile, for the whole warp.
+// Takes the next tile for the warp and returns its number.
 __device__ __forceinline__ u64 take_tile(u64* counter, u32 lane) {
   u64 number = 0;
   if (lane == 0) number = atomicAdd(counter, 1ull);
@@ -175,9 +175,10 @@ __device__ __forceinline__ u64 take_tile(u64* counter, u32 lane) {
 
 // ------------------------------------------------------------------------------------------------ pieces by address
 
-// A batch: HEADER words, the first of which counts tiles taken, then `count` source addresses, destination addresses, and
-// ends of the pieces in the stream. `remote`: `num_remote` first addresses of the peer's regions, ascending, and as many
-// differences, each to be added to an address in that region to have it here. `remote_is_source`: which column is the peer's.
+// Batch layout: HEADER words, the first of which counts the tiles taken; then `count` source addresses, `count` destination
+// addresses, and `count` end positions in the stream. `remote`: `num_remote` start addresses of the peer's regions, ascending,
+// then one delta per region, which translates an address of the peer to an address on this GPU. `remote_is_source`: whether
+// the source column holds the peer's addresses; otherwise the destination column does.
 constexpr int HEADER = 4;
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
@@ -215,43 +216,44 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 
 // -------------------------------------------------------------------------------------------------- pieces by shape
 
-// A span class, in a table that stays on the GPU. `dims` are (count, source stride, destination stride), outermost first;
-// pairs of bases begin at word `bases_at` of the table, a peer's already as addresses here.
+// A span class, in a table that stays on the GPU. `dims` are (count, source stride, destination stride), outermost first.
+// Pairs of bases begin at word `bases_at` of the table; the peer's bases are translated to addresses on this GPU.
 struct Span {
   u64 nbytes, source_row, destination_row, source_token, destination_token, dense, num_dims, bases_at;
   __device__ const u64* dims() const { return &bases_at + 1; }
 };
 
-// A part of a request: some bases of a span class over token runs. Its stream is that of one base after the other; of one
-// base, runs, positions and steps of dims in this order; tiles end with a base. `runs_at` counts 16 bytes from the order's
-// begin: source row and offset, destination row and offset of each run. `prefix_at` and `bases_at` count 4 bytes:
-// positions before each run, and after the last; numbers of bases, or ALL.
+// A part of a request: some bases of a span class, over token runs. The stream of a part holds one base after the other. The
+// stream of a base is ordered by run, then position, then step of the dims. A tile never spans two bases. Offsets from the
+// start of the work list: `runs_at`, in units of 16 bytes, to (source row, source offset, destination row, destination offset)
+// of each run; `prefix_at`, in units of 4 bytes, to the positions before each run and after the last; `bases_at`, in units of
+// 4 bytes, to the numbers of the bases, or ALL.
 struct Part {
   u64 stream_begin, base_nbytes;
   u32 span_at, num_runs, first_tile, base_tiles, base_pieces, steps, runs_at, prefix_at, bases_at, unused;
 };
 constexpr u32 ALL = 0xffffffffu;
 
-// An order: room for the counters, number of parts, one spare; then parts, then their arrays. Counters: tiles taken, blocks that
-// are done.
+// Work list layout: two words for counters, the number of parts, one unused word; then the parts, then their arrays. Counters:
+// tiles taken, and blocks that are done.
 constexpr int TILES = 0, DONE = 1, NUM_PARTS = 2, PARTS = 4;
 
-// Copies bytes [limit_low, limit_high) of an order's stream, which are in tiles [first_tile, end_tile). Where
-// `linear_source` or `linear_destination` is not 0, that side is not at its addresses but packed, from there on. Leaves the
-// counters ready for another launch. Of an order in the host's memory each block first brings a copy of `brought` words of 16
-// bytes into its own; of one on the GPU none is needed, and `brought` is 0.
+// Copies bytes [limit_low, limit_high) of a work list's stream, which are in tiles [first_tile, end_tile). If `linear_source`
+// or `linear_destination` is not 0, that side is packed memory that begins there. Resets the counters for the next launch. If
+// the work list is in host memory, each block first copies `brought` words of 16 bytes of it to shared memory; for a work list
+// on the GPU, `brought` is 0.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    move_spans(u64* counters, const u64* order, u64 brought, const u64* table, u64 first_tile, u64 end_tile, u64 tile,
+    move_spans(u64* counters, const u64* work_list, u64 brought, const u64* table, u64 first_tile, u64 end_tile, u64 tile,
                u64 limit_low, u64 limit_high, u64 linear_source, u64 linear_destination) {
   extern __shared__ uint4 near[];
   if (brought) {
-    for (u32 i = threadIdx.x; i < brought; i += blockDim.x) near[i] = reinterpret_cast<const uint4*>(order)[i];
+    for (u32 i = threadIdx.x; i < brought; i += blockDim.x) near[i] = reinterpret_cast<const uint4*>(work_list)[i];
     __syncthreads();
-    order = reinterpret_cast<const u64*>(near);
+    work_list = reinterpret_cast<const u64*>(near);
   }
-  const u32 lane = threadIdx.x & 31, num_parts = u32(order[NUM_PARTS]);
-  const Part* parts = reinterpret_cast<const Part*>(order + PARTS);
-  const u32* words = reinterpret_cast<const u32*>(order);
+  const u32 lane = threadIdx.x & 31, num_parts = u32(work_list[NUM_PARTS]);
+  const Part* parts = reinterpret_cast<const Part*>(work_list + PARTS);
+  const u32* words = reinterpret_cast<const u32*>(work_list);
   for (;;) {
     const u64 number = first_tile + take_tile(counters + TILES, lane);
     if (number >= end_tile) break;
@@ -265,17 +267,17 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const u32 ordinal = u32(number - part.first_tile) / part.base_tiles, steps = part.steps, num_runs = part.num_runs;
     const u64 stream = part.stream_begin + ordinal * part.base_nbytes, unit = span.nbytes;
     u64 low = (u32(number - part.first_tile) - ordinal * part.base_tiles) * tile, high = min(low + tile, part.base_nbytes);
-    // Cut exactly at the limits, whatever the alignment there.
+    // Cut exactly at the limits, even where they are not aligned.
     const u64 least = limit_low > stream ? limit_low - stream : 0;
     low = max(low, least);
     const bool last = stream + high >= limit_high;
     if (last) high = limit_high - stream;
     const u64* bases = table + span.bases_at + 2 * (part.bases_at == ALL ? ordinal : words[part.bases_at + ordinal]);
-    const uint4* runs = reinterpret_cast<const uint4*>(order) + part.runs_at;
+    const uint4* runs = reinterpret_cast<const uint4*>(work_list) + part.runs_at;
     const u32* prefix = words + part.prefix_at;
     const bool dense = span.dense;
 
-    u32 run = 0, first = 0;  // of the tile's first piece
+    u32 run = 0, first = 0;  // the run and the index of the tile's first piece
     if (low) {
       run = first_after(prefix + 1, num_runs, low / (unit * steps), lane);
       if (dense) {
@@ -288,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     for (;; first += 32) {
       const u32 mine = first + lane;
       u32 found = mine / steps, step = mine - found * steps, position = 0;
-      if (!dense) {  // `found` is a position so far: its run is one of the next 32
+      if (!dense) {  // `found` is a position here: its run is one of the next 32
         position = min(found, prefix[num_runs] - 1);
         const u32 begins_at = first / steps;
         while (run + 1 < num_runs && prefix[run + 1] <= begins_at) ++run;
@@ -334,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 
 // ---------------------------------------------------------------------------------------------------------- digests
 
-// As csrc/digest.hpp has it, where the reasons are.
+// Same arithmetic as csrc/digest.hpp, which gives the reasons.
 __device__ __forceinline__ u64 mix(u64 x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
@@ -343,10 +345,10 @@ __device__ __forceinline__ u64 mix(u64 x) {
 
 __device__ __forceinline__ u64 weight(u64 key, u64 coordinate) { return mix(key + (coordinate + 1) * 0x9E3779B97F4A7C15ull) | 1; }
 
-// Adds what each layer of a box contributes to `by_layer`, and each run to its place in `by_row`. `words`: layers; their
-// bases; of each inner axis count, stride, first coordinate and key, the innermost last; positions before each run and after
-// the last; of each run row, offset, place and first coordinate. `inner`: units of `unit` bytes in one position, of which a
-// warp takes `chunk` at a time.
+// Adds the sum of each layer of a box to `by_layer`, and the sum of each run to the run's place in `by_row`. `words`: the
+// layers; their bases; (count, stride, first coordinate, key) of each inner axis, innermost last; the positions before each run
+// and after the last; (row, offset, place, first coordinate) of each run. `inner`: units of `unit` bytes per position; a warp
+// takes `chunk` of them at a time.
 extern "C" __global__ void __launch_bounds__(256)
     digest_box(const u64* words, u64 num_layers, u64 num_runs, u64 num_axes, u64 inner, u64 chunk, u64 row_stride,
                u64 token_stride, u64 unit, u64 layer_key, u64 token_key, u64* by_layer, u64* by_row) {

@@ -1,7 +1,7 @@
-"""Work inside one GPU: pieces packed into a slot and unpacked from it, and digests, by the kernels of `kernels.cu`.
+"""Packing, unpacking and checksums on one GPU, by the kernels of `kernels.cu`.
 
-Packing and unpacking are started, and go on by themselves on a stream of their own; whoever started them asks when they are
-done. A digest is done on return: what it waits for is in native code, without the GIL and without holding up the others.
+`gather` and `scatter` start a kernel on a stream of their own and return; the caller polls the returned work. `digest` returns
+the result: it waits in native code without the GIL, and blocks no other call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.cuda.driver import KERNEL_SOURCE, Buffer, CudaError, Gpu, Queue, take_buffer
-from disagg.backends.cuda.work_list import ShapeTable, encode_order, encode_shapes, order_nbytes
+from disagg.backends.cuda.buffers import Buffer, BufferPool
+from disagg.backends.cuda.driver import KERNEL_SOURCE, CudaError, Gpu
+from disagg.backends.cuda.queue import Queue
+from disagg.backends.cuda.work_list import ShapeTable, encode_shapes, encode_work_list, work_list_nbytes
 from disagg.core import _native
 from disagg.core.copies import Addresses
 from disagg.core.errors import BackendError
@@ -26,11 +28,12 @@ from disagg.core.spans import SpanBatch, SpanShape
 Ints = npt.NDArray[np.int64]
 
 BLOCKS, THREADS = 64, 1024
-"""Of a gather or scatter: three times as fast as the wire, for half of the multiprocessors, a slot at a time."""
+"""Launch shape of a gather or scatter: three times the speed of the wire on half of the multiprocessors, one slot at a time."""
 TILE = 16 << 10
+"""Bytes that a warp takes at a time."""
 DIGEST_BLOCKS, DIGEST_THREADS, DIGEST_CHUNK = 264, 256, 4096
-SMALL_BUFFER, NUM_SMALL_BUFFERS = 1 << 18, 8
-"""Bytes of the buffers that there are from the start; others are made as they are needed, and kept."""
+NUM_SMALL_BUFFERS = 8
+"""Buffers allocated at the start; the pool adds others when they are needed."""
 
 _MASK = 2**64 - 1
 _LAYER_AXIS, _TOKEN_AXIS, _HALF_AXIS, _FIRST_INNER_AXIS = range(4)
@@ -43,13 +46,13 @@ def _mix(x: int) -> int:
 
 
 def _key(seed: int, axis: int) -> int:
-    """What the weights of an axis are made from (`csrc/digest.hpp`)."""
+    """The key that generates the weights of an axis (`csrc/digest.hpp`)."""
     return _mix((seed + (axis + 1) * 0xD1B54A32D192ED03) & _MASK)
 
 
 @dataclass(frozen=True, eq=False)
 class GpuShapes:
-    """Span classes whose table is on the GPU."""
+    """Span classes, and the address of their table on the GPU."""
 
     table: ShapeTable
     address: int
@@ -60,16 +63,16 @@ class GpuShapes:
 
 
 @dataclass(frozen=True, eq=False)
-class GpuOrder:
-    """A request over span classes, uploaded."""
+class GpuWorkList:
+    """The uploaded work list of one request."""
 
     shapes: GpuShapes
-    order: _native.WorkList
+    native: _native.WorkList
     buffer: Buffer
 
 
 class GpuWork:
-    """Kernels that were started, and the event behind the last of them."""
+    """Started kernels, and the event after the last of them. `sign` is their completion."""
 
     def __init__(self, mover: GpuMover, event: int, sign: _native.CudaEvent) -> None:
         self._mover = mover
@@ -77,37 +80,38 @@ class GpuWork:
         self.sign = sign
 
     def query(self) -> bool:
-        """Whether they are done; raises `BackendError` where the GPU has failed."""
+        """Whether the kernels are done; raises `BackendError` if the GPU has failed."""
         if self._event is not None and self._mover.is_past(self._event):
             self._event = None
         return self._event is None
 
 
 class GpuMover:
-    """The kernels on one GPU. Raises `BackendUnavailable` without a driver, the bindings, or that GPU."""
+    """Runs the packing and checksum kernels on one GPU.
+
+    Raises `BackendUnavailable` without a driver or the bindings, `CudaError` if the GPU does not exist.
+    """
 
     def __init__(self, ordinal: int) -> None:
         self.gpu = Gpu(ordinal)
         self.ordinal = ordinal
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: garbage collection may call `release` and `_free_table` in its holder
         self._allocations: list[int] = []
-        self._buffers: list[Buffer] = []
-        self._free: list[Buffer] = []
-        self._events: list[int] = []
+        self._pool = BufferPool(self.gpu)
         self._closed = False
-        self._queue, self._sums = Queue(self.gpu), Queue(self.gpu)
+        self._queue, self._checksums = Queue(self.gpu), Queue(self.gpu)
         with self.gpu.current():
             self._module, self._kernels = self.gpu.compile(KERNEL_SOURCE.read_text(), ["move_spans", "digest_box"])
-            self._free += [self._buffer(SMALL_BUFFER) for _ in range(NUM_SMALL_BUFFERS)]
+            self._pool.preallocate(NUM_SMALL_BUFFERS)
 
     def allocate(self, nbytes: int) -> int:
-        """The address of memory on this GPU, which is given back by `close`."""
+        """Allocate memory on this GPU and return its address. `close` frees it."""
         with self._lock, self._current():
             self._allocations.append(int(self.gpu.call("cuMemAlloc", nbytes)))
             return self._allocations[-1]
 
     def prepare(self, shapes: Sequence[SpanShape]) -> GpuShapes:
-        """Span classes one side of which is on this GPU. The other is never touched."""
+        """Upload the table of span classes that have one side on this GPU. The kernels never touch the other side."""
         table = encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses)
         with self._lock, self._current():
             address = self.gpu.table(table.words)
@@ -116,77 +120,71 @@ class GpuMover:
         return shapes_
 
     def _free_table(self, address: int) -> None:
-        """Nobody has the span classes any more, nor a request over them."""
+        """Free a table once neither its span classes nor a work list over them is in use."""
         with self._lock:
             if not self._closed:
                 with self.gpu.current(), suppress(CudaError):
                     self.gpu.free(address)
 
-    def upload(self, shapes: GpuShapes, batch: SpanBatch) -> GpuOrder:
-        """A request, to be packed or unpacked in parts; `release` it afterwards."""
-        with self._lock:
-            buffer = self._take(order_nbytes(batch))
+    def upload(self, shapes: GpuShapes, batch: SpanBatch) -> GpuWorkList:
+        """Upload a request's work list, to pack or unpack it in parts. Pass it to `release` afterwards."""
+        buffer = self._take(work_list_nbytes(batch))
         try:
-            nbytes = encode_order(batch, shapes.table, tile=TILE, out=buffer.words)
+            nbytes = encode_work_list(batch, shapes.table, tile=TILE, out=buffer.words)
         except BaseException:
-            with self._lock:
-                self._free.append(buffer)
+            self._give_back(buffer)
             raise
         try:
             self._queue.upload(buffer, nbytes)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
-        return GpuOrder(shapes, batch.core, buffer)
+        return GpuWorkList(shapes, batch.core, buffer)
 
-    def release(self, order: GpuOrder) -> None:
-        """Nothing more is asked of a request, and what was is done."""
-        with self._lock:
-            self._free.append(order.buffer)
+    def release(self, work_list: GpuWorkList) -> None:
+        """Give a work list's buffer back. All work over it must be done."""
+        self._give_back(work_list.buffer)
 
-    def gather(self, order: GpuOrder, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Start to copy the request's bytes `[offset, offset + nbytes)`, in the order of the source, to `address` on.
+    def gather(self, work_list: GpuWorkList, offset: int, nbytes: int, address: int) -> GpuWork:
+        """Start to pack bytes `[offset, offset + nbytes)` of the request's stream into memory at `address`.
 
-        Raises `IndexError` where the request does not have them, `BackendError` where the GPU fails.
+        Raises `IndexError` for a range outside the stream, `BackendError` if the GPU fails.
         """
-        return self._move(order, offset, nbytes, (0, address))
+        return self._move(work_list, offset, nbytes, (0, address))
 
-    def scatter(self, order: GpuOrder, offset: int, nbytes: int, address: int) -> GpuWork:
-        """Start to copy what lies from `address` on to where the request's bytes `[offset, offset + nbytes)` belong; raises as
-        `gather` does.
+    def scatter(self, work_list: GpuWorkList, offset: int, nbytes: int, address: int) -> GpuWork:
+        """Start to unpack memory at `address` into bytes `[offset, offset + nbytes)` of the request's stream.
+
+        Raises as `gather` does.
         """
-        return self._move(order, offset, nbytes, (address, 0))
+        return self._move(work_list, offset, nbytes, (address, 0))
 
-    def _move(self, order: GpuOrder, offset: int, nbytes: int, linear: tuple[int, int]) -> GpuWork:
-        if not 0 <= offset < offset + nbytes <= order.order.total_nbytes:
-            total = order.order.total_nbytes
-            raise IndexError(f"stream of {total} bytes: expected a range of it, found [{offset}, +{nbytes})")
-        tiles, high = order.order.tiles(offset, offset + nbytes), offset + nbytes
-        address = order.buffer.device_address
-        arguments = (address, address, 0, order.shapes.address, *tiles, TILE, offset, high, *linear)
+    def _move(self, work_list: GpuWorkList, offset: int, nbytes: int, linear: tuple[int, int]) -> GpuWork:
+        total, high = work_list.native.total_nbytes, offset + nbytes
+        if not 0 <= offset < high <= total:
+            raise IndexError(f"stream: expected a range within {total} bytes, found [{offset}, +{nbytes})")
+        tiles, address = work_list.native.tiles(offset, high), work_list.buffer.device_address
+        arguments = (address, address, 0, work_list.shapes.address, *tiles, TILE, offset, high, *linear)
         blocks = min(BLOCKS, tiles[1] - tiles[0])
         try:
-            event = self._take_event()
+            with self._lock:
+                event = self._pool.take_event()
             self._queue.launch(self._kernels["move_spans"], arguments, blocks=blocks, threads=THREADS, done=event)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
-        return GpuWork(self, event, self._queue.sign(event))
-
-    def _take_event(self) -> int:
-        with self._lock:
-            if self._events:
-                return self._events.pop()
-        with self.gpu.current():
-            return self.gpu.event()
+        return GpuWork(self, event, self._queue.completion(event))
 
     def is_past(self, event: int) -> bool:
-        """Whether the work before an event is done, which is kept for others then; raises `BackendError` if the GPU fails."""
+        """Whether the work before an event is done; if so, the event goes back to the pool.
+
+        Raises `BackendError` if the GPU fails.
+        """
         try:
             past = self._queue.is_past(event)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: packing: {error}") from error
         if past:
             with self._lock:
-                self._events.append(event)
+                self._pool.give_back_event(event)
         return past
 
     def digest(
@@ -200,18 +198,18 @@ class GpuMover:
         token_stride: int,
         itemsize: int,
         seed: int,
-        num_threads: int = 1,  # noqa: ARG002  (the host's)
+        num_threads: int = 1,  # noqa: ARG002  (only the host uses threads)
         by_layer: Addresses | None = None,
         by_row: Addresses | None = None,
     ) -> int:
-        """What `_native.digest` gives of the same memory, were it on the host; raises as it does."""
+        """The value that `_native.digest` would return for the same bytes in host memory; raises as it does."""
         places = len(by_row) if by_row is not None else int(runs[:, 2].max(initial=0)) + 1
         if itemsize not in (1, 2, 4, 8):
             raise ValueError(f"itemsize: expected 1, 2, 4 or 8, found {itemsize}")
         if len(layers) != len(bases) or (by_layer is not None and len(by_layer) != len(layers)):
-            raise ValueError(f"digest: expected a base and a place for each layer, found {len(bases)} bases")
+            raise ValueError(f"digest: expected a base and a place for each of {len(layers)} layers, found {len(bases)} bases")
         if (runs[:, 4] < 1).any() or (runs[:, 2] < 0).any() or (runs[:, 2] >= places).any():
-            raise ValueError("runs: expected lengths of at least 1, and a place for each row")
+            raise ValueError(f"runs: expected lengths of at least 1 and places in [0, {places})")
         inner = sorted(((c, s, g, _key(seed, _FIRST_INNER_AXIS + i)) for i, (c, s, g) in enumerate(axes)), key=lambda a: -a[1])
         if itemsize == 8:
             inner.append((2, 4, 0, _key(seed, _HALF_AXIS)))
@@ -232,8 +230,7 @@ class GpuMover:
             ]
         )
         with self.gpu.current():
-            with self._lock:
-                buffer = self._take(words.nbytes)
+            buffer = self._take(words.nbytes)
             buffer.words[: len(words)] = words
             address, host = buffer.device_address, buffer.host_address
             arguments = (
@@ -241,16 +238,15 @@ class GpuMover:
                 min(itemsize, 4), _key(seed, _LAYER_AXIS), _key(seed, _TOKEN_AXIS), address, address + 8 * len(layers),
             )  # fmt: skip
             try:
-                self._sums.upload(buffer, words.nbytes)
-                self._sums.launch(self._kernels["digest_box"], arguments, blocks=DIGEST_BLOCKS, threads=DIGEST_THREADS)
-                self.gpu.call("cuMemcpyDtoHAsync", host, address, sums.nbytes, self._sums.stream)
-                self.gpu.call("cuStreamSynchronize", self._sums.stream)
+                self._checksums.upload(buffer, words.nbytes)
+                self._checksums.launch(self._kernels["digest_box"], arguments, blocks=DIGEST_BLOCKS, threads=DIGEST_THREADS)
+                self.gpu.call("cuMemcpyDtoHAsync", host, address, sums.nbytes, self._checksums.stream)
+                self.gpu.call("cuStreamSynchronize", self._checksums.stream)
                 sums[:] = buffer.words[: len(sums)]
             except CudaError as error:
                 raise BackendError(f"GPU {self.ordinal}: digest: {error}") from error
             finally:
-                with self._lock:
-                    self._free.append(buffer)
+                self._give_back(buffer)
         if by_layer is not None:
             by_layer += sums[: len(layers)]
         if by_row is not None:
@@ -258,23 +254,19 @@ class GpuMover:
         return int(sums[: len(layers)].sum(dtype=np.uint64))
 
     def _take(self, nbytes: int) -> Buffer:
-        found = take_buffer(self._free, nbytes)
-        if found is not None:
-            return found
         try:
-            with self.gpu.current():
-                return self._buffer(max(SMALL_BUFFER, 1 << (nbytes - 1).bit_length()))
+            with self._lock:
+                return self._pool.take(nbytes)
         except CudaError as error:
             raise BackendError(f"GPU {self.ordinal}: no memory for a request of {nbytes} bytes: {error}") from error
 
-    def _buffer(self, nbytes: int) -> Buffer:
-        buffer = Buffer(self.gpu, nbytes)
-        self._buffers.append(buffer)
-        return buffer
+    def _give_back(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._pool.give_back(buffer)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """This GPU is the calling thread's within; raises `BackendError` for what the driver refuses."""
+        """Make this GPU's context current; turns a `CudaError` into a `BackendError`."""
         try:
             with self.gpu.current():
                 yield
@@ -282,19 +274,16 @@ class GpuMover:
             raise BackendError(f"GPU {self.ordinal}: {error}") from error
 
     def close(self) -> None:
-        """Give everything back, once what was started has ended; nothing may use the memory any more."""
+        """Wait for all started work, then free everything. Nothing may use the memory afterwards."""
         with self._lock, suppress(CudaError), self.gpu.current():
             self._closed = True
-            for queue in (self._queue, self._sums):
+            for queue in (self._queue, self._checksums):
                 queue.drain()
-            for buffer in self._buffers:
-                buffer.free(self.gpu)
-            for event in self._events:
-                self.gpu.call("cuEventDestroy", event)
+            self._pool.close()
             for address in self._allocations:
                 self.gpu.free(address)
-            self._allocations, self._buffers, self._free, self._events = [], [], [], []
-            for queue in (self._queue, self._sums):
+            self._allocations = []
+            for queue in (self._queue, self._checksums):
                 queue.close()
             self.gpu.call("cuModuleUnload", self._module)
         self.gpu.release()

@@ -1,4 +1,4 @@
-"""Span classes and requests as the kernel `move_spans` reads them (`kernels.cu` has the layout of every word).
+"""Span classes and requests in the words that the kernel `move_spans` reads; `kernels.cu` documents their layout.
 
 `harness.reference_kernels` reads the same words without a GPU.
 """
@@ -17,12 +17,12 @@ from disagg.core.spans import Ints, SpanBatch, SpanShape, SpanShapes
 SPAN_WORDS, DIM_WORDS = 8, 3
 
 Translate = Callable[[Addresses, int, int], Addresses]
-"""`(first addresses, nbytes from each on, side)` -> where they are on this GPU; raises `NotRegistered`."""
+"""`(start addresses, nbytes from each start, side)` -> the same addresses as this GPU sees them; raises `NotRegistered`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShapeTable:
-    """Span classes as words of 8 bytes; `at[i]`: where class `i` begins."""
+    """Span classes as words of 8 bytes; class `i` begins at word `at[i]`."""
 
     shapes: SpanShapes
     words: Addresses
@@ -30,7 +30,7 @@ class ShapeTable:
 
 
 def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTable:
-    """The table of `shapes`, with every base where `translate` says it is here."""
+    """The table of `shapes`, with every base address passed through `translate`."""
     words: list[Addresses] = []
     at: list[int] = []
     end = 0
@@ -45,16 +45,17 @@ def encode_shapes(shapes: Sequence[SpanShape], translate: Translate) -> ShapeTab
     return ShapeTable(SpanShapes(shapes), np.concatenate([*words, np.zeros(1, np.uint64)]), np.array(at, np.int64))
 
 
-def order_nbytes(batch: SpanBatch) -> int:
-    """Room for an order, in bytes; at most."""
+def work_list_nbytes(batch: SpanBatch) -> int:
+    """Upper bound of the size of the batch's work list in bytes."""
     return 8 * batch.core.num_words
 
 
-def encode_order(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> int:
-    """Write `batch` into `out`, words of 8 bytes (`order_nbytes` says how many there must be), in tiles of `tile` bytes; how
-    many bytes were written. `batch.core.tiles` says from then on which tiles hold what.
+def encode_work_list(batch: SpanBatch, table: ShapeTable, *, tile: int, out: Addresses) -> int:
+    """Write the work list of `batch` into `out` and return its size in bytes.
 
-    Raises `BackendError` for more pieces or tiles than the kernel counts.
+    `tile`: bytes per tile. `out`: words of 8 bytes, at least `work_list_nbytes(batch)` bytes. Afterwards
+    `batch.core.tiles` gives the tiles of any byte range. Raises `BackendError` for more pieces or tiles than the kernel can
+    count.
     """
     try:
         return batch.core.encode(table.at, tile, out)

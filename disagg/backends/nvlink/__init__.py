@@ -1,1 +1,1 @@
-"""The NVLink backend."""
+"""Backend `nvlink`: copies between GPUs of one machine through mapped peer memory."""

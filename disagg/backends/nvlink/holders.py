@@ -1,7 +1,8 @@
-"""Who has this process's memory mapped: each mapping holds a connection to a socket of its owner, for as long as it lasts.
+"""Which processes have this process's memory mapped.
 
-The kernel closes a connection with its process, so the owner learns of every end; nothing runs meanwhile, and nothing is
-sent. The sockets are abstract: peers of another network namespace cannot hold one, and their mappings are not known here.
+A peer that maps the memory keeps a connection to a Unix socket of the owner for as long as the mapping exists. The operating
+system closes the connection when the peer's process ends, so the owner sees the end of every mapping without a thread or a
+message. The sockets are abstract: a peer in another network namespace cannot connect, and its mappings are unknown here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Mappings:
-    """The owner's side: `address` is what holders are told."""
+    """The owner's side. Peers connect to `address`."""
 
     def __init__(self) -> None:
         self.address = f"disagg-{secrets.token_hex(16)}"
@@ -27,7 +28,7 @@ class Mappings:
         self._held: list[tuple[socket.socket, int]] = []
 
     def holders(self) -> tuple[int, ...]:
-        """Process ids of those that have a mapping now, once for each."""
+        """The process id of each mapping that exists now; a process with two mappings appears twice."""
         self._accept()
         ended = {id(connection) for connection, _ in self._held if _has_ended(connection)}
         for connection, _ in self._held:
@@ -46,7 +47,7 @@ class Mappings:
             self._held.append((connection, _CREDENTIALS.unpack(credentials)[0]))
 
     def wait(self, timeout_s: float) -> tuple[int, ...]:
-        """Wait until no mapping is left; those that are there when time is up."""
+        """Wait until no mapping is left; return `holders()` of those that remain after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while holders := self.holders():
             left = deadline - time.monotonic()
@@ -72,7 +73,10 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def hold(address: str) -> socket.socket | None:
-    """A holder's side: to be closed when the mapping is undone. `None` where the owner's socket cannot be reached."""
+    """Register a mapping with its owner; close the returned connection after unmapping.
+
+    Returns `None` if the owner's socket cannot be reached.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         connection.connect("\0" + address)

@@ -1,10 +1,10 @@
-"""What happens to a process whose kernel writes into a peer's memory when that peer is killed, or frees the memory?
+"""What happens to a process whose kernel writes to a peer's memory when the peer is killed, or frees the memory?
 
-Two GPUs. One process owns memory on GPU 1, another maps it and a kernel of its own on GPU 0 writes into it all the while.
-Mapped by legacy handles (cuIpcGetMemHandle) and by exported ones (cuMemExportToShareableHandle). Also the other way: the
+One process owns memory on GPU 1. Another process maps it, and its kernel on GPU 0 writes to it continuously. The memory is
+mapped by legacy handles (cuIpcGetMemHandle) and by exported handles (cuMemExportToShareableHandle). In the reverse case the
 *writer* is killed, and the owner watches when its memory stops changing. Prints one line of JSON per case::
 
-    python scripts/gpu_kill.py
+    python -m benchmarks.gpu.kill
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disagg.backends.cuda.driver import Gpu, Queue, load_bindings
+from disagg.backends.cuda.driver import Gpu, load_bindings
+from disagg.backends.cuda.queue import Queue
 from disagg.core.errors import BackendUnavailable
 
 NBYTES = 256 << 20
 PATIENCE_S = 60.0
 SCRIBBLE = """
-extern "C" __global__ void scribble(volatile unsigned* memory, unsigned long long words, volatile unsigned* told,
+extern "C" __global__ void scribble(volatile unsigned* memory, unsigned long long words, volatile unsigned* flags,
                                     unsigned long long seed) {
   unsigned long long thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-  for (unsigned round = 1; !told[0] && round < 2000000000u; ++round) {
+  for (unsigned round = 1; !flags[0] && round < 2000000000u; ++round) {
     for (unsigned long long i = thread; i < words; i += threads) memory[i] = unsigned(seed) + round;
-    if (thread == 0) { told[1] = round; __threadfence_system(); }
+    if (thread == 0) { flags[1] = round; __threadfence_system(); }
   }
 }
 """
 
 
 def _own(gpu: Gpu, kind: str, sock: socket.socket | None) -> tuple[int, bytes, Any]:
-    """Memory on this GPU: its address, its legacy handle (or nothing, and the descriptor was sent), its owner's handle."""
+    """Allocate memory on this GPU.
+
+    Returns its address, its legacy handle (empty for exported memory, whose file descriptor is sent over `sock`) and the
+    owner's handle.
+    """
     if kind == "legacy":
         address = int(gpu.call("cuMemAlloc", NBYTES))
         return address, gpu.export(address).handle, None
@@ -77,7 +82,7 @@ def _map(gpu: Gpu, driver: Any, handle: Any) -> int:
 
 
 def _import(gpu: Gpu, handle: bytes, sock: socket.socket) -> int:
-    """Map a peer's memory here."""
+    """Map the peer's memory and return its address here."""
     if handle:
         return gpu.open(handle)
     _, fds, _, _ = socket.recv_fds(sock, 16, 1)
@@ -85,27 +90,27 @@ def _import(gpu: Gpu, handle: bytes, sock: socket.socket) -> int:
     imported = gpu.call("cuMemImportFromShareableHandle", fds[0], kind)
     os.close(fds[0])
     address = _map(gpu, gpu.driver, imported)
-    gpu.call("cuMemRelease", imported)  # the mapping alone holds the memory
+    gpu.call("cuMemRelease", imported)  # the mapping keeps the memory alive
     return address
 
 
 def owner(pipe: Connection, sock: socket.socket, kind: str) -> None:
-    """Holds memory of GPU 1; frees it, or watches it, when told."""
+    """The process that owns memory of GPU 1; it frees or samples the memory on command."""
     gpu = Gpu(1)
     with gpu.current():
         address, handle, own = _own(gpu, kind, sock)
         pipe.send(handle)
-        while (order := pipe.recv()) != "end":
-            if order == "free":
+        while (command := pipe.recv()) != "end":
+            if command == "free":
                 pipe.send(_free_and_reuse(gpu, kind, address, own))
-            elif order == "untouched":
+            elif command == "untouched":
                 pipe.send(_all(gpu, address, 0x5A))
-            elif order == "sample":
+            elif command == "sample":
                 pipe.send(_sample(gpu, address))
 
 
 def _free_and_reuse(gpu: Gpu, kind: str, address: int, own: Any) -> str:
-    """Free the memory that the peer writes to, allocate as much again, and see whether the peer's writes reach it."""
+    """Free the memory that the peer writes to, allocate as much again, and check whether the peer's writes reach it."""
     if kind == "legacy":
         gpu.call("cuMemFree", address)
         again = int(gpu.call("cuMemAlloc", NBYTES))
@@ -128,46 +133,46 @@ def _all(gpu: Gpu, address: int, byte: int) -> bool:
 
 
 def _sample(gpu: Gpu, address: int) -> tuple[int, int]:
-    """The newest of a few words, and the time."""
+    """The newest value of a few words, and the time in nanoseconds."""
     words = (ctypes.c_uint32 * 4096)()
     gpu.call("cuMemcpyDtoH", ctypes.addressof(words), address, ctypes.sizeof(words))
     return max(words), time.monotonic_ns()
 
 
 def writer(pipe: Connection, sock: socket.socket, handle: bytes) -> None:
-    """Maps the peer's memory on GPU 0 and writes to it until told to stop; then says how its context is."""
+    """The process that maps the peer's memory on GPU 0 and writes to it until commanded to stop; then it tests its context."""
     gpu = Gpu(0)
     with gpu.current():
         target = _import(gpu, handle, sock)
-        told = int(gpu.call("cuMemHostAlloc", 4096, 0))
-        flags = (ctypes.c_uint32 * 2).from_address(told)
+        shared = int(gpu.call("cuMemHostAlloc", 4096, 0))
+        flags = (ctypes.c_uint32 * 2).from_address(shared)
         flags[0] = flags[1] = 0
         _module, kernels = gpu.compile(SCRIBBLE, ["scribble"])
         queue, event = Queue(gpu), gpu.event()
-        queue.launch(kernels["scribble"], [target, NBYTES // 4, told, 0], blocks=64, threads=512, done=event)
+        queue.launch(kernels["scribble"], [target, NBYTES // 4, shared, 0], blocks=64, threads=512, done=event)
         while flags[1] < 3:
             time.sleep(0.001)
         pipe.send(flags[1])
-        while (order := pipe.recv()) != "end":
-            if order == "rounds":
+        while (command := pipe.recv()) != "end":
+            if command == "rounds":
                 pipe.send(int(flags[1]))
-            elif order == "finish":
+            elif command == "finish":
                 pipe.send(_finish(gpu, flags, event, kernels["scribble"], queue))
-            elif order == "unmap" and handle:
-                pipe.send(_say(lambda: gpu.close(target)))
-            elif order == "unmap":
-                pipe.send(_say(lambda: gpu.call("cuMemUnmap", target, NBYTES)))
+            elif command == "unmap" and handle:
+                pipe.send(_try(lambda: gpu.close(target)))
+            elif command == "unmap":
+                pipe.send(_try(lambda: gpu.call("cuMemUnmap", target, NBYTES)))
 
 
 def _finish(gpu: Gpu, flags: Any, event: int, kernel: int, queue: Queue) -> dict[str, str]:
-    """End the kernel that writes; then try everything that a context that is lost would refuse."""
+    """End the writing kernel; then try the calls that a lost context refuses."""
     flags[0] = 1
     deadline = time.monotonic() + PATIENCE_S
 
     def wait() -> None:
         while not queue.is_past(event):
             if time.monotonic() > deadline:
-                raise TimeoutError("the kernel does not end")
+                raise TimeoutError(f"the kernel did not end within {PATIENCE_S} s")
             time.sleep(0.001)
 
     def local() -> None:
@@ -178,31 +183,32 @@ def _finish(gpu: Gpu, flags: Any, event: int, kernel: int, queue: Queue) -> dict
         gpu.call("cuCtxSynchronize")
         gpu.call("cuMemFree", memory)
 
-    return {"writing kernel": _say(wait), "context afterwards": _say(local)}
+    return {"writing kernel": _try(wait), "context afterwards": _try(local)}
 
 
-def _say(step: Any) -> str:
+def _try(step: Any) -> str:
+    """`works`, or the error that a call raises."""
     try:
         step()
-    except Exception as error:  # noqa: BLE001 (the outcome is what is asked for)
+    except Exception as error:  # noqa: BLE001 (the error is the outcome)
         return f"{type(error).__name__}: {error}"
     return "works"
 
 
 @dataclass
 class _Pair:
-    """An owner and a writer, both running."""
+    """A running owner and a running writer."""
 
     owner: Any
     writer: Any
     to_owner: Connection
     to_writer: Connection
 
-    def ask(self, whom: Connection, order: str) -> Any:
-        whom.send(order)
-        if not whom.poll(PATIENCE_S):
-            raise TimeoutError(f"no answer to {order!r}")
-        return whom.recv()
+    def ask(self, pipe: Connection, command: str) -> Any:
+        pipe.send(command)
+        if not pipe.poll(PATIENCE_S):
+            raise TimeoutError(f"no answer to {command!r} within {PATIENCE_S} s")
+        return pipe.recv()
 
     def close(self) -> None:
         for process, pipe in ((self.writer, self.to_writer), (self.owner, self.to_owner)):
@@ -232,22 +238,22 @@ def start(kind: str) -> _Pair:
 
 def _receive(pipe: Connection) -> Any:
     if not pipe.poll(PATIENCE_S):
-        raise TimeoutError("a process said nothing")
+        raise TimeoutError(f"no answer from a child process within {PATIENCE_S} s")
     return pipe.recv()
 
 
 def used_mib(gpu: int) -> int | None:
-    """Memory in use on a GPU, all processes; `None` without NVML."""
+    """Memory in use on a GPU by all processes, in MiB; `None` without NVML."""
     try:
         pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used) >> 20
-    except Exception:  # noqa: BLE001 (NVML is a convenience here)
+    except Exception:  # noqa: BLE001 (NVML is optional here)
         return None
 
 
 def owner_killed(kind: str) -> dict[str, Any]:
-    """The owner dies by SIGKILL while the writer's kernel writes."""
+    """The owner is killed by SIGKILL while the writer's kernel writes."""
     pair = start(kind)
     try:
         pair.owner.kill()
@@ -264,7 +270,7 @@ def owner_killed(kind: str) -> dict[str, Any]:
 
 
 def owner_frees(kind: str) -> dict[str, Any]:
-    """The owner frees the memory, and allocates again, while the writer's kernel writes."""
+    """The owner frees the memory and allocates again while the writer's kernel writes."""
     pair = start(kind)
     try:
         freed = pair.ask(pair.to_owner, "free")
@@ -277,7 +283,7 @@ def owner_frees(kind: str) -> dict[str, Any]:
 
 
 def writer_killed(kind: str) -> dict[str, Any]:
-    """The writer dies by SIGKILL while its kernel runs: is the owner's memory still when its process has ended?"""
+    """The writer is killed by SIGKILL while its kernel runs: does the memory still change after the process has ended?"""
     pair = start(kind)
     try:
         pid = pair.writer.pid
@@ -298,7 +304,7 @@ KINDS = ("legacy", "exported")
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use; 0 without a driver."""
+    """Number of GPUs visible to this process; 0 without a driver."""
     try:
         driver, _ = load_bindings()
     except BackendUnavailable:
@@ -307,16 +313,16 @@ def num_gpus() -> int:
 
 
 def run(case: str, kind: str) -> dict[str, Any]:
-    """One case's outcome, by what was looked at; `{"error": ...}` where a process broke."""
+    """The outcome of one case by observation, or `{"error": ...}` if a process failed."""
     try:
         return CASES[case](kind)
-    except Exception as error:  # noqa: BLE001 (a survivor that does not survive is an outcome)
+    except Exception as error:  # noqa: BLE001 (a failed process is an outcome)
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> int:
     if num_gpus() < 2:
-        print("this needs two NVIDIA GPUs that can reach each other's memory")
+        print("expected two NVIDIA GPUs with access to each other's memory")
         return 2
     for case in CASES:
         for kind in KINDS:

@@ -1,12 +1,12 @@
 """Backend `nvlink` on two GPUs against the plain device-to-device copy, in one run::
 
-    python scripts/gpu_bench.py --json docs/benchmarks/nvlink-2xh200.json --date 2026-11-21
+    python -m benchmarks.gpu.nvlink --json docs/benchmarks/nvlink-2xh200.json --date 2026-11-21
 
-Each side's pool is 64 layers of 32 MiB, one allocation each, cut into pages of 16 tokens. The far side has twice the heads, so
-that every token is a piece of its own (NHD, other TP), at random pages on both sides, and only token runs go to the GPU.
-`kernel`: the kernel alone, its order on the GPU already, by CUDA events. `request`: wall time from `submit_spans` to `DONE`,
-polled without a pause; `pipelined`: four of them in flight. Medians; every (piece, direction) is verified byte for byte.
-`addresses`: the same pieces by `submit`, as columns of addresses.
+Each side's pool has 64 layers of 32 MiB, one allocation each, cut into pages of 16 tokens. The peer has twice the heads, so
+every token is a separate piece (NHD, different TP). Pages are random on both sides, and only token runs go to the GPU.
+`kernel`: the kernel alone, with its work list on the GPU, by CUDA events. `request`: wall time from `submit_spans` to `DONE`,
+polled without a pause. `pipelined`: four requests in flight. `addresses`: the same pieces by `submit`, as columns of addresses.
+All figures are medians; every (piece, direction) is verified byte for byte.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from typing import Any
 import numpy as np
 
 from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
-from disagg.backends.cuda.driver import Buffer, Gpu, batch_nbytes
-from disagg.backends.cuda.work_list import encode_order, order_nbytes
-from disagg.backends.nvlink.backend import DEFAULT_BLOCKS, THREADS, NvlinkBackend, NvlinkPeer, NvlinkSpans, launch_shape
+from disagg.backends.cuda.buffers import Buffer, batch_nbytes
+from disagg.backends.cuda.driver import Gpu
+from disagg.backends.cuda.work_list import encode_work_list, work_list_nbytes
+from disagg.backends.nvlink.backend import DEFAULT_BLOCKS, NvlinkBackend
+from disagg.backends.nvlink.engine import THREADS, NvlinkSpans, launch_shape
+from disagg.backends.nvlink.mapping import NvlinkPeer
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
@@ -58,7 +61,7 @@ class Pool:
 
 
 def own(pipe: Connection) -> None:
-    """The peer: holds its pool until told to end."""
+    """The peer process: keeps its pool until the command to end."""
     pool = Pool(1)
     pipe.send((pool.backend.endpoint(), pool.layers))
     pipe.recv()
@@ -67,7 +70,7 @@ def own(pipe: Connection) -> None:
 
 @dataclass
 class Batch:
-    """Copies of one size, as span classes and as addresses; which pages of every layer they are between."""
+    """Copies of one size, as span classes and as addresses, and the pages that they connect in every layer."""
 
     spans: SpanBatch
     prepared: NvlinkSpans
@@ -82,7 +85,7 @@ PAGE = 16
 
 
 def make_runs(piece: int, total: int, wide: tuple[int, int]) -> np.ndarray:
-    """Whole pages in random order on both sides, `total` bytes in all layers together."""
+    """Whole pages in random order on both sides, `total` bytes over all layers."""
     rng = np.random.default_rng(piece)
     count = total // (NUM_LAYERS * PAGE * piece)
     rows = [rng.permutation(LAYER_NBYTES // (PAGE * piece * w))[:count] for w in wide]
@@ -91,7 +94,7 @@ def make_runs(piece: int, total: int, wide: tuple[int, int]) -> np.ndarray:
 
 
 def shape_of(sources: list[int], destinations: list[int], piece: int, wide: tuple[int, int]) -> SpanShape:
-    """Pieces of `piece` bytes a token; tokens are `wide` pieces apart, at the last of those."""
+    """One piece of `piece` bytes per token; tokens are `wide` pieces apart, and the last of them is copied."""
     bases = [np.array(b, np.uint64) + np.uint64((w - 1) * piece) for b, w in zip((sources, destinations), wide, strict=True)]
     strides = (wide[0] * piece, wide[1] * piece)
     return SpanShape(
@@ -108,17 +111,18 @@ def shape_of(sources: list[int], destinations: list[int], piece: int, wide: tupl
 
 
 def columns_of(shape: SpanShape, runs: np.ndarray) -> CopyBatch:
-    """The same copies by address."""
+    """The same copies as columns of addresses."""
     tokens = np.arange(PAGE, dtype=np.uint64)
     columns = []
     for side, bases in enumerate((shape.source_bases, shape.destination_bases)):
         rows = runs[:, 2 * side].astype(np.uint64) * np.uint64(shape.row_strides[side])
         columns.append((bases[:, None, None] + rows[:, None] + tokens * np.uint64(shape.token_strides[side])).ravel())
-    return CopyBatch(*columns, np.full(len(columns[0]), shape.nbytes, np.uint64))
+    source, destination = columns
+    return CopyBatch(source, destination, np.full(len(source), shape.nbytes, np.uint64))
 
 
 class Bench:
-    """One side's engine, connected to the other's."""
+    """This process's engine, connected to the peer's."""
 
     def __init__(self, endpoint: bytes, remote_layers: list[int]) -> None:
         self.cupy = importlib.import_module("cupy")
@@ -138,7 +142,7 @@ class Bench:
             self.buffer = Buffer(self.gpu, batch_nbytes(IN_FLIGHT // min(PIECES)))
 
     def timed(self, work: Callable[[], None], *, repeat: int = REPEAT) -> float:
-        """Seconds on the GPU: the median, after one run for warmth."""
+        """Median seconds on the GPU, after one warm-up run."""
         found = []
         with self.gpu.current():
             for _ in range(repeat + 1):
@@ -149,10 +153,10 @@ class Bench:
                 found.append(float(self.gpu.call("cuEventElapsedTime", *self.events)) / 1e3)
         return statistics.median(found[1:])
 
-    # -- what is measured ---------------------------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------------------------
 
     def plain(self, op: Op, total: int) -> float:
-        """Seconds of the copy engine for whole layers, `total` bytes in all."""
+        """Seconds of the copy engine for whole layers, `total` bytes altogether."""
 
         def copy() -> None:
             for layer in range(max(1, total // LAYER_NBYTES)):
@@ -163,14 +167,15 @@ class Bench:
         return self.timed(copy)
 
     def kernel(self, batch: Batch, *, max_blocks: int) -> float:
-        """Seconds of the kernel for an order that is on the GPU already."""
+        """Seconds of the kernel for a work list that is on the GPU already."""
         blocks, tile = launch_shape(batch.spans.total_nbytes, max_blocks=max_blocks)
-        assert order_nbytes(batch.spans) <= self.buffer.nbytes
-        order = encode_order(batch.spans, batch.prepared.table, tile=tile, out=self.buffer.words)
-        address = self.buffer.device_address
-        arguments = (address, address, 0, batch.prepared.address, *order.tiles(0, order.total), tile, 0, order.total, 0, 0)
+        assert work_list_nbytes(batch.spans) <= self.buffer.nbytes
+        nbytes = encode_work_list(batch.spans, batch.prepared.table, tile=tile, out=self.buffer.words)
+        address, total = self.buffer.device_address, batch.spans.total_nbytes
+        tiles = batch.spans.core.tiles(0, total)
+        arguments = (address, address, 0, batch.prepared.address, *tiles, tile, 0, total, 0, 0)
         with self.gpu.current():
-            self.gpu.call("cuMemcpyHtoD", address, self.buffer.host_address, order.nbytes)
+            self.gpu.call("cuMemcpyHtoD", address, self.buffer.host_address, nbytes)
 
         def launch() -> None:
             self.engine.queue.launch(self.engine._kernels["move_spans"], arguments, blocks=blocks, threads=THREADS)
@@ -178,7 +183,7 @@ class Bench:
         return self.timed(launch)
 
     def request(self, submit: Callable[[], Transfer], *, repeat: int = REPEAT) -> tuple[list[float], list[float]]:
-        """Seconds of `submit`, and from its begin to `DONE`, each time."""
+        """Seconds of each `submit`, and from its start to `DONE`."""
         posted, done = [], []
         for i in range(repeat + 2):
             started = time.perf_counter()
@@ -194,7 +199,7 @@ class Bench:
         return posted, done
 
     def pipelined(self, submit: Callable[[], Transfer], *, requests: int = 24, at_once: int = 4) -> float:
-        """Seconds per request, with `at_once` of them in flight."""
+        """Seconds per request with `at_once` requests in flight."""
         pending: list[Transfer] = []
         started = time.perf_counter()
         for _ in range(requests):
@@ -208,22 +213,21 @@ class Bench:
     def spans(self, batch: Batch) -> Callable[[], Transfer]:
         return lambda: self.backend.submit_spans(batch.prepared, batch.spans)
 
-    # -- what is right ------------------------------------------------------------------------------------------------
+    # -- verification ------------------------------------------------------------------------------------------------
 
     def array(self, address: int) -> Any:
         memory = self.cupy.cuda.UnownedMemory(address, LAYER_NBYTES, self)
         return self.cupy.ndarray((LAYER_NBYTES,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
 
     def fill(self, op: Op) -> None:
-        """Random bytes in every source layer, poison in every destination."""
+        """Write random bytes to every source layer, and poison to every destination layer."""
         rng = self.cupy.random.default_rng(5)
-        for layer, (mine, theirs) in enumerate(zip(self.pool.layers, self.mapped, strict=True)):
+        for mine, theirs in zip(self.pool.layers, self.mapped, strict=True):
             source, destination = (mine, theirs) if op is Op.WRITE else (theirs, mine)
             self.array(self.scratch).view(self.cupy.uint64)[:] = rng.integers(0, 2**63, LAYER_NBYTES // 8, self.cupy.uint64)
             self._copy(source, self.scratch)
             self.array(self.scratch)[:] = POISON
             self._copy(destination, self.scratch)
-            del layer
 
     def _copy(self, to: int, of: int) -> None:
         self.cupy.cuda.Device(0).synchronize()
@@ -232,7 +236,7 @@ class Bench:
             self.gpu.call("cuCtxSynchronize")
 
     def verify(self, op: Op, batch: Batch) -> bool:
-        """Every byte of every destination layer: what was copied, and poison elsewhere."""
+        """Whether every destination layer holds the copied pieces and poison elsewhere."""
         cupy, good = self.cupy, True
         other = self.array(int(self.gpu_scratch()))
         to, of = (cupy.asarray(rows) for rows in (batch.destination, batch.source))
@@ -265,7 +269,7 @@ class Bench:
 
 
 def measure_pieces(bench: Bench, pieces: Sequence[int]) -> list[dict[str, Any]]:
-    """Every size, both ways, at several numbers of blocks, each beside its plain copy."""
+    """Every piece size in both directions, at several numbers of blocks, each next to its plain copy."""
     rows = []
     for op, piece in itertools.product(Op, pieces):
         batch = bench.make(op, piece=piece, total=IN_FLIGHT)
@@ -303,7 +307,7 @@ def measure_pieces(bench: Bench, pieces: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def measure_unaligned(bench: Bench) -> list[dict[str, Any]]:
-    """Pieces of 4 KiB whose addresses differ modulo 16."""
+    """Pieces of 4 KiB whose source and destination differ modulo 16."""
     rows = []
     for offset in (8, 4, 2, 1):
         batch = bench.make(Op.WRITE, piece=4096, total=IN_FLIGHT // 4, offsets=(0, offset))

@@ -1,4 +1,4 @@
-"""The kernel's address computation, by its twin: every byte once, in words as large as both addresses allow."""
+"""The kernel's address arithmetic, by its reference implementation: every byte once, in the largest aligned words."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.backends.nvlink import backend as nvlink
+from disagg.backends.nvlink import engine as nvlink
 from disagg.core.copies import CopyBatch
-from harness import reference_kernels as twin
+from harness import reference_kernels as reference
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([256, 512, 1000, 4096, 4097, 9001]))
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> CopyBatch:
-    """Pieces of many sizes from anywhere, at destinations that do not overlap, in any order."""
+    """Pieces of many sizes from any source, at destinations that do not overlap, in random order."""
     rows, at = [], draw(st.integers(0, 40))
     for nbytes in draw(st.lists(SIZES, min_size=1, max_size=80)):
         at += draw(st.sampled_from([0, 0, 1, 2, 4, 8, 16, 23]))
@@ -37,42 +37,42 @@ def naive(copies: CopyBatch) -> Iterator[tuple[int, int]]:
 
 
 @given(batches(), st.sampled_from([16, 64, 100, 4096, 1 << 20]))
-def test_every_byte_is_copied_once_from_where_it_lies(copies: CopyBatch, tile: int) -> None:
-    made = [(u.source + i, u.destination + i) for u in twin.units(copies, tile=tile) for i in range(u.nbytes)]
+def test_every_byte_is_copied_once_from_its_source(copies: CopyBatch, tile: int) -> None:
+    made = [(u.source + i, u.destination + i) for u in reference.units(copies, tile=tile) for i in range(u.nbytes)]
     assert sorted(made) == sorted(naive(copies))
 
 
 @given(batches(), st.sampled_from([64, 4096]))
 def test_words_are_aligned_and_as_large_as_both_addresses_allow(copies: CopyBatch, tile: int) -> None:
-    for unit in twin.units(copies, tile=tile):
+    for unit in reference.units(copies, tile=tile):
         assert 0 < unit.nbytes <= unit.width
         if unit.nbytes == unit.width:
             assert unit.source % unit.width == unit.destination % unit.width == 0
         else:
-            assert unit.nbytes < twin.WORD, "what is left before the first word or after the last"
+            assert unit.nbytes < reference.WORD, "bytes before the first word or after the last"
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 5000))
-def test_a_piece_costs_two_units_more_than_its_words_at_most(source: int, destination: int, nbytes: int) -> None:
-    piece = twin.Piece(source, destination, nbytes)
+def test_a_piece_has_at_most_two_units_more_than_whole_words(source: int, destination: int, nbytes: int) -> None:
+    piece = reference.Piece(source, destination, nbytes)
     assert piece.num_units <= nbytes // piece.width + 2
     assert sum(piece.unit(i).nbytes for i in range(piece.num_units)) == nbytes
 
 
-def test_pages_with_aligned_addresses_go_in_words_of_16_bytes_only() -> None:
+def test_aligned_pages_are_copied_in_words_of_16_bytes_only() -> None:
     rng = np.random.default_rng(1)
     source, destination = (rng.permutation(64).astype(np.uint64) * np.uint64(4096) for _ in range(2))
     copies = CopyBatch(source, destination, np.full(64, 4096, np.uint64))
-    found = list(twin.units(copies, tile=nvlink.MIN_TILE))
+    found = list(reference.units(copies, tile=nvlink.MIN_TILE))
     assert {unit.nbytes for unit in found} == {16}
     assert len(found) == 64 * 256
 
 
 @given(st.lists(st.integers(0, 50), max_size=3000), st.integers(0, 60))
-def test_the_search_of_a_warp_finds_the_first_piece_of_a_tile(steps: list[int], x: int) -> None:
+def test_the_warp_search_finds_the_first_piece_of_a_tile(steps: list[int], x: int) -> None:
     ends = np.cumsum(steps).tolist()
     for wanted in (x, x * 97, *ends[:: max(1, len(ends) // 7)]):
-        assert twin.first_after(ends, wanted) == bisect.bisect_right(ends, wanted)
+        assert reference.first_after(ends, wanted) == bisect.bisect_right(ends, wanted)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(0, 2**40))
@@ -81,11 +81,11 @@ def test_a_peers_address_gets_the_delta_of_its_region(sizes: list[int], start: i
     deltas = [2**64 - 7 * i for i in range(len(sizes))]
     addresses = [first + size - 1 for first, size in zip(starts, sizes, strict=True)]
     wanted = [a - 7 * i for i, a in enumerate(addresses)]
-    assert twin.translate(addresses, starts=starts, deltas=deltas) == [w % 2**64 for w in wanted]
+    assert reference.translate(addresses, starts=starts, deltas=deltas) == [w % 2**64 for w in wanted]
 
 
 @given(st.integers(1, 2**36), st.integers(1, 200))
-def test_a_launch_keeps_its_bounds(total: int, max_blocks: int) -> None:
+def test_a_launch_shape_stays_within_its_limits(total: int, max_blocks: int) -> None:
     blocks, tile = nvlink.launch_shape(total, max_blocks=max_blocks)
     assert 1 <= blocks <= max_blocks
     assert nvlink.MIN_TILE <= tile <= nvlink.MAX_TILE
@@ -93,6 +93,6 @@ def test_a_launch_keeps_its_bounds(total: int, max_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("total", [1 << 20, 67_108_864, 1 << 30])
-def test_every_warp_has_something_to_do(total: int) -> None:
+def test_every_warp_gets_a_tile(total: int) -> None:
     blocks, tile = nvlink.launch_shape(total, max_blocks=32)
     assert total // tile >= min(blocks * nvlink.THREADS // 32, total // nvlink.MIN_TILE)

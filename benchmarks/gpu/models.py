@@ -1,11 +1,11 @@
-"""Whole requests of whole models by `nvlink`, every component, with the time of each; against one plain copy of the bytes::
+"""Whole requests of whole models by `nvlink`, and the time of each component, against one plain copy of the bytes::
 
-    python scripts/gpu_models.py --json docs/benchmarks/gpu-models-2xh200.json --date 2026-11-21
+    python -m benchmarks.gpu.models --json docs/benchmarks/gpu-models-2xh200.json --date 2026-11-21
 
-Prefill's ranks are managers of one process with pools on GPU 0, decode's of another on GPU 1. `request`: from the first rank's
-`send` to the last rank's success, at one chunk, the receivers having reserved; the median of 9. `components`: the engine
-alone, from `submit_spans` to done, one component of one pair of ranks at a time. `verified`: the same request once more between
-managers with verify="full", which sum every byte of both sides by their own layouts, over random content.
+The prefill ranks are managers of one process with pools on GPU 0, the decode ranks of another process on GPU 1. `request`: from
+the first rank's `send` to the last rank's success, in one chunk, after the receivers have reserved; median of 9. `components`:
+the engine alone, from `submit_spans` to done, one component of one pair of ranks at a time. `verified`: the same request again
+between managers with verify="full", which compute checksums of every byte on both sides, over random content.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from gpu_request import PATIENCE_S, other_process, plain_s, receive
-
+from benchmarks.gpu.ranks import PATIENCE_S, other_process, plain_s, receive
 from disagg import new_request_id
 from disagg.backends.abilities import SpanWriter
 from disagg.backends.base import TransferStatus
@@ -48,12 +47,12 @@ REPEAT = 9
 
 @dataclass(frozen=True)
 class Work:
-    """A case, and whether the managers are to verify."""
+    """A case, and how the managers verify it."""
 
     model: str
     tokens: int
     sides: tuple[str, str]
-    verify: str = "off"
+    verify: Literal["off", "full"] = "off"
 
     @property
     def case(self) -> Case:
@@ -62,7 +61,7 @@ class Work:
 
 
 class Instance:
-    """Every rank of one side, and the one request's rows on both."""
+    """Every rank of one side, and the request's rows on both sides."""
 
     def __init__(self, work: Work, role: int) -> None:
         case, self.role, self.peer = work.case, role, ROLES[1 - role]
@@ -103,7 +102,7 @@ class Instance:
         return handles
 
     def send(self, request: bytes) -> float:
-        """When the first rank's rows were handed over."""
+        """Send the request; returns the time of the first rank's `send`."""
         senders = [rank.manager.sender(request, peer=self.peer, deadline_s=PATIENCE_S) for rank in self.ranks]
         first = self.spec.states[0].name
         while any(sender.needed(first) is None for sender in senders):
@@ -121,11 +120,11 @@ class Instance:
         return started
 
     def components(self) -> list[dict[str, Any]]:
-        """Of each pair of ranks and each component: bytes, pieces, and seconds of the engine alone; the median."""
+        """Bytes, pieces and median microseconds of the engine alone, for each pair of ranks and each component."""
         found = []
         for number, (rank, (ours,)) in enumerate(zip(self.ranks, self.items[0], strict=True)):
             for other, (theirs,) in enumerate(self.items[1]):
-                remote = rank.manager._handshake.rank(PeerRank(self.peer, other))
+                remote = rank.manager._runtime.handshake.rank(PeerRank(self.peer, other))
                 backend = rank.manager.backend
                 assert remote is not None
                 assert remote.prepared is not None
@@ -156,7 +155,7 @@ class Instance:
 
 
 def prefill(pipe: Connection) -> None:
-    """Does what it is told to, and answers."""
+    """The prefill process: executes commands and answers them."""
     instance: Instance | None = None
     while True:
         match pipe.recv():
@@ -181,7 +180,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def requests(work: Work, pipe: Connection, *, repeat: int) -> tuple[list[float], list[dict[str, Any]], int]:
-    """Seconds of `repeat` requests, the components' times, and the requests that were verified."""
+    """Seconds of each of `repeat` requests, the times of the components, and the number of verified requests."""
     with ExitStack() as stack:
         pipe.send(work)
         instance = Instance(work, 1)
@@ -209,7 +208,7 @@ def requests(work: Work, pipe: Connection, *, repeat: int) -> tuple[list[float],
 
 
 def measure(work: Work, pipe: Connection) -> dict[str, Any]:
-    """One model and length."""
+    """The row of one model and length."""
     seconds, parts, _ = requests(work, pipe, repeat=REPEAT + 2)
     checked = Work(work.model, work.tokens, work.sides, verify="full")
     _, _, verified = requests(checked, pipe, repeat=1)

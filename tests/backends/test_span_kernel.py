@@ -1,4 +1,4 @@
-"""Addresses as the kernel computes them from span classes and token runs, against `bind`: no GPU is needed here."""
+"""The addresses that the kernel computes from span classes and token runs, against `bind`, by the reference implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.backends.cuda.work_list import encode_order, encode_shapes, order_nbytes
+from disagg.backends.cuda.work_list import encode_shapes, encode_work_list, work_list_nbytes
 from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import BackendError
 from disagg.core.rows import Rows, Slot
@@ -24,27 +24,27 @@ from harness.reference_kernels import SpanLaunch, span_pieces
 TILES = (16, 48, 256, 4096)
 
 
-def here(addresses: Addresses, nbytes: int, side: int) -> Addresses:
+def identity(addresses: Addresses, nbytes: int, side: int) -> Addresses:
     return addresses
 
 
 def launch_of(batch: SpanBatch, *, tile: int, limits: tuple[int, int] | None = None, **linear: int) -> SpanLaunch:
-    """A launch over the order of `batch`; the words beyond the order are of an earlier one."""
-    table = encode_shapes(batch.shapes, here)
-    out = np.full(-(-order_nbytes(batch) // 8), 0xDEADBEEFDEADBEEF, np.uint64)
-    assert encode_order(batch, table, tile=tile, out=out) <= order_nbytes(batch)
+    """A launch over the work list of `batch`. The words after it hold garbage, as in a reused buffer."""
+    table = encode_shapes(batch.shapes, identity)
+    out = np.full(-(-work_list_nbytes(batch) // 8), 0xDEADBEEFDEADBEEF, np.uint64)
+    assert encode_work_list(batch, table, tile=tile, out=out) <= work_list_nbytes(batch)
     low, high = limits or (0, batch.total_nbytes)
     return SpanLaunch(out, table.words, *batch.core.tiles(low, high), tile, low, high, **linear)
 
 
 def copies_of(launch: SpanLaunch) -> CopyBatch:
-    """All that a launch copies, in order, neighbours joined."""
+    """The copies of a launch, in order, with adjacent ones joined."""
     found = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
     return CopyBatch(*np.array(found, dtype=np.uint64).reshape(-1, 3).T).coalesced()
 
 
 def check(plan: ComponentPlan, *, tile: int, **what: Any) -> tuple[SpanBatch, CopyBatch]:
-    """That the kernel copies what `bind` says."""
+    """Check that the kernel copies exactly the copies of `bind`."""
     batch = SpanBatch(span_shapes(plan), bind_rows(plan, **what).span_runs())
     wanted = bind(plan, **what)
     assert batch.total_nbytes == wanted.total_nbytes
@@ -74,7 +74,7 @@ def test_any_pair_of_ranks_any_tokens_any_layers(case: Any, tile: int, data: st.
 
 
 def check_packed(batch: SpanBatch, wanted: CopyBatch, *, tile: int, limits: tuple[int, int]) -> None:
-    """That a part of the stream is packed and unpacked byte by byte as the host does it."""
+    """Check that packing and unpacking a part of the stream moves the same bytes as on the host."""
     low, high = limits
     for side, column in (("linear_destination", wanted.source), ("linear_source", wanted.destination)):
         found = list(span_pieces(launch_of(batch, tile=tile, limits=limits, **{side: 1000})))
@@ -93,7 +93,7 @@ def bytes_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 @st.composite
 def slot_plans(draw: st.DrawFn) -> tuple[ComponentPlan, Rows, Rows]:
-    """Slots with any dims: state that no token is counted in."""
+    """Slots with any dims: state without a token axis."""
     spans, base = [], 4096
     for _ in range(draw(st.integers(1, 3))):
         layers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=40 if draw(st.booleans()) else 3, unique=True))
@@ -132,7 +132,7 @@ def test_slots(made: tuple[ComponentPlan, Rows, Rows], tile: int) -> None:
 
 
 def test_many_runs_and_many_parts() -> None:
-    """More runs than a warp searches at once, more parts than it has lanes, tiles that begin anywhere."""
+    """More runs than a warp searches at once, more parts than a warp has lanes, and tiles that begin at any byte."""
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 5, 5000)
     runs = np.stack(
@@ -173,7 +173,7 @@ def test_many_runs_and_many_parts() -> None:
     np.testing.assert_array_equal(found.nbytes, wanted.nbytes)
 
 
-def test_more_pieces_than_can_be_counted() -> None:
+def test_too_many_pieces_to_count_are_refused() -> None:
     shape = SpanShape(
         np.ones(1, np.uint64), np.ones(1, np.uint64), (1, 1), (1, 1), ((2**16, 1, 1), (2**15, 1, 1)), 1, False, (1, 1), (1, 1)
     )

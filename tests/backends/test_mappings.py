@@ -1,4 +1,4 @@
-"""Who has memory mapped: no GPU is needed here."""
+"""Tracking of the processes that have exported memory mapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from disagg.backends.nvlink.holders import Mappings, hold
 
 
-def test_mappings_end_when_they_are_closed_and_not_before() -> None:
+def test_a_mapping_lasts_until_its_connection_is_closed() -> None:
     mappings = Mappings()
     first, second = hold(mappings.address), hold(mappings.address)
     assert first is not None

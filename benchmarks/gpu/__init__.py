@@ -1,0 +1,1 @@
+"""Programs that need two NVIDIA GPUs. `scripts/gpu_all.sh` runs them all."""

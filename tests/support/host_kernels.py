@@ -1,0 +1,119 @@
+"""GPU engines and packers in host memory: the reference implementation replaces the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from disagg.backends.base import Op, RemotePeer, Transfer
+from disagg.backends.cuda.work_list import ShapeTable, encode_shapes, encode_work_list, work_list_nbytes
+from disagg.backends.local import LocalBackend
+from disagg.core import _native
+from disagg.core.copies import CopyBatch
+from disagg.core.errors import BackendError
+from disagg.core.spans import SpanBatch, SpanShape
+from harness.reference_kernels import SpanLaunch, span_pieces
+from tests.support.cluster import Side
+
+TILE = 256
+HND = "page kv_head token dim"
+SIDES = [
+    (Side(tp=2), Side(tp=1, page=16)),
+    (Side(tp=1, axes=HND), Side(tp=4, page=8)),
+    (Side(tp=2, pp=2, stages=((0,), (1, 2))), Side(tp=2, axes=HND)),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class HostSpans:
+    """Span classes, and optionally a work list over them, as words in host memory."""
+
+    table: ShapeTable
+    words: Any = None
+    work_list: _native.WorkList | None = None
+    peer: RemotePeer | None = None
+
+    @property
+    def shapes(self) -> Sequence[SpanShape]:
+        return self.table.shapes
+
+    @classmethod
+    def of(cls, shapes: Sequence[SpanShape], peer: RemotePeer | None = None) -> HostSpans:
+        return cls(encode_shapes(shapes, lambda addresses, _nbytes, _side: addresses), peer=peer)
+
+    def upload(self, batch: SpanBatch) -> HostSpans:
+        words = np.zeros(work_list_nbytes(batch) // 8 + 1, np.uint64)
+        encode_work_list(batch, self.table, tile=TILE, out=words)
+        return HostSpans(self.table, words, batch.core, self.peer)
+
+    def pieces(self, low: int, high: int, **linear: int) -> CopyBatch:
+        assert self.work_list is not None
+        launch = SpanLaunch(self.words, self.table.words, *self.work_list.tiles(low, high), TILE, low, high, **linear)
+        rows = [(p.source, p.destination, p.nbytes) for p in span_pieces(launch) if p.nbytes]
+        return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
+
+
+@dataclass
+class DelayedCopies:
+    """Copies that the second call of `query` makes."""
+
+    copies: CopyBatch
+    asked: int = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if HostMover.problem:
+            raise BackendError(HostMover.problem)
+        if self.asked == 2:
+            columns = (column.tolist() for column in (self.copies.source, self.copies.destination, self.copies.nbytes))
+            for source, destination, nbytes in zip(*columns, strict=True):
+                ctypes.memmove(destination, source, nbytes)
+            HostMover.moved += self.copies.total_nbytes
+        return self.asked > 1
+
+
+class HostMover:
+    """`GpuMover` in host memory."""
+
+    moved = held = 0
+    problem = ""
+
+    def prepare(self, shapes: Sequence[SpanShape]) -> HostSpans:
+        return HostSpans.of(shapes)
+
+    def upload(self, shapes: HostSpans, batch: SpanBatch) -> HostSpans:
+        HostMover.held += 1
+        return shapes.upload(batch)
+
+    def gather(self, work_list: HostSpans, offset: int, nbytes: int, address: int) -> DelayedCopies:
+        return DelayedCopies(work_list.pieces(offset, offset + nbytes, linear_destination=address))
+
+    def scatter(self, work_list: HostSpans, offset: int, nbytes: int, address: int) -> DelayedCopies:
+        return DelayedCopies(work_list.pieces(offset, offset + nbytes, linear_source=address))
+
+    def release(self, work_list: HostSpans) -> None:
+        HostMover.held -= 1
+
+
+class Spans(LocalBackend):
+    """A backend that accepts span classes and rejects addresses."""
+
+    posted = 0
+
+    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> HostSpans:
+        assert op is Op.WRITE
+        return HostSpans.of(shapes, peer)
+
+    def submit_spans(self, prepared: HostSpans, batch: SpanBatch) -> Transfer:
+        assert batch.shapes is prepared.shapes
+        assert prepared.peer is not None
+        Spans.posted += 1
+        copies = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else CopyBatch.concatenate([])
+        return super().submit(Op.WRITE, prepared.peer, copies)
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        raise AssertionError("addresses were computed on the host")
