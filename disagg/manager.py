@@ -42,14 +42,14 @@ class KVManager:
     """One rank's transfers. Only `wait_ready`, `drain` and `close` block, and `wait` of a request; every other call returns at
     once. Work happens in two supervised threads.
 
-    `name` names the instance, and is the same on all its ranks. `leader` is the control address of rank 0, which answers for the
-    instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`. If that is every interface,
-    `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control channel
-    takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
+    `name` names the instance, and is the same on all its ranks. `leader` is the control address of rank 0, which answers for
+    the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`. If that is every
+    interface, `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control
+    channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
-    this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`. With
-    `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, without authentication.
+    this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`.
+    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, without authentication.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
@@ -106,8 +106,8 @@ class KVManager:
         runtime.start()
         logger.info(
             "%s: listening at %s, backend %s over %s, components %s%s",
-            runtime.handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in components),
-            f", metrics at {self.metrics_url}" if self.metrics_url else "",
+            runtime.handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in
+            components), f", metrics at {self.metrics_url}" if self.metrics_url else "",
         )  # fmt: skip
 
     def __enter__(self) -> KVManager:

@@ -5,7 +5,7 @@ pools = allocate(spec, topology, PoolShape(num_pages=4096))
 """
 
 from disagg.models.families import from_config
-from disagg.models.pools import ALIGNMENT, PoolShape, PoolUse, StagePools, allocate, typed
+from disagg.models.pools import ALIGNMENT, PoolShape, PoolUse, StagePools, allocate
 from disagg.models.presets import PRESETS, load_model
 from disagg.models.spec import ModelSpec, first_layers
 from disagg.models.stages import Stage, split_layers, stage_of
@@ -26,5 +26,4 @@ __all__ = [
     "load_model",
     "split_layers",
     "stage_of",
-    "typed",
 ]

@@ -55,8 +55,8 @@ RingAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A ring in the memory of the rank that grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers its
-    uses of slots from `first` on, so that both sides recognise a late message about an earlier grant.
+    """A ring in the memory of the rank that grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers
+    its uses of slots from `first` on, so that both sides recognise a late message about an earlier grant.
     """
 
     address: RingAddress
@@ -66,8 +66,8 @@ class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest number
-    wins. Ranks of the same instance send their address to their leader.
+    """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest
+    number wins. Ranks of the same instance send their address to their leader.
     """
 
     version: int

@@ -51,9 +51,9 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished, and
-    `early_outcome` whether it has answered that. `knows_failure`: the receiver knows that the attempt has failed. `lost_at` is the
-    epoch at which the peer was lost.
+    """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished,
+    and `early_outcome` whether it has answered that. `knows_failure`: the receiver knows that the attempt has failed. `lost_at`
+    is the epoch at which the peer was lost.
     """
 
     state: SendState = SendState.AWAITED

@@ -140,9 +140,9 @@ class Sends:
     ) -> None:
         """A transfer that was started is done, failed with `error`, or (`unsettled`) not provably finished.
 
-        `packed` of its bytes went through the receiver's ring. `sums` are the checksums that the reserve asked for. `known`: the
-        receiver has seen that it is done, so an early complete message is not sent again unless it stays unanswered. A transfer
-        that was unsettled may be reported again once it has settled.
+        `packed` of its bytes went through the receiver's ring. `sums` are the checksums that the reserve asked for. `known`:
+        the receiver has seen that it is done, so an early complete message is not sent again unless it stays unanswered. A
+        transfer that was unsettled may be reported again once it has settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None:

@@ -82,8 +82,8 @@ class Sessions:
                 self.receives.on_busy(peer, message, now)
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """A slot of the destination's ring has been written: tell it. A destination that was lost meanwhile has no such ring any
-        more, and would never answer.
+        """A slot of the destination's ring has been written: tell it. A destination that was lost meanwhile has no such ring
+        any more, and would never answer.
         """
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None

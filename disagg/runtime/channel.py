@@ -39,7 +39,9 @@ _REFUSALS = {
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`. `page` is the completion page of that peer."""
+    """A message that a peer sent on a connection that it opened: answer it with `reply`. `page` is the completion page of that
+    peer.
+    """
 
     connection: bytes
     user: str

@@ -20,8 +20,8 @@ from disagg.runtime.handshake import Handshake, RemoteRank
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTING = 1
-"""Ranks that the engine connects to at a time. With eight, a process with NIXL's engine ended with SIGSEGV while it connected to
-three ranks, once in a dozen rounds of chaos.
+"""Ranks that the engine connects to at a time. With eight, a process with NIXL's engine ended with SIGSEGV while it connected
+to three ranks, once in a dozen rounds of chaos.
 """
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second."""
@@ -40,8 +40,8 @@ class _Fencing:
 
 
 class Connections:
-    """The control thread calls all of this but `_run`. `command` runs a function in the control thread; `on_connected` is called
-    there for each rank that transfers may go to.
+    """The control thread calls all of this but `_run`. `command` runs a function in the control thread; `on_connected` is
+    called there for each rank that transfers may go to.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ class Dispatch:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, arrived: Inbound | Reply, now: float) -> bool:
-        """Take one message. Returns whether it was about a request. A message that cannot be decoded, or breaks the protocol, is
-        refused and changes nothing.
+        """Take one message. Returns whether it was about a request. A message that cannot be decoded, or breaks the protocol,
+        is refused and changes nothing.
         """
         try:
             message = decode(arrived.data)
@@ -111,10 +111,11 @@ class Dispatch:
 
     def _take_request_message(self, peer: PeerRank, message: Message, arrived: Inbound, now: float) -> None:
         if isinstance(message, CopyBegun | EarlyComplete):
-            self._requests.begin(peer.instance, key_of(message))
-            if isinstance(message, EarlyComplete) and arrived.page is not None:
-                if (peer.instance, key_of(message)) in self._sessions.receives.sessions:
-                    self._early_completion.expect(peer, message, arrived.page, now)
+            key = key_of(message)
+            self._requests.begin(peer.instance, key)
+            is_open = (peer.instance, key) in self._sessions.receives.sessions
+            if isinstance(message, EarlyComplete) and arrived.page is not None and is_open:
+                self._early_completion.expect(peer, message, arrived.page, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
             return  # the engine is not connected yet; the writer reports the slots again
         elif isinstance(message, RequestMessage | Busy | Credit):
@@ -224,8 +225,8 @@ class Dispatch:
                     self._ended.append(event)
 
     def send(self, peer: PeerRank, message: Message) -> None:
-        """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all checks,
-        only fails the request that waits for it.
+        """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all
+        checks, only fails the request that waits for it.
         """
         link = self._peers.link(peer)
         if link is None:

@@ -1,8 +1,8 @@
 """Early completion between processes of one host.
 
-While a long copy runs, its sender already sends the complete message, in a form that counts once a word of shared memory is set.
-Native code sets the word as soon as the copy has finished, and the receiver polls it. Without this the receiver waits until the
-sender's Python has run and its message has arrived.
+While a long copy runs, its sender already sends the complete message, in a form that counts once a word of shared memory is
+set. Native code sets the word as soon as the copy has finished, and the receiver polls it. Without this the receiver waits
+until the sender's Python has run and its message has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from disagg.runtime.channel import Wire
 from disagg.runtime.completion_page import CompletionPageView
 
 SPIN_S = 20e-3
-"""How long a receiver polls for the word without a sleep. A copy that finishes within this is not reported by a message again."""
+"""How long a receiver polls for the word without a sleep. A copy that finishes within this is not reported by a message again.
+"""
 
 Outgoing = tuple[PeerRank, Message]
 

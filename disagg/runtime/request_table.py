@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -23,8 +24,8 @@ Place = tuple[str, str, RequestKey]
 
 @dataclass
 class Request:
-    """One request. `handle` is the server's; `session` is its protocol session once it was opened; `ended` is set once the server
-    has its event, and the record stays until the lease is released.
+    """One request. `handle` is the server's; `session` is its protocol session once it was opened; `ended` is set once the
+    server has its event, and the record stays until the lease is released.
     """
 
     handle: Receiver | Sender
@@ -66,10 +67,8 @@ class RequestTable:
 
     def take_events(self) -> list[Event]:
         """Every event since the last call."""
-        try:
+        with contextlib.suppress(OSError):  # nothing to read, or closed
             os.eventfd_read(self._event_fd)
-        except OSError:  # nothing to read, or closed
-            pass
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def open_handles(self) -> list[Receiver | Sender]:

@@ -18,6 +18,7 @@ from disagg.core.memory import merge_regions
 from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId
 from disagg.layout.placement import Component
+from disagg.protocol.messages import Message
 from disagg.protocol.peer_state import ConnectionLimits, Identity
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
@@ -163,7 +164,7 @@ class Runtime:
             requests=self.requests,
             stats=self.stats,
             pack_below=self.pack_below,
-            send=lambda peer, message: self.dispatch.send(peer, message),
+            send=self._send,
         )
         self.connections = Connections(
             backend=self.backend,
@@ -293,6 +294,9 @@ class Runtime:
             self.changed.notify_all()
 
     # -- the runtime's own threads -----------------------------------------------------------------------------------
+
+    def _send(self, peer: PeerRank, message: Message) -> None:
+        self.dispatch.send(peer, message)
 
     def _on_connected(self, peer: PeerRank) -> None:
         self.transfers.connected(peer)

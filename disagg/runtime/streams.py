@@ -1,8 +1,8 @@
 """Packed streams and prepared span classes of the plans between two ranks.
 
 A stream is one side's bytes of a request in an order that both sides derive from the plan without naming an address: span
-classes, layers, tokens in order, cut where a page of either side ends. Engines and kernels that compute addresses themselves get
-the span classes once, when a rank is connected; a request is then only runs of tokens.
+classes, layers, tokens in order, cut where a page of either side ends. Engines and kernels that compute addresses themselves
+get the span classes once, when a rank is connected; a request is then only runs of tokens.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LONG_NBYTES = 16 << 20
 
 
 class ActiveJob:
-    """A bound job. `step` posts its copies, fills slots of the peer's ring, and polls what is in flight. Its end is reported."""
+    """A bound job. `step` posts its copies, fills slots of the peer's ring, and polls what is in flight."""
 
     def __init__(
         self,

@@ -162,8 +162,8 @@ class Rings:
 def check_rings(hosts: Sequence[Host], *, proved: bool) -> None:
     """Every filled slot was credited. If every loss was `proved`, only rings of present connections are granted."""
     for host in hosts:
-        credits = host.sessions.credits
-        if host.alive and credits._unacknowledged:
-            raise Violation(f"{host.name} still reports filled slots: {list(credits._unacknowledged)}")
-        if host.alive and proved and credits._retired:
-            raise Violation(f"{host.name} still has retired rings: {list(credits._retired)}")
+        ledger = host.sessions.credits
+        if host.alive and ledger._unacknowledged:
+            raise Violation(f"{host.name} still reports filled slots: {list(ledger._unacknowledged)}")
+        if host.alive and proved and ledger._retired:
+            raise Violation(f"{host.name} still has retired rings: {list(ledger._retired)}")

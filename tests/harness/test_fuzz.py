@@ -94,7 +94,7 @@ def test_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplog: p
         for line in lines:
             with socket.create_connection(("127.0.0.1", port)) as raw:
                 raw.sendall(line)
-        until(lambda: manager._channel.refused >= 5)
+        until(lambda: manager._runtime.channel.refused >= 5)
         assert manager.health().ok
         until(lambda: any("refused a connection to tcp://127.0.0.1" in record.getMessage() for record in caplog.records))
     finally:
@@ -129,7 +129,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         manager = prefill[0].manager
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_ranks[0].manager._handshake.hello(0, 0))
+        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {
@@ -160,8 +160,8 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         assert f"its public key {unknown.public} is none that is known" in logged
         assert "rejected a hello: peer 'decode-0' is configured with another public key" in logged
         assert "refused a connection to" in logged
-        assert manager._channel.refused >= 2
-        assert manager._hub.rejected_hellos == 1
+        assert manager._runtime.channel.refused >= 2
+        assert manager._runtime.dispatch.num_rejected_hellos == 1
     finally:
         for rank in (*prefill, *decode_ranks):
             rank.manager.close()

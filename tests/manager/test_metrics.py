@@ -240,7 +240,7 @@ def test_held_bytes_are_those_of_the_pools() -> None:
     """By another way: the size of the reference's own arrays."""
     with cluster(Side(tp=3), Side(tp=2, page=16), num_kv_heads=6) as made:
         for rank in (*made.prefill, *made.decode):
-            table = rank.manager._local.table.ranks[rank.topology.group_rank].by_name["kv"]
+            table = rank.manager._runtime.local.table.ranks[rank.topology.group_rank].by_name["kv"]
             tokens = rank.spec.page_size * rank.spec.num_pages
             assert HeldSize(table).nbytes((0, tokens)) == sum(t.nbytes for ts in rank.pools.values() for t in ts)
             assert HeldSize(table).nbytes((3, 3)) == 0

@@ -190,12 +190,12 @@ def test_a_thread_that_dies_flips_health_and_fails_what_it_owned() -> None:
         with pytest.MonkeyPatch.context() as patch, cluster(Side(), Side()) as made:
             manager = made.decode[0].manager
             receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
-            hub = manager._hub
+            runtime = manager._runtime
             if victim == "control":
-                hub.command(lambda _: 1 / 0)  # type: ignore[arg-type]
+                runtime.command(lambda _: 1 / 0)  # type: ignore[arg-type]
             else:
-                patch.setattr(hub._worker, "_take_new", lambda: 1 / 0)
-                hub._worker._wake.set()
+                patch.setattr(runtime.worker, "_begin_new", lambda: 1 / 0)
+                runtime.worker._alarm.set()
             event = receiver.wait(timeout_s=DEADLINE_S)
             assert "died: ZeroDivisionError" in str(event.error)
             assert not manager.health().ok

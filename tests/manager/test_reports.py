@@ -57,7 +57,7 @@ def test_pages_of_an_aborted_request_are_kept_until_its_writes_have_ended(engine
             reference.fill(made.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
-        until(lambda: all(rank.manager._hub._worker.depth for rank in made.prefill))
+        until(lambda: all(rank.manager._runtime.worker.depth for rank in made.prefill))
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
@@ -119,7 +119,7 @@ def test_a_request_whose_sender_has_given_it_up_fails_with_that_reason(engine: s
 def test_what_has_arrived_before_the_deadline_was_judged_counts(engine: str) -> None:
     """Case 42: the last word lies in the socket while the control thread is busy past the deadline."""
     with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as made:
-        request, hub = new_request_id(), made.decode[0].manager._hub
+        request, runtime = new_request_id(), made.decode[0].manager._runtime
         over = time.monotonic() + 3.0
         receiver = receive(made.decode[0], request, PAGES, need=(0, 20), deadline_s=3.0)
         sender = made.prefill[0].manager.sender(request, peer="decode-0")
@@ -130,7 +130,7 @@ def test_what_has_arrived_before_the_deadline_was_judged_counts(engine: str) -> 
             busy.set()
             go_on.wait(DEADLINE_S)
 
-        hub.command(hold)
+        runtime.command(hold)
         assert busy.wait(DEADLINE_S)
         sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20))
         sender.finish()
@@ -199,7 +199,7 @@ def test_rows_are_bound_before_their_event_has_passed(monkeypatch: pytest.Monkey
             bound.set()
             return bind(*given, **more)
 
-        monkeypatch.setattr("disagg.runtime.loop.bind_outgoing", noting)
+        monkeypatch.setattr("disagg.runtime.transfers.bind_outgoing", noting)
         rank, (wrong, right) = made.prefill[0], [new_request_id() for _ in range(2)]
         rows = {wrong: Pages(np.array([0, 1, 2, 3, rank.spec.num_pages])), right: PAGES_OF_SENDER}
         taken = {wrong: PageList((3, 4, 5)), right: PAGES}

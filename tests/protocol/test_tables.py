@@ -154,7 +154,7 @@ def send_step(sessions: Sessions, session: SendSession, step: SendStep) -> None:
 
 @pytest.mark.parametrize(("state", "step"), SEND_PAIRS, ids=str)
 def test_a_destination_moves_as_its_table_says_and_by_nothing_else(state: SendState, step: SendStep) -> None:
-    sessions, _, destination = send_in(state)
+    _, _, destination = send_in(state)
     assert destination.step(step) is ((state, step) in SEND_TABLE)
     assert destination.state is SEND_TABLE.get((state, step), state)
 

@@ -42,27 +42,17 @@ class Carrier:
         assert self.scene.source.holds(self.source, bound.direct.source, bound.direct.nbytes)
         self.write(bound.direct)
         at, room = self.slot.ctypes.data, len(self.slot)
-        if bound.source is not None:
-            for offset in range(0, bound.source.total, room):
-                nbytes = min(room, bound.source.total - offset)
-                bound.source.gather(offset, nbytes, at)
-                copies = bound.source.copies(offset, nbytes, at)
-                ends = copies.source + copies.nbytes
-                assert (int(copies.source[0]), int(ends[-1])) == (at, at + nbytes)
-                assert (copies.source[1:] == ends[:-1]).all()
-                self.write(copies)
-                self.slot[:] = 0xEE
         _, theirs = self.scene.rows(self.source, self.destination)
         name, case = self.scene.case.model.component, self.scene.case
         incoming = bind_incoming(plan, bound.parts, {name: theirs}, {name: (case.need, case.num_tokens)})
         assert incoming.total == bound.ring_nbytes
         for offset in range(0, incoming.total, room):
             nbytes = min(room, incoming.total - offset)
-            if bound.listed is None:
+            if bound.gathered is None:
                 assert bound.stream is not None
                 bound.stream.gather(offset, nbytes, at)
             else:
-                self.copy(*bound.listed.copies(offset, nbytes, at))
+                self.copy(*bound.gathered.copies(offset, nbytes, at))
             incoming.scatter(offset, nbytes, at)
 
     def write(self, copies: CopyBatch) -> None:
@@ -110,10 +100,7 @@ def test_all_ways_together_write_every_needed_byte_and_no_other(
             begun = StartTransfer(ticket, Chunk(0, {name: ours}, (start, stop), None), reserve, (written,))
             bound = bind_outgoing(plan, begun, pack_below=pack_below, has_ring=has_ring, gathers_from=gathers_from)
             assert has_ring or not bound.parts
-            assert gathers_from is not None or bound.listed is None
-            if bound.source is not None:
-                pieces = bound.source.copies(0, bound.source.total, 0)
-                assert bound.source.total >= pack_below * len(pieces), "runs that are worth a write each"
+            assert gathers_from is not None or bound.gathered is None
             Carrier(scene, source, destination, slot_nbytes).carry(bound, plan)
     assert scene.difference() is None
 
@@ -161,13 +148,13 @@ LONG_RUNS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode"), LONG_RUNS)
-def test_what_lies_together_at_its_destination_is_packed_at_the_source_alone(prefill: Side, decode: Side) -> None:
+def test_small_pieces_are_packed_even_if_they_are_contiguous_at_the_destination(prefill: Side, decode: Side) -> None:
     with cluster(prefill, decode, num_kv_heads=12, settings={"backend": Small}) as made:
         for first, chunks in ((0, ()), (16, (32,)), (13, (21, 40))):
             assert all(event.ok for event in made.transfer(61, first_token=first, chunks=chunks))
-        ways = [rank.manager.stats.nbytes_by_way for rank in made.prefill]
-        assert all(way["source"] > 0 for way in ways)
-        assert all(sum(way.values()) == rank.manager.stats.nbytes for way, rank in zip(ways, made.prefill, strict=True))
+        paths = [rank.manager.stats.nbytes_by_way for rank in made.prefill]
+        assert all(path["packed"] > 0 for path in paths)
+        assert all(sum(path.values()) == rank.manager.stats.nbytes for path, rank in zip(paths, made.prefill, strict=True))
 
 
 def test_small_pages_that_follow_each_other_on_both_sides_are_long_pieces() -> None:

@@ -1,0 +1,249 @@
+"""Rings and credits: grants, filled slots that are unpacked once and credited, and what late messages may do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from disagg.core.rings import Ring
+from disagg.protocol.credits import Credits
+from disagg.protocol.messages import Credit, Filled, Part, RingGrant, SlotsFilled
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.types import CreditSlots, Effect, Limits, PeerRank, RequestKey, SendMessage, UnpackSlot
+
+PEER, SIBLING = PeerRank("prefill-0", 0), PeerRank("prefill-0", 1)
+KEY = RequestKey(bytes(16), 0)
+NEVER = float("inf")
+
+
+class TwoRings:
+    """Two rings of two slots."""
+
+    def __init__(self) -> None:
+        self.free = [Ring(address, 512, 2) for address in (4096, 8192)]
+
+    def take(self) -> Ring | None:
+        return self.free.pop(0) if self.free else None
+
+    def give_back(self, ring: Ring) -> None:
+        self.free.append(ring)
+
+
+def make(*, first: int = 0) -> Credits:
+    """Both directions of a rank; uses of the slots of every grant are numbered from `first`."""
+    limits = Limits(retry_s=1.0, max_retry_s=2.0)
+    return Credits(limits=limits, effects=deque[Effect](), rings=TwoRings(), draw=lambda _: first)
+
+
+def taken(ledger: Credits) -> list[Effect]:
+    """The effects since the last call, with what was collected."""
+    ledger.flush()
+    found = list(ledger._effects)
+    ledger._effects.clear()
+    return found
+
+
+def sent(ledger: Credits) -> list[tuple[PeerRank, object]]:
+    """The messages since the last call, which brought no other effect."""
+    effects = taken(ledger)
+    assert all(isinstance(effect, SendMessage) for effect in effects)
+    return [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendMessage)]
+
+
+def credited(ledger: Credits) -> list[object]:
+    """The slots of each credit sent since the last call."""
+    return [message.slots for _, message in sent(ledger) if isinstance(message, Credit)]
+
+
+def session() -> ReceiveSession:
+    return ReceiveSession(KEY, "prefill-0", 5, 0, 0, {}, {}, {}, 1.0, None)
+
+
+def filled(grant: RingGrant | None, slot: int = 0, use: int = 1, nbytes: int = 100) -> Filled:
+    """Use number `use` of a slot of a grant."""
+    address, first = (grant.address, grant.first) if grant is not None else (4096, 0)
+    return Filled(slot, first + use, 0, (Part("kv", (0,), None, 0, 4),), 0, nbytes, address)
+
+
+def unpack_of(ledger: Credits, found: Filled, begin: Callable[[], ReceiveSession | None] = session) -> UnpackSlot | None:
+    """The unpacking that a filled slot starts, if any."""
+    ledger.on_filled(PEER, found, begin)
+    effects = [ledger._effects.pop() for _ in range(len(ledger._effects))]
+    assert len(effects) <= 1
+    if not effects:
+        return None
+    (effect,) = effects
+    assert isinstance(effect, UnpackSlot)
+    return effect
+
+
+def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
+    ledger = make()
+    first = ledger.grant(PEER, 7, 0)
+    assert first is not None
+    assert ledger.grant(PEER, 7, 0) == first
+    second = ledger.grant(PEER, 7, 1)
+    assert second is not None
+    assert second.address != first.address
+    assert ledger.grant(PEER, 8, 0) is None, "late writes may still hit the older rings"
+    assert ledger.grant(SIBLING, 1, 0) is None
+    assert Credits(limits=Limits(), effects=deque()).grant(PEER, 7, 0) is None
+
+
+def test_a_ring_is_granted_again_once_its_writer_is_proved_quiet() -> None:
+    ledger = make()
+    first = ledger.grant(PEER, 7, 0)
+    ledger.peer_quiet(PEER, 6)
+    assert ledger.grant(PEER, 7, 0) == first
+    ledger.peer_quiet(PEER, 7)
+    ledger.peer_quiet(PEER, 7)
+    assert ledger.grant(SIBLING, 1, 0) is not None
+    assert ledger.grant(PEER, 8, 0) == first
+
+
+def test_rings_of_every_connection_of_a_dead_process_are_granted_again() -> None:
+    ledger = make()
+    rings = [ledger.grant(PEER, 7, generation) for generation in (0, 1)]
+    assert ledger.grant(PEER, 8, 0) is None
+    ledger.peer_quiet(PEER, 7)
+    again = [ledger.grant(PEER, 8, 0), ledger.grant(SIBLING, 1, 0)]
+    assert {ring.address for ring in again if ring} == {ring.address for ring in rings if ring}
+
+
+def test_the_ring_of_a_renewed_connection_stays_granted() -> None:
+    ledger = make()
+    first, second = ledger.grant(PEER, 7, 0), ledger.grant(PEER, 7, 1)
+    assert first is not None
+    assert second is not None
+    ledger.peer_lost(PEER)
+    ledger.peer_quiet(PEER, 7, renewed=True)
+    assert ledger.grant(PEER, 7, 1) == second
+    other = ledger.grant(SIBLING, 1, 0)
+    assert other is not None
+    assert other.address == first.address
+    ledger.peer_quiet(PEER, 7)
+    third = ledger.grant(PeerRank("prefill-2", 0), 1, 0)
+    assert third is not None
+    assert third.address == second.address
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_slot_is_unpacked_once_and_credited_as_often_as_it_is_reported(first: int) -> None:
+    ledger, begun = make(first=first), []
+    grant = ledger.grant(PEER, 7, 0)
+    assert grant is not None
+    assert grant.first == first << 32
+
+    def begin() -> ReceiveSession:
+        begun.append(1)
+        return session()
+
+    unpack = unpack_of(ledger, filled(grant), begin)
+    assert unpack is not None
+    assert unpack.address == grant.address
+    assert unpack_of(ledger, filled(grant), begin) is None
+    assert credited(ledger) == [], "not before it is unpacked"
+    ledger.unpacked(unpack)
+    assert credited(ledger) == [((0, grant.first + 1),)]
+    assert unpack_of(ledger, filled(grant), begin) is None
+    assert credited(ledger) == [((0, grant.first + 1),)], "the first credit may have been lost"
+    assert unpack_of(ledger, filled(grant, use=2), begin) is not None
+    assert unpack_of(ledger, filled(grant, use=1), begin) is None
+    assert credited(ledger) == []
+    assert len(begun) == 2
+
+
+def test_a_slot_of_a_request_that_has_ended_is_given_back_unread() -> None:
+    ledger = make()
+    grant = ledger.grant(PEER, 7, 0)
+    assert unpack_of(ledger, filled(grant), lambda: None) is None
+    assert credited(ledger) == [((0, 1),)]
+    assert unpack_of(ledger, filled(grant)) is None
+    assert credited(ledger) == [((0, 1),)]
+
+
+@pytest.mark.parametrize("wrong", [{"slot": 2}, {"nbytes": 0}, {"nbytes": 513}])
+def test_slots_that_do_not_exist_are_ignored(wrong: dict[str, int]) -> None:
+    ledger = make()
+    assert unpack_of(ledger, filled(None)) is None, "no ring was granted"
+    grant = ledger.grant(PEER, 7, 0)
+    assert unpack_of(ledger, filled(grant, **wrong)) is None
+    assert sent(ledger) == []
+
+
+def test_a_slot_is_read_from_the_ring_that_its_writer_names() -> None:
+    """One side may know of a newer connection of the same process before the other does."""
+    ledger = make()
+    rings = [ledger.grant(PEER, 7, generation) for generation in (0, 1)]
+    for ring in rings:
+        assert ring is not None
+        unpack = unpack_of(ledger, filled(ring))
+        assert unpack is not None, "the same slot and number, of another ring"
+        assert unpack.address == ring.address
+        assert unpack_of(ledger, filled(ring)) is None
+        ledger.unpacked(unpack)
+        assert sent(ledger) == [(PEER, Credit(ring=ring.address, slots=((0, 1),)))]
+    assert ledger.grant(PEER, 7, 2) is None
+    assert unpack_of(ledger, filled(rings[0], use=2)) is not None, "no newer ring is left, so this one serves"
+    ledger.grant(PEER, 8, 0)
+    assert unpack_of(ledger, filled(rings[0], use=3)) is None, "its process is gone"
+    assert sent(ledger) == []
+
+
+def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
+    ledger = make()
+    grant = ledger.grant(PEER, 7, 0)
+    unpack = unpack_of(ledger, filled(grant))
+    assert unpack is not None
+    ledger.grant(PEER, 8, 0)
+    ledger.unpacked(unpack)
+    assert sent(ledger) == []
+
+
+def test_uses_of_an_earlier_grant_mean_nothing_for_the_next() -> None:
+    """A ring may be granted again: a late report about the earlier grant must not be taken for a new one."""
+    draws = iter((5, 9))
+    ledger = Credits(limits=Limits(), effects=deque[Effect](), rings=TwoRings(), draw=lambda _: next(draws))
+    first = ledger.grant(PEER, 7, 0)
+    ledger.peer_quiet(PEER, 7)
+    ledger.grant(SIBLING, 1, 0)
+    assert first is not None
+    assert unpack_of(ledger, filled(first)) is None
+    assert sent(ledger) == []
+
+
+def test_a_filled_slot_is_reported_until_its_credit_comes() -> None:
+    ledger = make()
+    slot = Filled(1, 4, 3, (), 0, 64, 4096)
+    ledger.report(PEER, KEY, 9, slot, 0.0)
+    assert sent(ledger) == [(PEER, SlotsFilled(request_id=KEY.request_id, attempt=0, nonce=9, slots=(slot,)))]
+    assert ledger.next_tick == 1.0
+    for now, expected in ((0.5, 0), (1.0, 1), (2.0, 0), (3.0, 1)):
+        ledger.tick(now)
+        assert len(sent(ledger)) == expected
+    for ring, number, sequence in ((4096, 1, 3), (4096, 0, 4), (8192, 1, 4)):
+        ledger.on_credit(PEER, Credit(ring=ring, slots=((number, sequence),)))
+        assert taken(ledger) == [CreditSlots(PEER, ring, ((number, sequence),))]
+    assert ledger.next_tick < NEVER
+    ledger.on_credit(PEER, Credit(ring=4096, slots=((1, 4),)))
+    assert ledger.next_tick == NEVER
+    ledger.report(PEER, KEY, 9, Filled(1, 5, 3, (), 0, 64, 4096), 9.0)
+    ledger.peer_lost(PEER)
+    assert ledger.next_tick == NEVER
+
+
+def test_slots_of_one_request_and_credits_for_one_ring_share_a_message() -> None:
+    ledger = make()
+    grant = ledger.grant(PEER, 7, 0)
+    ledger.grant(SIBLING, 7, 0)
+    keys = [RequestKey(bytes([i]) * 16, 0) for i in range(2)]
+    for number, key in enumerate((keys[0], keys[1], keys[0])):
+        ledger.report(PEER, key, 9, Filled(number, number + 1, 0, (), 0, 64, 4096), 0.0)
+    for number in (0, 1):
+        assert unpack_of(ledger, filled(grant, number, use=3), lambda: None) is None
+    messages = [message for _, message in sent(ledger)]
+    assert [[slot.slot for slot in m.slots] for m in messages if isinstance(m, SlotsFilled)] == [[0, 2], [1]]
+    assert [m.slots for m in messages if isinstance(m, Credit)] == [((0, 3), (1, 3))]
+    assert sent(ledger) == []

@@ -1,0 +1,90 @@
+"""Staging buffers and rings: pools, sizes, and a peer's ring as its writer sees it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from disagg import ConfigError, RemoteProtocolError
+from disagg.backends.base import StagingShape
+from disagg.core.memory import RemoteRegion
+from disagg.core.rings import Ring
+from disagg.transfer.staging import RemoteRing, RingPool, SlotPool
+
+SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
+
+
+@pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
+def test_staging_of_impossible_shape_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="staging"):
+        StagingShape(**wrong)
+
+
+def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
+    slots, rings = SlotPool(SHAPE), RingPool(SHAPE)
+    first, second = slots.take(), slots.take()
+    assert first is not None
+    assert second is not None
+    assert abs(first - second) >= SHAPE.slot_nbytes
+    assert slots.take() is None
+    slots.give_back(first)
+    assert slots.take() == first
+    one, two = rings.take(), rings.take()
+    assert one is not None
+    assert two is not None
+    assert rings.take() is None
+    places = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
+    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(places))
+    assert places[0] >= rings.region.address
+    assert places[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
+
+
+def test_rings_after_the_whole_ones_are_smaller_and_the_largest_is_given_first() -> None:
+    shape = StagingShape(slot_nbytes=512, num_slots=8, num_rings=8, whole_rings=2)
+    assert shape.ring_slots() == (8, 8, 4, 4, 2, 2, 1, 1)
+    rings = RingPool(shape)
+    assert rings.region.nbytes >= 512 * 30
+    taken = [rings.take() for _ in range(8)]
+    assert [ring.num_slots for ring in taken if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
+    places = sorted(ring.slot(n) for ring in taken if ring is not None for n in range(ring.num_slots))
+    assert all(after - before >= 512 for before, after in itertools.pairwise(places))
+    for ring in (taken[4], taken[2], taken[6]):
+        assert ring is not None
+        rings.give_back(ring)
+    assert rings.take() == taken[2]
+
+
+def test_spares_stand_in_for_slots_that_are_held_for_long() -> None:
+    slots = SlotPool(SHAPE)
+    held = [slots.take(), slots.take()]
+    spares = []
+    while slots.replace():
+        spares.append(slots.take())
+    assert len({*held, *spares}) == SHAPE.num_slots + SHAPE.spares
+    assert all(slots.region.address <= place < slots.region.address + slots.region.nbytes for place in spares if place)
+    for place in held:
+        assert place is not None
+        slots.give_back(place, replaced=True)
+    assert slots.take() is None, "a slot that was replaced is a spare when it comes back"
+    assert slots.replace()
+    assert slots.take() == held[1]
+
+
+def test_a_remote_slot_is_free_again_only_by_the_credit_of_its_newest_use() -> None:
+    ring = RemoteRing(Ring(4096, 512, 1), (RemoteRegion(4096, 512),))
+    use = ring.take()
+    assert use == (0, 1)
+    assert ring.take() is None
+    assert not ring.credit(0, 7)
+    assert not ring.credit(5, 1)
+    assert ring.credit(0, 1)
+    assert not ring.credit(0, 1), "a credit that came twice frees nothing twice"
+    assert ring.take() == (0, 2)
+    assert not ring.credit(0, 1), "an old credit does not free a newer use"
+
+
+def test_a_ring_outside_the_peers_regions_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="in no region that the peer has registered"):
+        RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1023),))
