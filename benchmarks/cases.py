@@ -33,12 +33,11 @@ MIB = 1 << 20
 POLL_S = 1e-3
 TURNS = 3
 RNG = np.random.default_rng(0)
-AS_UCX = {"MIN_VECTORS": 1 << 62}
 
 
 def nixl_write(both: Pair, copies: CopyBatch, *, poll_s: float = POLL_S) -> dict[str, float]:
     """Before, over NIXL: seconds to build tuples and the request, to post it, and altogether."""
-    nixl, agent = both.backend._nixl, both.backend._agent
+    nixl, agent = both.backend._nixl.module, both.backend._agent
     began = time.perf_counter()
     sides = [
         [(address, size, 0) for address, size in zip(column.tolist(), copies.nbytes.tolist(), strict=True)]
@@ -110,7 +109,7 @@ def slices() -> Iterator[Row]:
         ("mooncake", "tcp", BackendOptions(), mooncake_write),
     )
     for engine, transport, options, write in engines:
-        with pair(engine, options, nbytes=64 * MIB, **AS_UCX) as both:
+        with pair(engine, options, nbytes=64 * MIB) as both:
             copies = both.pieces(512, 32_768, RNG)
             before, after = in_turns(
                 partial(write, both, copies),
@@ -138,7 +137,7 @@ def build() -> Iterator[Row]:
     plan, out = head_plan(page_size=64, num_layers=36, num_pages=4096), Columns()
     rows = [Pages(RNG.permutation(4096)[:256]) for _ in range(2)]
     with pair("nixl", SHM, nbytes=MIB) as both:
-        nixl = both.backend._nixl
+        nixl = both.backend._nixl.module
 
         def tuples() -> None:
             descriptors = []
@@ -166,7 +165,7 @@ def build() -> Iterator[Row]:
 def pages() -> Iterator[Row]:
     """51: equal TP, 64 MiB in 4,096 pages of 16 KiB in random order, and in one piece, over shared memory and TCP."""
     for transport, options in (("shm", SHM), ("tcp", TCP)):
-        with pair("nixl", options, nbytes=128 * MIB, **AS_UCX) as both:
+        with pair("nixl", options, nbytes=128 * MIB) as both:
             copies, whole = both.pieces(16_384, 4096, RNG), both.pieces(64 * MIB, 1, RNG)
             before, after = in_turns(
                 lambda: (nixl_write(both, copies), nixl_write(both, whole)),  # noqa: B023
@@ -268,7 +267,7 @@ def post() -> Iterator[Row]:
 
     After: the library posts in a thread of its own; `benchmarks.control` measures the caller's time in `send`.
     """
-    with pair("nixl", SHM, nbytes=128 * MIB, **AS_UCX) as both:
+    with pair("nixl", SHM, nbytes=128 * MIB) as both:
         whole = both.pieces(64 * MIB, 1, RNG)
         found = [nixl_write(both, whole) for _ in range(9)]
         yield {

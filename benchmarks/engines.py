@@ -1,7 +1,7 @@
 """The cost of the transfer engines themselves, between two processes of one machine.
 
-`python -m benchmarks.engines --json FILE` prints the tables of `docs/engines.md`. Names select tables: `submit again lists
-vectors delay pages mooncake newer`. Takes about two minutes. Times are medians; compared calls take turns; GB are 1e9 bytes.
+`python -m benchmarks.engines --json FILE` prints the tables of `docs/engines.md`. Names select tables: `submit vectors delay
+pages mooncake newer`. Takes about two minutes. Times are medians; compared calls take turns; GB are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pair import Addresses, Pair, Row, medians_s, pair, run_tables
-from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
-from disagg.backends.nixl import backend as nixl_backend
+from disagg.backends.base import BackendOptions, Op, Transport
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 
 SHM, TCP = BackendOptions(transport=Transport.SHM), BackendOptions(transport=Transport.TCP)
 MIB = 1 << 20
 RNG = np.random.default_rng(0)
-NO_VECTORS = {"MIN_VECTORS": 1 << 62}
-"""Constants that make UCX copy all batches over shared memory."""
 
 
 def _rows(addresses: Addresses, nbytes: Addresses) -> Addresses:
@@ -45,7 +42,7 @@ class Raw:
     """NIXL's own calls for a batch, without this library."""
 
     def __init__(self, both: Pair, copies: CopyBatch) -> None:
-        self.nixl, self.agent, self.peer = both.backend._nixl, both.backend._agent, both.peer
+        self.nixl, self.agent, self.peer = both.backend._nixl.module, both.backend._agent, both.peer
         self.ucx = [both.backend._ucx]
         self.rows = _rows(copies.source, copies.nbytes), _rows(copies.destination, copies.nbytes)
         self.handle = self.create()
@@ -65,25 +62,18 @@ class Raw:
 
 
 def submit_table() -> Iterator[Row]:
-    """Small requests: NIXL's own calls, the backend's `submit` until done, and a prepared request posted again; us."""
+    """Small requests: NIXL's own calls, and the backend's `submit` until done. Microseconds."""
     for name, options in (("shm", SHM), ("tcp", TCP)):
         with pair("nixl", options, nbytes=64 * MIB) as both:
             for count in (1, 2, 8, 64):
                 copies = both.pieces(4096, count, RNG)
-                raw, prepared = Raw(both, copies), both.backend.prepare(Op.WRITE, both.peer, copies)
-
-                def again(prepared: Any = prepared) -> None:
-                    transfer = prepared.post()
-                    while transfer.poll() is TransferStatus.PENDING:
-                        pass
-                    transfer.close()
-
+                raw = Raw(both, copies)
                 found = medians_s(
-                    [raw.create_and_release, raw.post, partial(both.write, copies), again],
+                    [raw.create_and_release, raw.post, partial(both.write, copies)],
                     rounds=15,
                     repeat=200 if count < 64 else 20,
                 )
-                names = ("raw_create_and_release", "raw_post", "submit", "prepared_post")
+                names = ("raw_create_and_release", "raw_post", "submit")
                 yield {"engine": f"nixl {name}", "copies": count, "nbytes": 4096} | dict(
                     zip(names, map(_us, found), strict=True)
                 )
@@ -109,80 +99,16 @@ def submit_table() -> Iterator[Row]:
             )
 
 
-def again_table() -> Iterator[Row]:
-    """One copy over shared memory: by `submit`, and as a prepared request posted again. Microseconds."""
-    with pair("nixl", SHM, nbytes=64 * MIB) as both:
-        for nbytes in (4 << 10, 64 << 10, 256 << 10, 512 << 10, MIB, 2 * MIB):
-            copies = both.pieces(nbytes, 1, RNG)
-            prepared = both.backend.prepare(Op.WRITE, both.peer, copies)
-
-            def again(prepared: Any = prepared) -> None:
-                transfer = prepared.post()
-                while transfer.poll() is TransferStatus.PENDING:
-                    pass
-                transfer.close()
-
-            found = medians_s([partial(both.write, copies), again], rounds=15, repeat=50)
-            yield {"nbytes": _size(nbytes), "submit": _us(found[0]), "prepared_post": _us(found[1])}
-
-
-def lists_table() -> Iterator[Row]:
-    """A request for some of 131,072 blocks of 4 KiB, checked and ready to post. Nanoseconds per piece.
-
-    By the backend from rows of descriptors (`rows`) and from indices into prepared lists (`lists`); the same by NIXL's own
-    calls (`raw_rows`, `raw_indices`); and the time to post it (`post`).
-    """
-    blocks = 131_072
-    for name, options in (("shm", SHM), ("tcp", TCP)):
-        with pair("nixl", options, nbytes=blocks * 4096, **NO_VECTORS) as both:
-            nixl, agent, ucx = both.backend._nixl, both.backend._agent, [both.backend._ucx]
-            prepared = [
-                agent.prepXferDlist(whose, nixl.DRAM_SEG, np.array([[base, 4096, 0, 4096, blocks]], dtype=np.uint64), ucx)
-                for whose, base in (("", both.here), (both.peer.agent, both.there))
-            ]
-            for count in (1, 64, 1024, 4096, 16_384, 100_000):
-                ids = [RNG.permutation(blocks)[:count].astype(np.int32) for _ in range(2)]
-                addresses = [
-                    np.uint64(base) + each.astype(np.uint64) * np.uint64(4096)
-                    for base, each in zip((both.here, both.there), ids, strict=True)
-                ]
-                copies = CopyBatch(addresses[0], addresses[1], np.full(count, 4096, np.uint64))
-                raw = Raw(both, copies)
-
-                def ours(min_selected: int, copies: CopyBatch = copies) -> None:
-                    usual, nixl_backend.MIN_SELECTED = nixl_backend.MIN_SELECTED, min_selected
-                    try:
-                        both.backend._discard(both.backend._prepare_all(Op.WRITE, both.peer, copies))
-                    finally:
-                        nixl_backend.MIN_SELECTED = usual
-
-                def indices(ids: Any = ids) -> None:
-                    agent.releaseXferReq(agent.makeXferReq(nixl.NIXL_WRITE, prepared[0], ids[0], prepared[1], ids[1], "", ucx))  # noqa: B023
-
-                functions: list[Callable[[], object]] = [
-                    partial(ours, 1 << 62),
-                    partial(ours, 1),
-                    raw.create_and_release,
-                    indices,
-                ]
-                found = medians_s(functions, rounds=7, repeat=max(1, 2000 // count))
-                (post,) = medians_s([raw.post], rounds=3)
-                names = ("rows", "lists", "raw_rows", "raw_indices", "post")
-                per = [round(s / count * 1e9, 1) for s in (*found, post)]
-                yield {"transport": name, "pieces": count} | dict(zip(names, per, strict=True))
-                agent.releaseXferReq(raw.handle)
-
-
 def vectors_table() -> Iterator[Row]:
     """64 MiB in random order over shared memory: UCX, vectors by one and two threads, and one block by UCX. GB/s."""
     total = 64 * MIB
-    with pair("nixl", SHM, nbytes=256 * MIB, **NO_VECTORS) as both:
+    with pair("nixl", SHM, nbytes=256 * MIB) as both:
         whole = CopyBatch([both.here], [both.there], [total])  # type: ignore[arg-type]
         for nbytes in (256, 512, 1024, 4096, 8192, 16_384, 32_768, 65_536):
             copies = both.pieces(nbytes, total // nbytes, RNG)
 
             def vectors(num_threads: int, copies: CopyBatch = copies) -> None:
-                both.backend._local.require(copies.source, copies.nbytes, side="local")
+                both.backend.index.require(copies.source, copies.nbytes, side="local")
                 both.peer.index.require(copies.destination, copies.nbytes, side="remote")
                 error = _native.copy_between_processes(
                     both.pid, copies.source, copies.destination, copies.nbytes, write=True, num_threads=num_threads
@@ -207,9 +133,7 @@ def delay_table() -> Iterator[Row]:
     """The progress thread's delay: GB/s of writes, the time of one 4-KiB copy, and the CPU use of two idle engines."""
     for name, options in (("shm", SHM), ("tcp", TCP)):
         for delay_us in (0, 1000, 20_000):
-            with pair(
-                "nixl", options, nbytes=128 * MIB, PROGRESS_DELAY_US=delay_us, SHM_PROGRESS_DELAY_US=delay_us, **NO_VECTORS
-            ) as both:
+            with pair("nixl", options, nbytes=128 * MIB, PROGRESS_DELAY_US=delay_us, SHM_PROGRESS_DELAY_US=delay_us) as both:
                 batches = [both.pieces(64 * MIB, 1, RNG), both.pieces(64 << 10, 1024, RNG), both.pieces(4096, 4096, RNG)]
                 times = medians_s([partial(both.write, copies, pause_s=1e-4) for copies in batches], rounds=7)
                 (small,) = medians_s([partial(both.write, both.pieces(4096, 1, RNG))], rounds=15, repeat=20)
@@ -347,8 +271,6 @@ def newer_table() -> Iterator[Row]:
 
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "submit": submit_table,
-    "again": again_table,
-    "lists": lists_table,
     "vectors": vectors_table,
     "delay": delay_table,
     "pages": pages_table,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib.metadata
+import inspect
 import json
 import multiprocessing
 import os
@@ -174,7 +175,7 @@ def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row
         parser.error(f"expected names among {', '.join(tables)}, found {', '.join(sorted(unknown))}")
     load, found = os.getloadavg()[0], dict[str, list[Row]]()
     for name in arguments.tables or tables:
-        print(f"\n{name}: {tables[name].__doc__}")
+        print(f"\n{name}: {inspect.cleandoc(tables[name].__doc__ or '')}")
         found[name] = []
         for row in tables[name]():
             found[name].append(row)

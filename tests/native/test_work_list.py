@@ -1,4 +1,4 @@
-"""Sizes, tiles and errors of work lists. `tests/backends/test_span_twin.py` tests that kernels read them correctly."""
+"""Sizes, tiles and errors of work lists. `tests/backends/test_span_kernel.py` tests that kernels read them correctly."""
 
 from __future__ import annotations
 
