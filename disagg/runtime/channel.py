@@ -1,7 +1,7 @@
-"""The control channel: one ZeroMQ ROUTER that peers dial, and one DEALER per rank that this one dials.
+"""The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to.
 
-Nothing here understands a message. Between processes of one machine messages take a shorter way (`lanes`), and those for one
-address leave together. One thread owns a channel; `wake` alone may be called from any thread.
+The channel does not decode messages. Between processes of one machine they take a local socket, and messages for one address
+leave together. One thread owns a channel; only `wake` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 from disagg.runtime.keys import KeyPair
-from disagg.runtime.local_socket import MAX_OFFERS, Lane, Listener, Source
+from disagg.runtime.local_socket import MAX_INVITATIONS, LocalConnection, LocalListener, Source
 
 logger = logging.getLogger(__name__)
 _REFUSALS = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it broke off",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZMTP, or not the mechanism asked for",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it was interrupted",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
 }
 
@@ -57,11 +57,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Dialled:
+class _Peer:
     """A connection that this side opened, its lane where the peer is on this machine, and what leaves with the next `poll`."""
 
     socket: zmq.Socket[bytes]
-    lane: Lane | None = None
+    local: LocalConnection | None = None
     unsent: list[bytes] = field(default_factory=list)
 
 
@@ -109,10 +109,10 @@ class Channel:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._poller = zmq.Poller()
-        self._dialled: dict[str, _Dialled] = {}
+        self._peers: dict[str, _Peer] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
-        self._board = CompletionPage.make()
-        self._lanes = Listener(polls=polls)
+        self._page = CompletionPage.make()
+        self._local = LocalListener(polls=polls)
         try:
             if keys is not None:
                 self._authenticator = _authenticator(self._context, allow)
@@ -133,8 +133,8 @@ class Channel:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._lanes.fileno(), zmq.POLLIN)
-        self._descriptors: npt.NDArray[np.int32] | None = None  # what is waited for, listed when it is asked
+        self._poller.register(self._local.fileno(), zmq.POLLIN)
+        self._descriptors: npt.NDArray[np.int32] | None = None  # cached until sockets change
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -143,8 +143,8 @@ class Channel:
         return socket
 
     def connect(self, address: str, *, public_key: str | None = None) -> None:
-        """Dial `address`; a second call for it does nothing. The connection heals by itself."""
-        if address in self._dialled:
+        """Connect to `address`; a second call for it does nothing. ZeroMQ reconnects by itself."""
+        if address in self._peers:
             return
         host, _ = parse_address(address, what="peer address")
         socket = self._socket(zmq.DEALER)
@@ -158,49 +158,49 @@ class Channel:
             socket.curve_serverkey = public_key.encode()
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
         socket.connect(address)
-        self._dialled[address] = _Dialled(socket)
+        self._peers[address] = _Peer(socket)
         self._poller.register(socket, zmq.POLLIN)
         self._descriptors = None
 
     def disconnect(self, address: str) -> None:
-        """Drop the connection and what it has not sent yet."""
-        dialled = self._dialled.pop(address, None)
-        if dialled is not None:
-            self._poller.unregister(dialled.socket)
-            dialled.socket.close(0)
-            self._leave(dialled)
+        """Drop the connection and its unsent messages."""
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            self._poller.unregister(peer.socket)
+            peer.socket.close(0)
+            self._leave(peer)
             self._descriptors = None
 
     def send(self, address: str, data: bytes) -> bool:
-        """Queue `data` for a dialled address, to leave with the next `poll`; whether that is dialled. What is lost is said
-        again by the protocol.
+        """Queue `data` for a connected address, to leave with the next `poll` or `flush`. Returns whether the address is
+        connected. Lost messages are resent by the protocol.
         """
-        dialled = self._dialled.get(address)
-        if dialled is None:
+        peer = self._peers.get(address)
+        if peer is None:
             return False
-        dialled.unsent.append(data)
+        peer.unsent.append(data)
         return True
 
     def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
-        """Queue `data` for a connection that a peer opened, with the offer of a `lane` if it was let in; whether it is still
-        there and had room.
+        """Send `data` on a connection that a peer opened, with an invitation to a local socket if `offer_local`. Returns
+        whether the connection is still there and had room.
         """
-        offer = [self._lanes.offer(Source(connection, self._users.get(connection, "")))] if offer_local else []
-        return _send(self._router, [connection, data, *offer])
+        invitation = [self._local.invite(Source(connection, self._users.get(connection, "")))] if offer_local else []
+        return _send(self._router, [connection, data, *invitation])
 
     def completion_page(self, address: str) -> CompletionPage | None:
         """The completion page that the peer at `address` polls, or `None` if it does not."""
-        dialled = self._dialled.get(address)
-        return self._board if dialled is not None and dialled.lane is not None and dialled.lane.shows else None
+        peer = self._peers.get(address)
+        return self._page if peer is not None and peer.local is not None and peer.local.polled else None
 
     def wake(self) -> None:
-        """Have `poll` return; from any thread. Once is enough until it has."""
+        """Make `poll` return. Any thread may call it; once is enough until `poll` has returned."""
         if not self._woken:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
 
     def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
-        """Everything that has arrived; waits at most `timeout_s` for the first, or for `wake`."""
+        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`."""
         self.flush()
         ready = dict(self._poller.poll(0))
         if timeout_s > 0 and not ready:
@@ -213,48 +213,48 @@ class Channel:
             self._take_refusals()
         if ready.pop(self._router, None):
             yield from self._inbound()
-        opened = ready.pop(self._lanes.fileno(), None)
-        for address, dialled in list(self._dialled.items()) if ready else ():
-            if ready.pop(dialled.socket, None):
-                yield from self._replies(address, dialled)
-        for descriptor in ready:  # what is left are lanes
+        opened = ready.pop(self._local.fileno(), None)
+        for address, peer in list(self._peers.items()) if ready else ():
+            if ready.pop(peer.socket, None):
+                yield from self._replies(address, peer)
+        for descriptor in ready:  # the rest are local connections
             assert isinstance(descriptor, int)
-            yield from self._from_lane(descriptor)
+            yield from self._take_local(descriptor)
         if opened:
-            self._take_lanes()
+            self._accept_local()
 
-    def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool:
-        """Wait without a sleep for something that `poll` is to take, right after it has found nothing, or for a sign; whether
-        one of them is there.
+    def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
+        """Poll without a sleep for a message or a completion, right after `poll` has found nothing. Returns whether there is
+        one.
         """
-        return _native.busy_poll(seconds, self._watched(), signs)
+        return _native.busy_poll(seconds, self._watched(), completions)
 
     def _watched(self) -> npt.NDArray[np.int32]:
-        """Every descriptor that something may come by, right after `poll` has found nothing there."""
+        """Every descriptor on which something may arrive, right after `poll` has found nothing there."""
         if self._descriptors is None:
-            sockets = self._router, self._monitor, *(dialled.socket for dialled in self._dialled.values())
-            found = [self._wake_fd, self._lanes.fileno(), *self._lanes.descriptors(), *(each.get(zmq.FD) for each in sockets)]
+            sockets = self._router, self._monitor, *(peer.socket for peer in self._peers.values())
+            found = [self._wake_fd, self._local.fileno(), *self._local.descriptors(), *(each.get(zmq.FD) for each in sockets)]
             self._descriptors = np.array(found, np.int32)
         return self._descriptors
 
     def flush(self) -> None:
-        """Send what was queued, as `poll` does first; what one address gets goes together."""
-        for dialled in self._dialled.values():
-            if not dialled.unsent:
+        """Send what was queued. The messages for one address leave together."""
+        for peer in self._peers.values():
+            if not peer.unsent:
                 continue
-            messages, dialled.unsent = dialled.unsent, []
-            if dialled.lane is not None:
+            messages, peer.unsent = peer.unsent, []
+            if peer.local is not None:
                 try:
-                    del messages[: dialled.lane.send(messages)]
+                    del messages[: peer.local.send(messages)]
                 except OSError:
-                    self._leave(dialled)
+                    self._leave(peer)
             for start in range(0, len(messages), MAX_FRAMES):
-                _send(dialled.socket, messages[start : start + MAX_FRAMES])
+                _send(peer.socket, messages[start : start + MAX_FRAMES])
 
-    def _replies(self, address: str, dialled: _Dialled) -> Iterator[Reply]:
-        for frames in _frames(dialled.socket):
+    def _replies(self, address: str, peer: _Peer) -> Iterator[Reply]:
+        for frames in _frames(peer.socket):
             if len(frames) == 2:
-                self._join(dialled, frames[1].bytes)
+                self._join(peer, frames[1].bytes)
             if len(frames) in (1, 2):
                 yield Reply(address, frames[0].bytes)
 
@@ -266,48 +266,48 @@ class Channel:
             if self._keys is not None:
                 user = self._users[connection] = str(frames[1].get("User-Id"))
                 self._users.move_to_end(connection)
-                while len(self._users) > MAX_OFFERS:
+                while len(self._users) > MAX_INVITATIONS:
                     self._users.popitem(last=False)
-            board = self._lanes.board(Source(connection, user))
+            page = self._local.page_of(Source(connection, user))
             for frame in frames[1:]:
-                yield Inbound(connection, user, frame.bytes, board)
+                yield Inbound(connection, user, frame.bytes, page)
 
-    def _join(self, dialled: _Dialled, offer: bytes) -> None:
-        """Take a lane that a peer offers, if it is a new one, and within reach."""
-        if dialled.lane is None or dialled.lane.offer != offer:
-            self._leave(dialled)
-            dialled.lane = Lane.open(offer, self._board)
+    def _join(self, peer: _Peer, invitation: bytes) -> None:
+        """Accept an invitation to a local socket, if it is new and in reach."""
+        if peer.local is None or peer.local.invitation != invitation:
+            self._leave(peer)
+            peer.local = LocalConnection.open(invitation, self._page)
 
     @staticmethod
-    def _leave(dialled: _Dialled) -> None:
-        if dialled.lane is not None:
-            dialled.lane.close()
-            dialled.lane = None
+    def _leave(peer: _Peer) -> None:
+        if peer.local is not None:
+            peer.local.close()
+            peer.local = None
 
-    def _take_lanes(self) -> None:
-        for descriptor in self._lanes.accept():
+    def _accept_local(self) -> None:
+        for descriptor in self._local.accept():
             self._poller.register(descriptor, zmq.POLLIN)
-        for descriptor in self._lanes.excess():
-            self._close_lane(descriptor)
+        for descriptor in self._local.excess():
+            self._close_local(descriptor)
         self._descriptors = None
 
-    def _from_lane(self, descriptor: int) -> Iterator[Inbound]:
-        found = self._lanes.take(descriptor)
+    def _take_local(self, descriptor: int) -> Iterator[Inbound]:
+        found = self._local.take(descriptor)
         if found is None:
-            self._close_lane(descriptor)
+            self._close_local(descriptor)
             return
         source, messages = found
-        board = self._lanes.board(source)
+        page = self._local.page_of(source)
         for message in messages:
-            yield Inbound(source.connection, source.user, message, board)
+            yield Inbound(source.connection, source.user, message, page)
 
-    def _close_lane(self, descriptor: int) -> None:
+    def _close_local(self, descriptor: int) -> None:
         self._poller.unregister(descriptor)
-        self._lanes.close_lane(descriptor)
+        self._local.close_connection(descriptor)
         self._descriptors = None
 
     def _take_refusals(self) -> None:
-        """Count and log connections that did not get as far as a message."""
+        """Count and log connections that failed before their first message."""
         for _ in range(MAX_BATCH):
             if not self._monitor.poll(0):
                 return
@@ -316,17 +316,17 @@ class Channel:
             self._warnings.warning("refused a connection to %s: %s", self.address, _REFUSALS[event])
 
     def close(self) -> None:
-        """Close every socket; what was queued has a moment to leave. A second call does nothing."""
+        """Close every socket, after 200 ms for queued messages to leave. A second call does nothing."""
         if self._context.closed:
             return
         self.flush()
-        for dialled in self._dialled.values():
-            dialled.socket.close()
-            self._leave(dialled)
-        self._dialled.clear()
-        self._lanes.close()
-        if self._board is not None:
-            self._board.close()
+        for peer in self._peers.values():
+            peer.socket.close()
+            self._leave(peer)
+        self._peers.clear()
+        self._local.close()
+        if self._page is not None:
+            self._page.close()
         if hasattr(self, "_monitor"):
             self._router.disable_monitor()
             self._monitor.close(0)
@@ -340,13 +340,13 @@ class Channel:
 
 MAX_BATCH = 1024
 MAX_FRAMES = 64
-"""Messages that leave as one."""
+"""Messages that leave together."""
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has arrived on a socket, up to a bound, so that none starves another."""
+    """Messages that have arrived on a socket, up to a bound, so that no socket starves another."""
     for _ in range(MAX_BATCH):
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # `Again` would cost several times as much
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # an `Again` exception would cost several times as much
             return
         yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
@@ -364,16 +364,16 @@ def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
 def _authenticator(
     context: zmq.Context[zmq.Socket[bytes]], allow: Callable[[str], bool]
 ) -> zmq.auth.thread.ThreadAuthenticator:
-    """Let in the keys that `allow` knows."""
+    """Authenticate the keys that `allow` accepts."""
 
     class Provider:
         def callback(self, _domain: str, key: bytes) -> bool:
             known = allow(key.decode())
             if not known:
-                complaints.warning("refused a connection: its public key %s is none that is known", key.decode())
+                warnings.warning("refused a connection: its public key %s is not known", key.decode())
             return known
 
-    complaints = RateLimitedLog(logger)
+    warnings = RateLimitedLog(logger)
     authenticator = zmq.auth.thread.ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", Provider())

@@ -1,9 +1,8 @@
-"""Boards: words of memory that a process shows to others of its machine, and sets when work of its has ended.
+"""Completion pages: words of shared memory that a process sets when its work has finished, for others of its machine to poll.
 
-Who looks at a word sees it set within a microsecond, without a message that its writer would have to send first. Which word
-of a board is meant, and what it means, messages say beforehand. A word gets a value that no other word or use of it has,
-so that an old one is never taken for a new one; one that was set anew before anybody looked is lost, which the protocol
-allows for.
+A reader sees a word within a microsecond after it is set, without a message. A message names the word and its value beforehand.
+Every use of a word has a unique value, so that an old one is never taken for a new one. A word that is set again before it was
+read is lost, which the protocol allows for.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from disagg.core import _native
 from disagg.core.errors import RemoteProtocolError
 
 NUM_WORDS = 512
-"""Pieces of work that end after a given one, before its word is used again."""
+"""Uses of other words before a word is used again."""
 _NBYTES = NUM_WORDS * 8
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Writing through mappings that there are already goes on. Python's `fcntl` has no name for it yet."""
+"""Existing mappings stay writable, new ones are not. Python's `fcntl` has no name for it yet."""
 
 
 class CompletionPage:
-    """The writing side: memory of this process, which whoever is given `fileno` can map for reading, and not make smaller."""
+    """The writing side. A process that gets `fileno` can map the memory for reading, and cannot shrink it."""
 
     def __init__(self, descriptor: int, memory: mmap.mmap) -> None:
         self._descriptor = descriptor
@@ -36,9 +35,9 @@ class CompletionPage:
 
     @classmethod
     def make(cls) -> CompletionPage | None:
-        """A new one; `None` where the system cannot keep others from writing there (Linux before 5.1)."""
+        """A new page, or `None` if the system cannot keep others from writing to it (Linux before 5.1)."""
         try:
-            descriptor = os.memfd_create("disagg-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = os.memfd_create("disagg-completions", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError:
             return None
         try:
@@ -55,25 +54,25 @@ class CompletionPage:
         return self._descriptor
 
     def signal(self, completion: _native.Flag | _native.CudaEvent) -> tuple[_native.CompletionSignal, tuple[int, int]]:
-        """What sets a word of this board once `sign` shows, and what that will be: `(index, value)`."""
+        """A signal that sets a word of this page once `completion` is done, and `(index, value)` of the word."""
         value = next(self._values)
         index = value % NUM_WORDS
         return _native.CompletionSignal(completion, self._words, index, value), (index, value)
 
     def close(self) -> None:
-        """Nobody else is given it any more; its memory is there for as long as it is in use."""
+        """Close the descriptor. The memory stays as long as a mapping exists."""
         os.close(self._descriptor)
 
 
 class CompletionPageView:
-    """The side that looks; it can only read."""
+    """The reading side."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
 
     @classmethod
     def of(cls, descriptor: int) -> CompletionPageView | None:
-        """The board of another process; `None` where it is none, or could be made smaller, which would kill who reads it."""
+        """The page of another process. `None` if it has another size, or could be shrunk, which would kill its readers."""
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(descriptor).st_size != _NBYTES:
@@ -84,7 +83,7 @@ class CompletionPageView:
         return cls(np.frombuffer(memory, np.uint64))
 
     def word(self, index: int, value: int) -> _native.CompletionWord:
-        """The word that is to have a value. Raises `RemoteProtocolError` where there is none of that number."""
+        """The word at `index`, to poll for `value`. Raises `RemoteProtocolError` if the page has no such word."""
         if index >= len(self._words):
-            raise RemoteProtocolError(f"board: expected a word below {len(self._words)}, found {index}")
+            raise RemoteProtocolError(f"completion page: expected a word below {len(self._words)}, found {index}")
         return _native.CompletionWord(self._words, index, value)

@@ -14,13 +14,13 @@ from disagg.core.errors import ConfigError
 
 
 def check_key(key: str, *, what: str) -> None:
-    """That `key` is one: 32 bytes as 40 characters of Z85. Raises `ConfigError` that does not show it."""
+    """Check that `key` is a key: 32 bytes as 40 characters of Z85. Raises `ConfigError`, which does not show the key."""
     try:
         valid = len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
     except (ValueError, KeyError, struct.error):
         valid = False
     if not valid:
-        raise ConfigError(f"{what}: expected 40 characters of Z85, found {len(key)} that are none")
+        raise ConfigError(f"{what}: expected a 40-character Z85 key, found {len(key)} characters that do not decode to one")
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         assert "say hello first" in getattr(decode(reserve), "reason", "")
         assert manager.health().peers["decode-0"].ready
         logged = "\n".join(record.getMessage() for record in caplog.records)
-        assert f"its public key {unknown.public} is none that is known" in logged
+        assert f"its public key {unknown.public} is not known" in logged
         assert "rejected a hello: peer 'decode-0' is configured with another public key" in logged
         assert "refused a connection to" in logged
         assert manager._runtime.channel.refused >= 2

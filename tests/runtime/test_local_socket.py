@@ -22,28 +22,35 @@ from disagg.runtime import completion_page as boards
 from disagg.runtime import local_socket as lanes
 from disagg.runtime.channel import Channel, Inbound, Reply
 from disagg.runtime.completion_page import NUM_WORDS, CompletionPage, CompletionPageView
-from disagg.runtime.local_socket import MAX_PACKET_NBYTES, MAX_UNPROVED, Lane, Listener, Offer, Source
+from disagg.runtime.local_socket import (
+    MAX_PACKET_NBYTES,
+    MAX_UNAUTHENTICATED,
+    LocalConnection,
+    LocalListener,
+    Invitation,
+    Source,
+)
 
 HERE = Source(b"connection", "key")
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    made = Listener()
+def listener() -> Iterator[LocalListener]:
+    made = LocalListener()
     yield made
     made.close()
 
 
 @pytest.fixture
-def opened(listener: Listener) -> Iterator[tuple[Lane, int]]:
-    lane = Lane.open(listener.offer(HERE))
+def opened(listener: LocalListener) -> Iterator[tuple[LocalConnection, int]]:
+    lane = LocalConnection.open(listener.invite(HERE))
     assert lane is not None
     (descriptor,) = listener.accept()
     yield lane, descriptor
     lane.close()
 
 
-def test_messages_arrive_in_order_with_their_source(listener: Listener, opened: tuple[Lane, int]) -> None:
+def test_messages_arrive_in_order_with_their_source(listener: LocalListener, opened: tuple[LocalConnection, int]) -> None:
     lane, descriptor = opened
     said = [b"", b"one", bytes(1000), *(str(number).encode() for number in range(500))]
     assert lane.send(said) == len(said)
@@ -51,23 +58,23 @@ def test_messages_arrive_in_order_with_their_source(listener: Listener, opened: 
     assert listener.take(descriptor) == (HERE, [])
 
 
-def test_an_offer_stays_the_same_as_long_as_its_connection(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert listener.offer(HERE) == listener.offer(HERE)
-    assert listener.offer(HERE) != listener.offer(Source(b"another", "key"))
-    monkeypatch.setattr(lanes, "MAX_OFFERS", 1)
-    first = listener.offer(HERE)
-    listener.offer(Source(b"a third", "key"))
-    assert listener.offer(HERE) != first  # it was void
+def test_an_offer_stays_the_same_as_long_as_its_connection(listener: LocalListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listener.invite(HERE) == listener.invite(HERE)
+    assert listener.invite(HERE) != listener.invite(Source(b"another", "key"))
+    monkeypatch.setattr(lanes, "MAX_INVITATIONS", 1)
+    first = listener.invite(HERE)
+    listener.invite(Source(b"a third", "key"))
+    assert listener.invite(HERE) != first  # it was void
 
 
-def test_several_packets_carry_what_one_does_not(listener: Listener, opened: tuple[Lane, int]) -> None:
+def test_several_packets_carry_what_one_does_not(listener: LocalListener, opened: tuple[LocalConnection, int]) -> None:
     lane, descriptor = opened
     said = [bytes([number]) * 30_000 for number in range(5)]
     assert lane.send(said) == 5
     assert listener.take(descriptor) == (HERE, said)
 
 
-def test_what_does_not_fit_is_left_to_the_caller(listener: Listener, opened: tuple[Lane, int]) -> None:
+def test_what_does_not_fit_is_left_to_the_caller(listener: LocalListener, opened: tuple[LocalConnection, int]) -> None:
     lane, descriptor = opened
     long = bytes(MAX_PACKET_NBYTES)
     assert lane.send([b"short", long, b"after"]) == 1
@@ -81,19 +88,21 @@ def test_what_does_not_fit_is_left_to_the_caller(listener: Listener, opened: tup
     assert len(found) == sent
 
 
-def test_the_end_of_a_lane_is_found_after_what_was_queued(listener: Listener, opened: tuple[Lane, int]) -> None:
+def test_the_end_of_a_lane_is_found_after_what_was_queued(listener: LocalListener, opened: tuple[LocalConnection, int]) -> None:
     lane, descriptor = opened
     lane.send([b"last words"])
     lane.close()
     assert listener.take(descriptor) == (HERE, [b"last words"])
     assert listener.take(descriptor) is None
-    listener.close_lane(descriptor)
+    listener.close_connection(descriptor)
 
 
-def test_a_lane_that_the_peer_has_closed_cannot_be_sent_to(listener: Listener, opened: tuple[Lane, int]) -> None:
+def test_a_lane_that_the_peer_has_closed_cannot_be_sent_to(
+    listener: LocalListener, opened: tuple[LocalConnection, int]
+) -> None:
     lane, descriptor = opened
     listener.take(descriptor)
-    listener.close_lane(descriptor)
+    listener.close_connection(descriptor)
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
         lane.send([b"to nobody"])
 
@@ -111,11 +120,11 @@ def test_a_lane_that_the_peer_has_closed_cannot_be_sent_to(listener: Listener, o
     ],
 )
 def test_what_is_no_offer_within_reach_opens_nothing(offer: bytes) -> None:
-    assert Lane.open(offer) is None
+    assert LocalConnection.open(offer) is None
 
 
-def stranger(listener: Listener) -> tuple[socket.socket, int]:
-    name = msgspec.msgpack.decode(listener.offer(HERE), type=Offer).name
+def stranger(listener: LocalListener) -> tuple[socket.socket, int]:
+    name = msgspec.msgpack.decode(listener.invite(HERE), type=Invitation).name
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found.connect(f"\0{name}")
     (descriptor,) = listener.accept()
@@ -123,30 +132,30 @@ def stranger(listener: Listener) -> tuple[socket.socket, int]:
 
 
 @pytest.mark.parametrize("shown", [b"", b"guess", bytes(16), bytes(17)])
-def test_a_stranger_without_the_secret_is_closed_out(listener: Listener, shown: bytes) -> None:
+def test_a_stranger_without_the_secret_is_closed_out(listener: LocalListener, shown: bytes) -> None:
     found, descriptor = stranger(listener)
     with found:
         found.send(shown)
         assert listener.take(descriptor) is None
-        listener.close_lane(descriptor)
+        listener.close_connection(descriptor)
         assert found.recv(1) == b""
 
 
-def test_one_who_says_nothing_or_hangs_up_is_closed_out(listener: Listener) -> None:
+def test_one_who_says_nothing_or_hangs_up_is_closed_out(listener: LocalListener) -> None:
     found, descriptor = stranger(listener)
     assert listener.take(descriptor) is None  # nothing was said, so there was nothing to look for
     found.close()
     assert listener.take(descriptor) is None
-    silent = [stranger(listener) for _ in range(MAX_UNPROVED)]
+    silent = [stranger(listener) for _ in range(MAX_UNAUTHENTICATED)]
     assert listener.excess() == [descriptor]
-    listener.close_lane(descriptor)
+    listener.close_connection(descriptor)
     assert listener.excess() == []
     for found, _ in silent:
         found.close()
 
 
-def test_another_user_is_closed_out(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane.open(listener.offer(HERE))
+def test_another_user_is_closed_out(listener: LocalListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = LocalConnection.open(listener.invite(HERE))
     assert lane is not None
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert list(listener.accept()) == []
@@ -156,11 +165,11 @@ def test_another_user_is_closed_out(listener: Listener, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("packet", [b"\x01", struct.pack("<I", 5) + b"four", struct.pack("<I", 1) + b"ab\x00\x00"])
-def test_a_packet_that_is_none_ends_the_lane(listener: Listener, packet: bytes) -> None:
-    offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
+def test_a_packet_that_is_none_ends_the_lane(listener: LocalListener, packet: bytes) -> None:
+    offer = msgspec.msgpack.decode(listener.invite(HERE), type=Invitation)
     found, descriptor = stranger(listener)
     with found:
-        found.send(offer.secret)
+        found.send(offer.token)
         assert listener.take(descriptor) == (HERE, [])
         found.send(packet)
         taken = listener.take(descriptor)
@@ -174,12 +183,12 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def opens(listener: Listener, descriptor: int) -> bool:
+def opens(listener: LocalListener, descriptor: int) -> bool:
     """Whether a lane is opened by a peer that gives a descriptor with the secret."""
-    offer = msgspec.msgpack.decode(listener.offer(HERE), type=Offer)
+    offer = msgspec.msgpack.decode(listener.invite(HERE), type=Invitation)
     found, lane = stranger(listener)
     with found:
-        socket.send_fds(found, [offer.secret], [descriptor])
+        socket.send_fds(found, [offer.token], [descriptor])
         taken = listener.take(lane)
         assert taken in (None, (HERE, []))
         return taken is not None
@@ -194,26 +203,26 @@ def board() -> Iterator[CompletionPage]:
 
 
 @pytest.fixture
-def looking() -> Iterator[Listener]:
-    made = Listener(looks=True)
+def looking() -> Iterator[LocalListener]:
+    made = LocalListener(polls=True)
     yield made
     made.close()
 
 
-def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: CompletionPage) -> None:
+def test_a_word_is_seen_once_its_sign_shows(looking: LocalListener, board: CompletionPage) -> None:
     sign = _native.Flag()
-    lane = Lane.open(looking.offer(HERE), board)
+    lane = LocalConnection.open(looking.invite(HERE), board)
     assert lane is not None
-    assert lane.shows
+    assert lane.polled
     (descriptor,) = looking.accept()
     assert looking.take(descriptor) == (HERE, [])
-    view = looking.board(HERE)
+    view = looking.page_of(HERE)
     assert view is not None
     lane.close()
     assert looking.take(descriptor) is None
-    looking.close_lane(descriptor)
-    assert looking.board(HERE) is None  # but those that are looked at already
-    notices = [board.notice(sign) for _ in range(NUM_WORDS + 1)]
+    looking.close_connection(descriptor)
+    assert looking.page_of(HERE) is None  # but those that are looked at already
+    notices = [board.signal(sign) for _ in range(NUM_WORDS + 1)]
     words = [view.word(*seen) for _, seen in notices]
     assert len({value for _, (_, value) in notices}) == len(notices)
     notice, word = notices[0][0], words[0]
@@ -227,15 +236,15 @@ def test_a_word_is_seen_once_its_sign_shows(looking: Listener, board: Completion
     assert _native.busy_poll(10.0, completions=[words[-1]])
 
 
-def test_no_board_where_nobody_looks(listener: Listener, board: CompletionPage) -> None:
-    assert len(msgspec.msgpack.decode(listener.offer(HERE))) == 2
-    lane = Lane.open(listener.offer(HERE), board)
+def test_no_board_where_nobody_looks(listener: LocalListener, board: CompletionPage) -> None:
+    assert len(msgspec.msgpack.decode(listener.invite(HERE))) == 2
+    lane = LocalConnection.open(listener.invite(HERE), board)
     assert lane is not None
-    assert not lane.shows
+    assert not lane.polled
     lane.close()
     assert len(list(listener.accept())) == 1
     assert opens(listener, board.fileno())  # given all the same
-    assert listener.board(HERE) is None
+    assert listener.page_of(HERE) is None
 
 
 def test_who_is_shown_a_board_cannot_write_there(board: CompletionPage) -> None:
@@ -247,7 +256,7 @@ def test_who_is_shown_a_board_cannot_write_there(board: CompletionPage) -> None:
         os.ftruncate(board.fileno(), 0)
     view = CompletionPageView.of(board.fileno())
     assert view is not None
-    notice, seen = board.notice(_native.Flag())
+    notice, seen = board.signal(_native.Flag())
     with pytest.raises(TypeError):
         _native.CompletionSignal(_native.Flag(), view._words, *seen)
     assert not view.word(*seen).is_set()
@@ -256,11 +265,11 @@ def test_who_is_shown_a_board_cannot_write_there(board: CompletionPage) -> None:
 
 
 def test_a_board_is_shown_to_processes_of_this_user_only(
-    looking: Listener, board: CompletionPage, monkeypatch: pytest.MonkeyPatch
+    looking: LocalListener, board: CompletionPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = looking.offer(HERE)
+    offer = looking.invite(HERE)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert Lane.open(offer, board) is None
+    assert LocalConnection.open(offer, board) is None
 
 
 def test_where_the_system_cannot_keep_a_board_from_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,29 +277,29 @@ def test_where_the_system_cannot_keep_a_board_from_being_written(monkeypatch: py
     monkeypatch.setattr(boards, "_F_SEAL_FUTURE_WRITE", 1 << 30)
     assert CompletionPage.make() is None
     assert num_descriptors() == before
-    with contextlib.closing(Channel("tcp://127.0.0.1:0", looks=True)) as channel:
-        assert channel.board("tcp://127.0.0.1:1") is None
+    with contextlib.closing(Channel("tcp://127.0.0.1:0", polls=True)) as channel:
+        assert channel.completion_page("tcp://127.0.0.1:1") is None
 
 
-def test_a_new_lane_brings_its_own_board(looking: Listener, board: CompletionPage) -> None:
+def test_a_new_lane_brings_its_own_board(looking: LocalListener, board: CompletionPage) -> None:
     lanes, descriptors = [], []
     for each in (board, board):
-        lane = Lane.open(looking.offer(HERE), each)
+        lane = LocalConnection.open(looking.invite(HERE), each)
         assert lane is not None
         (descriptor,) = looking.accept()
         assert looking.take(descriptor) == (HERE, [])
         lanes.append(lane)
         descriptors.append(descriptor)
-    looking.close_lane(descriptors[0])
-    assert looking.board(HERE) is not None
-    looking.close_lane(descriptors[1])
-    assert looking.board(HERE) is None
+    looking.close_connection(descriptors[0])
+    assert looking.page_of(HERE) is not None
+    looking.close_connection(descriptors[1])
+    assert looking.page_of(HERE) is None
     for lane in lanes:
         lane.close()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "small", "large", "not sealed", "empty"])
-def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None:
+def test_what_is_no_board_is_not_looked_at(looking: LocalListener, kind: str) -> None:
     if kind == "pipe":
         descriptor, other = os.pipe()
         os.close(other)
@@ -301,7 +310,7 @@ def test_what_is_no_board_is_not_looked_at(looking: Listener, kind: str) -> None
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     before = num_descriptors()
     assert not opens(looking, descriptor)
-    assert looking.board(HERE) is None
+    assert looking.page_of(HERE) is None
     assert num_descriptors() == before + 1  # the lane that was accepted
     os.close(descriptor)
 
@@ -340,7 +349,7 @@ def let_in(server: Channel, client: Channel) -> bytes:
     client.flush()
     (hello,) = until(server, 1)
     assert isinstance(hello, Inbound)
-    server.reply(hello.connection, b"welcome", lane=True)
+    server.reply(hello.connection, b"welcome", offer_local=True)
     assert until(client, 1) == [Reply(server.address, b"welcome")]
     return hello.connection
 
@@ -372,11 +381,11 @@ def test_after_a_welcome_messages_take_the_lane_as_from_the_same_connection(chan
     assert {(one.connection, one.data) for one in found if isinstance(one, Inbound)} == {
         (connection, b"short"), (connection, long), (connection, b"after")
     }  # fmt: skip
-    assert client._dialled[server.address].lane is not None
-    assert server.reply(connection, b"again", lane=True)
-    lane = client._dialled[server.address].lane
+    assert client._peers[server.address].local is not None
+    assert server.reply(connection, b"again", offer_local=True)
+    lane = client._peers[server.address].local
     assert until(client, 1) == [Reply(server.address, b"again")]
-    assert client._dialled[server.address].lane is lane
+    assert client._peers[server.address].local is lane
 
 
 def test_a_message_in_a_lane_wakes_whoever_polls(channels: tuple[Channel, Channel]) -> None:
@@ -392,33 +401,33 @@ def test_where_a_lane_has_ended_messages_go_by_tcp(channels: tuple[Channel, Chan
     server, client = channels
     let_in(server, client)
     assert carried(server, client, b"by lane") == [b"by lane"]
-    for descriptor in list(server._lanes._lanes):
-        server._close_lane(descriptor)
+    for descriptor in list(server._local._connections):
+        server._close_local(descriptor)
     assert carried(server, client, b"by tcp") == [b"by tcp"]
-    assert client._dialled[server.address].lane is None
+    assert client._peers[server.address].local is None
 
 
 def test_hanging_up_closes_the_lane_and_its_far_end(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     let_in(server, client)
     assert carried(server, client, b"by lane") == [b"by lane"]
-    (descriptor,) = server._lanes._lanes
+    (descriptor,) = server._local._connections
     client.disconnect(server.address)
     assert select.select([descriptor], [], [], 20)[0]
     list(server.poll(0.1))
-    assert not server._lanes._lanes
+    assert not server._local._connections
     assert not client.send(server.address, b"to nobody")
 
 
 def test_a_crowd_of_silent_strangers_is_kept_small(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     connection = let_in(server, client)
-    name = msgspec.msgpack.decode(server._lanes.offer(Source(connection, "")), type=Offer).name
-    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_UNPROVED + 5)]
+    name = msgspec.msgpack.decode(server._local.invite(Source(connection, "")), type=Invitation).name
+    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_UNAUTHENTICATED + 5)]
     for found in crowd:
         found.connect(f"\0{name}")
         list(server.poll(0.1))
-    assert len(server._lanes._unproved) <= MAX_UNPROVED
+    assert len(server._local._unauthenticated) <= MAX_UNAUTHENTICATED
     assert carried(server, client, b"still heard") == [b"still heard"]
     for found in crowd:
         found.close()
