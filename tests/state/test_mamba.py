@@ -16,7 +16,9 @@ from disagg.core.topology import Topology
 from disagg.layout.placement import Component
 from disagg.state import declare, mamba
 from disagg.testing import reference_states as naive
-from disagg.testing.reference_states import Form, Part, Place
+from disagg.testing import state_models
+from disagg.testing.reference_states import Form
+from disagg.testing.state_models import Part, Place
 from tests.support.states import (
     Kind,
     Pools,
@@ -97,7 +99,7 @@ def test_mamba2_conv_of_256_32_32_channels(source: int, destination: int) -> Non
 
 def test_the_flat_cut_of_case_12_does_differ() -> None:
     """The reference itself: concatenating the ranks' memories flat misplaces just those 176 channels."""
-    channels = naive.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
+    channels = state_models.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
     flat = [channel for rank in (0, 1) for channel in channels.held(Place(tp=2, tp_rank=rank))]
     assert sorted(flat) == list(range(320))
     assert sum(here != there for here, there in enumerate(flat)) == 176
@@ -192,7 +194,7 @@ def test_every_slot_to_every_slot_of_pools_of_other_sizes() -> None:
 
 def test_dtypes_that_numpy_lacks_are_given_as_raw_tensors() -> None:
     """Conv in bfloat16 and temporal in float32, by address, shape and strides."""
-    model = naive.gdn(num_key_heads=4, num_value_heads=4, key_head_dim=2, value_head_dim=2, kernel=4)
+    model = state_models.gdn(num_key_heads=4, num_value_heads=4, key_head_dim=2, value_head_dim=2, kernel=4)
     sizes = {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 2, "value_head_dim": 2, "kernel": 4}
     roles = mamba.gdn_roles(**sizes, dtypes=("bfloat16", "float32"))
 
