@@ -1,11 +1,11 @@
-"""A whole inference server in one file, but for the model: prefill on one worker, decode on another.
+"""An inference server in one file, with a toy model: one worker prefills, another decodes.
 
     python examples/minimal_server.py              two workers on this host, eight requests, every token checked
     python examples/minimal_server.py prefill      one worker; its settings come from DISAGG_* or a TOML file
     python examples/minimal_server.py decode --config decode.toml
 
-A worker takes requests as lines of JSON and answers in lines of JSON, so that a router can start it anywhere. Its model is
-a stand-in whose next token depends on every byte of the KV cache: one wrong byte, and the text is another.
+Workers read commands and write answers as lines of JSON, so a router can start them anywhere. The toy model's next token
+depends on every byte of the KV cache: one wrong byte changes the text.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from disagg.state import paged
 
 LAYERS, HEADS, DIM = 4, 8, 64
 CHUNK = 32
-"""Tokens of a prefill step: what is computed is on its way while the next chunk is computed."""
-PATIENCE_S = 30.0
-"""How long a request waits for free pages, or for its peer."""
+"""Tokens of a prefill step. A chunk is transferred while the next one is computed."""
+MAX_WAIT_S = 30.0
+"""How long a request waits for free pages or for its peer."""
 SHAPES = {"prefill": (16, "page token kv_head dim"), "decode": (64, "page kv_head token dim")}
-"""Tokens per page and order of a page: the two roles need not agree."""
+"""Tokens per page and axis order of each role. They may differ."""
 
 
-# -- the model: a stand-in ---------------------------------------------------------------------------------------------
+# -- a toy model -------------------------------------------------------------------------------------------------------
 
 
 def key_and_value(tokens: Sequence[int], first: int) -> np.ndarray:
-    """KV of tokens at positions from `first` on: `[k or v, layer, token, head, dim]`."""
+    """The KV of tokens at positions from `first` on: `[k or v, layer, token, head, dim]`."""
     grid = np.indices((2, LAYERS, len(tokens), HEADS, DIM), dtype=np.uint32)
     mixed = grid[0] * 7919 + grid[1] * 104729 + grid[3] * 1299709 + grid[4] * 15485863
     mixed += (np.asarray(tokens, np.uint32) * 2654435761 + np.arange(first, first + len(tokens), dtype=np.uint32) * 40503)[
@@ -54,12 +54,12 @@ def key_and_value(tokens: Sequence[int], first: int) -> np.ndarray:
 
 
 def next_token(kv: np.ndarray) -> int:
-    """The token that follows those whose KV this is."""
+    """The token that follows the tokens with this KV."""
     return zlib.crc32(np.ascontiguousarray(kv).tobytes()) % 32000
 
 
 def generate(prompt: Sequence[int], count: int) -> list[int]:
-    """What a single worker would answer."""
+    """The answer of a single worker."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(key_and_value(tokens, 0)))
@@ -70,17 +70,17 @@ def generate(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Cache:
-    """Paged KV in memory that the server owns, and which of its pages are free."""
+    """Paged KV in the server's memory, and its free pages."""
 
     def __init__(self, *, num_pages: int, page_size: int, axes: str) -> None:
         self.page_size, self.axes = page_size, axes
         self._heads_first = axes == "page kv_head token dim"
         page = (HEADS, page_size, DIM) if self._heads_first else (page_size, HEADS, DIM)
         self.tensors = np.zeros((2, LAYERS, num_pages, *page), np.float16)
-        self.free = deque(range(num_pages))  # append and popleft are atomic: leases give pages back from other threads
+        self.free = deque(range(num_pages))  # leases return pages from other threads: append and popleft are atomic
 
     def take(self, num_tokens: int) -> np.ndarray | None:
-        """Pages for so many tokens; `None` where there are not enough now."""
+        """Allocate pages for `num_tokens` tokens; `None` if too few are free."""
         count = -(-num_tokens // self.page_size)
         return np.array([self.free.popleft() for _ in range(count)], np.int32) if count <= len(self.free) else None
 
@@ -88,7 +88,7 @@ class Cache:
         self.free.extend(pages.tolist())
 
     def write(self, pages: np.ndarray, first: int, kv: np.ndarray) -> None:
-        """Put KV of tokens at positions from `first` on into a request's pages."""
+        """Write the KV of tokens at positions from `first` on to a request's pages."""
         page, offset = np.divmod(np.arange(first, first + kv.shape[2]), self.page_size)
         if self._heads_first:
             self.tensors[:, :, pages[page], :, offset] = kv.transpose(2, 0, 1, 3, 4)
@@ -96,7 +96,7 @@ class Cache:
             self.tensors[:, :, pages[page], offset] = kv
 
     def read(self, pages: np.ndarray, num_tokens: int) -> np.ndarray:
-        """KV of a request's first tokens, as `key_and_value` gives it."""
+        """The KV of a request's first tokens, in the shape of `key_and_value`."""
         found = self.tensors[:, :, pages]
         found = found.transpose(0, 1, 2, 4, 3, 5) if self._heads_first else found
         return found.reshape(2, LAYERS, -1, HEADS, DIM)[:, :, :num_tokens]
@@ -107,7 +107,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as the router gives it to both workers, and the pages that it has here."""
+    """A request as the router sends it to both workers, and its pages on this one."""
 
     id: bytes
     attempt: int
@@ -118,7 +118,7 @@ class Request:
 
 
 class Worker:
-    """One rank. It is told what to do with `handle`, and does what is due with `step`."""
+    """One rank. `handle` takes commands, `step` carries them out."""
 
     def __init__(self, config: Config, *, role: str, num_pages: int = 256) -> None:
         page_size, axes = SHAPES[role]
@@ -128,31 +128,31 @@ class Worker:
         kv = paged.gqa(
             {layer: (keys[layer], values[layer]) for layer in range(LAYERS)}, axes=axes, num_kv_heads=HEADS, topology=topology
         )
-        self.manager = config.manager(topology=topology, components=[kv], model=ModelId("stand-in"))
+        self.manager = config.manager(topology=topology, components=[kv], model=ModelId("toy"))
         self.waiting: deque[dict[str, Any]] = deque()
 
-    def handle(self, order: dict[str, Any]) -> None:
-        """Take an order of the router."""
-        if order["do"] == "peer":
-            self.manager.add_peer(order["name"], address=order["address"], public_key=order.get("public_key"))
+    def handle(self, command: dict[str, Any]) -> None:
+        """Take a command of the router."""
+        if command["do"] == "peer":
+            self.manager.add_peer(command["name"], address=command["address"], public_key=command.get("public_key"))
         else:
-            self.waiting.append({**order, "until": time.monotonic() + PATIENCE_S})
+            self.waiting.append({**command, "until": time.monotonic() + MAX_WAIT_S})
 
     def step(self) -> Iterator[dict[str, Any]]:
-        """One turn of the scheduler: begin what can begin, end what has ended; gives the answers."""
+        """Run one scheduler iteration: start waiting requests, handle ended ones, and yield the answers."""
         for _ in range(len(self.waiting)):
-            order = self.waiting.popleft()
+            command = self.waiting.popleft()
             try:
-                begun = self._begin(order)
-            except PeerUnreachable:  # not yet there, or not there any more: the router may say otherwise later
+                begun = self._begin(command)
+            except PeerUnreachable:  # not connected yet, or lost: wait until it connects
                 begun = False
             except DisaggError as error:
                 begun = True
-                yield {"id": order["id"], "error": str(error)}
-            if not begun and time.monotonic() < order["until"]:
-                self.waiting.append(order)
+                yield {"id": command["id"], "error": str(error)}
+            if not begun and time.monotonic() < command["until"]:
+                self.waiting.append(command)
             elif not begun:
-                yield {"id": order["id"], "error": f"not begun within {PATIENCE_S:g} s"}
+                yield {"id": command["id"], "error": f"not begun within {MAX_WAIT_S:g} s"}
         for event in self.manager.events():
             request: Request = event.tag
             if event.ok and event.direction == "receive":  # the pages hold the prompt's KV now
@@ -160,20 +160,20 @@ class Worker:
                 yield {"id": request.id.hex(), "tokens": tokens, "transport": transport}
             elif not event.ok:
                 yield {"id": request.id.hex(), "error": str(event.error)}
-            # Also after a failure: pages may be used again once nobody can touch them any more, and not before.
+            # Also after a failure: pages may be reused only after the lease is released, when no transfer can touch them.
             event.lease.on_release(lambda pages=request.pages: self.cache.give_back(pages))  # type: ignore[misc]
 
-    def _begin(self, order: dict[str, Any]) -> bool:
-        """Begin a request; `False` where there are no pages for it now."""
-        prompt, output = tuple(order["prompt"]), order["output"]
-        pages = self.cache.take(len(prompt) + (output if order["do"] == "decode" else 0))
+    def _begin(self, command: dict[str, Any]) -> bool:
+        """Start a request; `False` if too few pages are free."""
+        prompt, output = tuple(command["prompt"]), command["output"]
+        pages = self.cache.take(len(prompt) + (output if command["do"] == "decode" else 0))
         if pages is None:
             return False
-        request = Request(bytes.fromhex(order["id"]), order["attempt"], order["peer"], prompt, output, pages)
+        request = Request(bytes.fromhex(command["id"]), command["attempt"], command["peer"], prompt, output, pages)
         try:
-            self._receive(request) if order["do"] == "decode" else self._send(request)
+            self._receive(request) if command["do"] == "decode" else self._send(request)
         except DisaggError:
-            self.cache.give_back(pages)  # nothing was begun, so nothing has a lease on them
+            self.cache.give_back(pages)  # the request did not start, so no lease holds the pages
             raise
         return True
 
@@ -198,7 +198,7 @@ class Worker:
         sender.finish(payload=json.dumps(first).encode())
 
     def _decode(self, request: Request, first: int) -> list[int]:
-        """Go on from the first token, which the prefill worker has computed."""
+        """Continue from the first token, which the prefill worker computed."""
         tokens = [first]
         while len(tokens) < request.output:
             position = len(request.prompt) + len(tokens) - 1
@@ -208,12 +208,12 @@ class Worker:
 
 
 def serve(worker: Worker, name: str) -> None:
-    """Take orders from standard input until it ends; answers go to standard output."""
+    """Read commands from standard input until it ends, and write answers to standard output."""
 
-    def say(answer: Mapping[str, Any]) -> None:
+    def write(answer: Mapping[str, Any]) -> None:
         print(json.dumps(answer), flush=True)
 
-    say({"name": name, "address": worker.manager.address})
+    write({"name": name, "address": worker.manager.address})
     with worker.manager as manager, selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(manager, selectors.EVENT_READ)  # readable when a request has ended
@@ -228,15 +228,15 @@ def serve(worker: Worker, name: str) -> None:
                     for line in lines:
                         worker.handle(json.loads(line))
             for answer in worker.step():
-                say(answer)
+                write(answer)
         sys.exit(f"{name}: {manager.health().problem}")
 
 
-# -- the router: what a deployment has in front of its workers ---------------------------------------------------------
+# -- the router ----------------------------------------------------------------------------------------------------------
 
 
 class Remote:
-    """A worker in a process of its own, as the router has it. `command` may begin with ssh, or with ip netns exec."""
+    """The router's end of a worker process. `command` may begin with `ssh` or `ip netns exec`."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self.command = " ".join(command)
@@ -244,19 +244,19 @@ class Remote:
         self.name = self.address = ""
 
     def wait_started(self) -> None:
-        """Wait until it has said who it is, and where."""
-        told = self.answer()
-        self.name, self.address = told["name"], told["address"]
+        """Wait until the worker has written its name and address."""
+        started = self.answer()
+        self.name, self.address = started["name"], started["address"]
 
-    def tell(self, **order: Any) -> None:
-        """Give it an order. One that has died does not hear it: the other worker of that request says so."""
+    def send(self, **command: Any) -> None:
+        """Send a command. Does nothing if the worker died: the request's other worker reports that."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Its next answer."""
+        """Read the worker's next answer."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -265,7 +265,7 @@ class Remote:
         return answer
 
     def close(self) -> None:
-        """Have it end, and wait until it has."""
+        """Close the worker's input, which ends it, and wait for that."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):
@@ -276,7 +276,7 @@ class Remote:
 
 @contextmanager
 def started(role: str, *arguments: str, environ: Mapping[str, str] | None = None, on: Sequence[str] = ()) -> Iterator[Remote]:
-    """A worker that ends with the block; `on` is what its command begins with."""
+    """Start a worker that ends with the `with` block. `on` is the beginning of its command."""
     remote = Remote([*on, sys.executable, __file__, role, *arguments], environ or {})
     try:
         yield remote
@@ -285,20 +285,20 @@ def started(role: str, *arguments: str, environ: Mapping[str, str] | None = None
 
 
 def introduce(one: Remote, other: Remote) -> None:
-    """Tell two workers of each other."""
-    one.tell(do="peer", name=other.name, address=other.address)
-    other.tell(do="peer", name=one.name, address=one.address)
+    """Send each of two workers the address of the other."""
+    one.send(do="peer", name=other.name, address=other.address)
+    other.send(do="peer", name=one.name, address=one.address)
 
 
 def compare(prefill: Remote, decode: Remote, *, num_requests: int = 8) -> str:
-    """Have two workers serve requests, compare every answer with what one worker alone would say; how it went, in words."""
+    """Serve requests with two workers, compare every answer with that of a single worker, and return a summary."""
     expected, transports = {}, set()
     for number in range(num_requests):
         prompt = [(number * 31 + i * 17) % 32000 for i in range(20 + 40 * number)]
         request = {"id": new_request_id().hex(), "attempt": 0, "prompt": prompt, "output": 6}
         expected[request["id"]] = generate(prompt, 6)
-        prefill.tell(do="prefill", peer=decode.name, **request)
-        decode.tell(do="decode", peer=prefill.name, **request)
+        prefill.send(do="prefill", peer=decode.name, **request)
+        decode.send(do="decode", peer=prefill.name, **request)
     for _ in expected:
         answer = decode.answer()
         if answer.get("tokens") != expected[answer["id"]]:
@@ -308,7 +308,7 @@ def compare(prefill: Remote, decode: Remote, *, num_requests: int = 8) -> str:
 
 
 def demo(backend: str) -> None:
-    """Two workers on this host."""
+    """Run two workers on this host."""
     begun = time.monotonic()
     with ExitStack() as opened:
         workers = []
@@ -325,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", choices=sorted(SHAPES))
     parser.add_argument("--config", type=Path, help="TOML file with the worker's settings")
-    parser.add_argument("--backend", default="auto", help="of both workers, without a role")
+    parser.add_argument("--backend", default="auto", help="engine of both workers; used without a role")
     given = parser.parse_args()
     if given.role is None:
         demo(given.backend)

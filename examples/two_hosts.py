@@ -1,7 +1,7 @@
-"""Two hosts, with keys, from configuration files: `python examples/two_hosts.py` (as root).
+"""Two hosts with keys and configuration files: `python examples/two_hosts.py` (as root).
 
-The hosts are two network namespaces of this one: separate network stacks that reach each other over a link, as two
-machines do. On real ones the files are the same, and each worker is started where it belongs.
+Two network namespaces on this machine act as the hosts: each has its own network stack, and a link connects them. Real hosts
+use the same files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def hosts() -> Iterator[dict[str, list[str]]]:
-    """Two namespaces with a link between them: what a command begins with, to run there."""
+    """Create two connected namespaces. Yields the beginning of a command that runs in each."""
     names = {role: f"disagg-{os.getpid()}-{role}" for role in HOSTS}
     ends = {role: f"{role[:2]}{os.getpid()}" for role in HOSTS}
     with ExitStack() as opened:
@@ -60,7 +60,7 @@ def hosts() -> Iterator[dict[str, list[str]]]:
 
 
 def write_configs(folder: Path, backend: str) -> None:
-    """A key pair and a configuration for each host."""
+    """Write a key pair and a configuration file for each host."""
     public = {
         role: subprocess.run(
             [sys.executable, "-m", "disagg.commands", "keygen", "--out", str(folder), "--name", role],

@@ -1,8 +1,8 @@
-"""Several prefill and several decode workers, that come and go while requests run: `python examples/xpyd.py`.
+"""Several prefill and decode workers that join and die while requests run: `python examples/xpyd.py`.
 
-Two prefill workers and two decode workers serve requests in every combination. Then a third decode worker joins, and a
-prefill worker is killed: its requests are tried again, with the next attempt number, by the one that is left. Nobody else
-is started again, and every answer is as one worker alone would give it.
+Two prefill and two decode workers serve requests in every combination. A third decode worker joins. A prefill worker is
+killed, and the other one retries its requests with the next attempt number. No other worker restarts. Every answer is
+compared with that of a single worker.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if ROOT not in sys.path:
 from disagg import new_request_id  # noqa: E402
 from examples.minimal_server import Remote, generate, introduce, started  # noqa: E402
 
-SETTINGS = {"DISAGG_LINK_LIMITS": "heartbeat_s=0.3,heartbeat_timeout_s=3.0"}
-"""A silent peer is given up after 3 s here, and not after 8, so that the example is short."""
+SETTINGS = {"DISAGG_CONNECTION_LIMITS": "heartbeat_s=0.3,heartbeat_timeout_s=3.0"}
+"""Declares a silent peer lost after 3 s instead of 8 s, to keep the example short."""
 
 
 class Router:
-    """Gives each request to one prefill and one decode worker, and again to others where that fails."""
+    """Sends each request to one prefill and one decode worker, and to others if it fails."""
 
     def __init__(self) -> None:
         self.prefills: list[Remote] = []
         self.decodes: list[Remote] = []
         self.open: dict[str, tuple[dict[str, Any], Remote]] = {}
         self.retried = 0
-        self._turn = itertools.count()
+        self._count = itertools.count()
 
     def introduce(self, decode: Remote) -> None:
-        """Tell every prefill worker of a decode worker, and it of them."""
+        """Introduce a decode worker and every prefill worker to each other."""
         for prefill in self.prefills:
             introduce(prefill, decode)
 
@@ -45,15 +45,15 @@ class Router:
         self._start({"id": new_request_id().hex(), "attempt": 0, "prompt": prompt, "output": 4})
 
     def _start(self, request: dict[str, Any]) -> None:
-        turn = next(self._turn)
-        prefill = self.prefills[turn % len(self.prefills)]
-        decode = self.decodes[turn // len(self.prefills) % len(self.decodes)]
+        number = next(self._count)
+        prefill = self.prefills[number % len(self.prefills)]
+        decode = self.decodes[number // len(self.prefills) % len(self.decodes)]
         self.open[request["id"]] = request, decode
-        prefill.tell(do="prefill", peer=decode.name, **request)
-        decode.tell(do="decode", peer=prefill.name, **request)
+        prefill.send(do="prefill", peer=decode.name, **request)
+        decode.send(do="decode", peer=prefill.name, **request)
 
     def collect(self) -> int:
-        """Answers of all that is open; how many there were. A failed request goes to other workers."""
+        """Take the answers of all open requests, retry failed ones, and return the number of answers."""
         count = 0
         while self.open:
             _, decode = next(iter(self.open.values()))
@@ -75,7 +75,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--backend", default="auto", help="engine of all workers")
     backend, begun = parser.parse_args().backend, time.monotonic()
     with ExitStack() as opened:
         router = Router()

@@ -1,9 +1,8 @@
-"""What a transfer of paged KV must leave in memory, told naively and from global coordinates.
+"""Reference implementation of transfers of paged KV, from global coordinates.
 
-A second opinion on everything that plans: nothing here knows layouts, pieces or strides. Every byte of a model's KV has a
-value that follows from its coordinates alone; `fill` puts a source rank's share into its pools, and `expected` says what a
-destination rank's whole pools must hold afterwards, canary bytes included. Sharding is the closed formulas of the models
-and servers, written out per rank.
+Independent of the planner: nothing here uses layouts, plans or strides. Every byte of a model's KV has a value that depends
+only on its coordinates. `fill` writes a source rank's share to its pools; `expected` returns the whole pools of a destination
+rank after the transfer, canary bytes included. Sharding uses the closed formulas of models and servers.
 
     >>> model = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
     >>> rank = KVRank(tp=2, tp_rank=1, layers=(0, 1), page_size=4, num_pages=8)
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 CANARY = 0xA5
-"""The byte of memory that nobody may write. No content byte has this value, so a byte left out always shows."""
+"""The byte of memory that must not be written. No content byte has this value, so a missing byte always shows."""
 
 STALE = 0x5A
 """The byte of a source pool outside the request."""
@@ -35,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Pool = npt.NDArray[Any]
 Pools = dict[int, tuple[Pool, ...]]
-"""By layer id: `(k, v)`, or one tensor that packs both along an axis `kv`."""
+"""By layer id: `(k, v)`, or one tensor that packs both along the axis `kv`."""
 
 _TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
 _HEAD_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -48,7 +47,7 @@ def _key(component: str, role: str, layer: int) -> np.uint64:
 
 
 def _mix(words: Words) -> Words:
-    """A bijection of 64-bit words that spreads every bit (the finalizer of SplitMix64), in place."""
+    """Apply the finaliser of SplitMix64, a bijection of 64-bit words, in place."""
     spare = np.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         np.right_shift(words, np.uint64(shift), out=spare)
@@ -63,7 +62,7 @@ def _avoid_canary(content: Bytes) -> Bytes:
 
 
 def value(component: str, role: str, layer: int, *, token: npt.ArrayLike, head: npt.ArrayLike, offset: npt.ArrayLike) -> Bytes:
-    """The byte at `offset` of a token's row of `head` (or channel); the three broadcast against each other.
+    """The byte at `offset` of a token's row of `head` (or channel); the three arguments broadcast.
 
     It is byte `offset % 8`, little-endian, of a 64-bit word hashed from the coordinates. Words of neighbouring coordinates
     are distinct; no byte is `CANARY`.
@@ -89,21 +88,21 @@ def rows(
 
 
 class Context(enum.Enum):
-    """Which tokens of a request rank `c` of `C` context-parallel ranks holds."""
+    """The tokens of a request that rank `c` of `C` context-parallel ranks holds."""
 
     WHOLE = "whole"
-    """All of them."""
+    """All tokens."""
     PAGE_BLOCKS = "page blocks"
-    """Of `n` pages, `n // C` neighbouring ones, the first `n % C` ranks one more."""
+    """`n // C` consecutive pages of `n`; the first `n % C` ranks hold one more."""
     TOKENS_IN_TURN = "tokens in turn"
-    """Token `t` is on rank `t % C`, as its `t // C`-th."""
+    """Rank `t % C` holds token `t`, as its `t // C`-th."""
     PAGES_IN_TURN = "pages in turn"
-    """Page `p` is on rank `p % C`, as its `p // C`-th."""
+    """Rank `p % C` holds page `p`, as its `p // C`-th."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVModel:
-    """Paged KV as the model defines it, before anyone shards it; `dims` are elements per head and token, by role."""
+    """Paged KV as the model defines it, unsharded; `dims` are elements per head and token, by role."""
 
     num_kv_heads: int
     dims: Mapping[str, int]
@@ -117,7 +116,7 @@ class KVModel:
 
 @dataclass(frozen=True, kw_only=True)
 class KVRank:
-    """One rank: its place in each kind of parallelism, and the form of its pools.
+    """One rank: its position in each kind of parallelism, and the shape of its pools.
 
     `axes` as servers declare them: `page`, `token`, `kv_head`, `dim`, and `kv` where K and V share a tensor. Without
     `kv_head` there is one row per token, the same on every rank (MLA latent).
@@ -140,7 +139,7 @@ class KVRank:
 
 @dataclass(frozen=True)
 class PageList:
-    """Pages that a rank lists for a request; the first holds the rank's first token at or after `first_token`."""
+    """The pages that a rank lists for a request; the first holds the rank's first token at or after `first_token`."""
 
     ids: tuple[int, ...]
     first_token: int = 0
@@ -177,7 +176,7 @@ def tokens_of(rank: KVRank, num_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def pages_needed(rank: KVRank, *, num_tokens: int, first_token: int = 0) -> int:
-    """How many pages `rank` must list for its tokens of a request from `first_token` on."""
+    """The number of pages that `rank` must list for its tokens of a request from `first_token` on."""
     tokens = tokens_of(rank, num_tokens)
     first_page = int((tokens < first_token).sum()) // rank.page_size
     return max(0, -(-len(tokens) // rank.page_size) - first_page)
@@ -196,7 +195,7 @@ def pool_shape(model: KVModel, rank: KVRank, role: str) -> tuple[int, ...]:
 
 
 def allocate(model: KVModel, rank: KVRank, *, byte: int = CANARY) -> Pools:
-    """New pools for every layer of `rank`, each byte of them `byte`."""
+    """New pools for every layer of `rank`, full of `byte`."""
     roles = [next(iter(model.dims))] if rank.packed else list(model.dims)
     return {layer: tuple(_blank(pool_shape(model, rank, role), model.dtype, byte) for role in roles) for layer in rank.layers}
 
@@ -207,7 +206,7 @@ def _blank(shape: tuple[int, ...], dtype: str, byte: int) -> Pool:
 
 
 def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tokens: int) -> None:
-    """Write the rank's share of a request into `pools`: every token of it that has a page in `pages`."""
+    """Write the rank's share of a request to `pools`: every token with a page in `pages`."""
     tokens, index = _listed(rank, pages, num_tokens)
     ids = np.asarray((*pages.ids, -1), dtype=np.int64)
     present = (index >= 0) & (index < len(pages.ids))
@@ -218,26 +217,26 @@ def fill(model: KVModel, rank: KVRank, pools: Pools, pages: PageList, *, num_tok
 def expected(
     model: KVModel, rank: KVRank, pages: PageList, *, num_tokens: int, need: tuple[int, int], byte: int = CANARY
 ) -> Pools:
-    """What the whole pools of a destination rank must hold after the tokens `need` have arrived in pools full of `byte`.
+    """The whole pools of a destination rank after the tokens `need` arrived in pools full of `byte`.
 
-    Raises `IndexError` where a needed token has no page.
+    Raises `IndexError` if a needed token has no page.
     """
     pools = allocate(model, rank, byte=byte)
     tokens, index = _listed(rank, pages, num_tokens)
     chosen = (tokens >= need[0]) & (tokens < need[1])
     if (index[chosen] < 0).any():
-        raise IndexError("a needed token lies before the pages that are listed")
+        raise IndexError("a needed token lies before the listed pages")
     ids = np.asarray(pages.ids, dtype=np.int64)
     page = np.zeros(len(tokens), dtype=np.int64)
     page[chosen] = ids[index[chosen]]
     if (page < 0).any():
-        raise IndexError("a needed token lies in a page that is a sentinel")
+        raise IndexError("the page of a needed token is a sentinel")
     _write(model, rank, pools, tokens=tokens, chosen=chosen, page=page)
     return pools
 
 
 def _listed(rank: KVRank, pages: PageList, num_tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rank's tokens, and for each the place of its page in the list (which may be outside the list)."""
+    """The rank's tokens, and the index of each one's page in the list, which may be outside the list."""
     tokens = tokens_of(rank, num_tokens)
     local = np.arange(len(tokens), dtype=np.int64)
     first_page = int((tokens < pages.first_token).sum()) // rank.page_size
@@ -276,7 +275,7 @@ def _views(model: KVModel, rank: KVRank, pools: Pools) -> Iterator[tuple[int, st
 
 
 def first_difference(wanted: Pools, found: Pools) -> str | None:
-    """Where two sets of pools first differ in a byte, in words; `None` where they do not."""
+    """A description of the first element in which two sets of pools differ; `None` if they are equal."""
     if list(wanted) != list(found):
         return f"layers: expected {list(wanted)}, found {list(found)}"
     for layer in wanted:

@@ -1,13 +1,12 @@
-"""Drives the planner over real memory: pools made by the naive reference, components, election, plans, raw copies.
+"""Runs the planner on real memory: pools of the reference implementation, components, election, plans, raw copies.
 
-For tests and for a benchmark's dry run: everything here is in one process, and copies are plain `memmove`, each checked
-against the extents of the pools before it is made.
+Everything is in one process. Copies are plain `memmove`, checked against the extents of the pools first.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +23,7 @@ from disagg.layout.plan import ComponentPlan, make_plan
 from disagg.layout.tables import LayoutTable, layout_table
 from disagg.state import declare, paged
 from disagg.testing.reference import (
+    CANARY,
     STALE,
     Context,
     KVModel,
@@ -40,56 +40,68 @@ from disagg.testing.reference import (
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One instance: its parallel sizes, the layer ids of every stage, and the form of its pools (`spare_pages` unused)."""
+    """One instance: its parallel sizes, the layer ids of each stage, and its pools of `num_pages` pages of `page` tokens.
+
+    Without `stages` there is one stage with all layers.
+    """
 
     tp: int = 1
+    dp: int = 1
     cp: int = 1
-    stages: tuple[tuple[int, ...], ...] = ((0, 1),)
-    page_size: int = 4
+    stages: tuple[tuple[int, ...], ...] | None = None
+    page: int = 4
+    num_pages: int = 32
     axes: str = "page token kv_head dim"
     context: Context = Context.WHOLE
-    spare_pages: int = 2
 
-    def ranks(self, *, num_pages: int) -> Iterator[tuple[Topology, KVRank]]:
-        """Every rank of the group: tensor parallelism fastest, then context, then pipeline."""
-        for pp_rank, layers in enumerate(self.stages):
-            for cp_rank in range(self.cp):
-                for tp_rank in range(self.tp):
-                    topology = Topology(
-                        pp=len(self.stages), cp=self.cp, tp=self.tp, pp_rank=pp_rank, cp_rank=cp_rank, tp_rank=tp_rank
-                    )
-                    yield (
-                        topology,
-                        KVRank(
-                            tp=self.tp,
-                            tp_rank=tp_rank,
-                            cp=self.cp,
-                            cp_rank=cp_rank,
-                            layers=layers,
-                            page_size=self.page_size,
-                            num_pages=num_pages,
-                            axes=self.axes,
-                            context=self.context,
-                        ),
-                    )
+    @property
+    def topology(self) -> Topology:
+        """The instance, seen from rank 0."""
+        return Topology(tp=self.tp, dp=self.dp, cp=self.cp, pp=len(self.stages) if self.stages else 1)
+
+    def rank(self, topology: Topology, *, num_layers: int, num_pages: int | None = None) -> KVRank:
+        """One rank as the reference describes it. `num_layers` counts without `stages`, `num_pages` replaces the side's."""
+        return KVRank(
+            layers=self.stages[topology.pp_rank] if self.stages else tuple(range(num_layers)),
+            page_size=self.page,
+            num_pages=self.num_pages if num_pages is None else num_pages,
+            axes=self.axes,
+            tp=self.tp,
+            tp_rank=topology.tp_rank,
+            cp=self.cp,
+            cp_rank=topology.cp_rank,
+            context=self.context,
+        )
 
     @property
     def tokens(self) -> declare.Rule:
-        """The ownership of tokens that the library has for what `context` says in words."""
+        """The library's ownership of tokens for `context`."""
         match self.context:
             case Context.WHOLE:
                 return declare.all_tokens
             case Context.PAGE_BLOCKS:
-                return declare.page_blocks(self.page_size)
+                return declare.page_blocks(self.page)
             case Context.TOKENS_IN_TURN:
                 return declare.tokens_in_turn
             case Context.PAGES_IN_TURN:
-                return declare.pages_in_turn(self.page_size)
+                return declare.pages_in_turn(self.page)
+
+    def component(self, model: KVModel, topology: Topology, pools: Pools) -> Component:
+        """The component over one rank's pools."""
+        return paged.gqa(
+            {layer: tensors[0] if len(tensors) == 1 else tensors for layer, tensors in pools.items()},
+            axes=self.axes,
+            num_kv_heads=model.num_kv_heads,
+            topology=topology,
+            layers_by_stage=self.stages,
+            tokens=self.tokens,
+            name=model.component,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A side with memory: per group rank the pools, the component, and the pages that a request has there."""
+    """A side with memory: for each rank of the group its pools, its component, and the pages of the request."""
 
     ranks: tuple[KVRank, ...]
     pools: tuple[Pools, ...]
@@ -98,7 +110,7 @@ class Instance:
     table: LayoutTable
 
     def holds(self, rank: int, addresses: np.ndarray, nbytes: np.ndarray) -> bool:
-        """Whether every range lies in one pool tensor of `rank`, by the arrays' own addresses."""
+        """Whether every range lies within one pool tensor of `rank`, by the addresses of the arrays."""
         tensors = [tensor for tensors in self.pools[rank].values() for tensor in tensors]
         starts = np.array([tensor.ctypes.data for tensor in tensors], dtype=np.uint64)
         stops = starts + np.array([tensor.nbytes for tensor in tensors], dtype=np.uint64)
@@ -108,7 +120,10 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One request from one instance to another: `num_tokens` long, of which the destination needs `need` onwards."""
+    """One request from one instance to another: `num_tokens` long, of which the destination needs the tokens from `need` on.
+
+    `num_layers` is the number of layers of sides without `stages`. The source lists pages from `source_first` on.
+    """
 
     model: KVModel
     source: Side
@@ -116,6 +131,7 @@ class Case:
     num_tokens: int
     need: int = 0
     source_first: int = 0
+    num_layers: int = 2
     seed: int = 0
 
 
@@ -130,7 +146,7 @@ class Move:
 
 @dataclass
 class Scene:
-    """A case set up in memory, its election and its moves."""
+    """A case in memory, its election and its moves. Pools have at least two pages more than the request needs."""
 
     case: Case
     rng: np.random.Generator = field(init=False)
@@ -145,24 +161,13 @@ class Scene:
         for rank, pools, pages in zip(self.source.ranks, self.source.pools, self.source.pages, strict=True):
             fill(case.model, rank, pools, pages, num_tokens=case.num_tokens)
 
-    def _instance(self, side: Side, *, first_token: int, byte: int | None = None) -> Instance:
-        model, num_tokens = self.case.model, self.case.num_tokens
-        num_pages = -(-num_tokens // side.page_size) + side.spare_pages
-        placed = list(side.ranks(num_pages=num_pages))
-        ranks = tuple(rank for _, rank in placed)
-        pools = tuple(allocate(model, rank) if byte is None else allocate(model, rank, byte=byte) for rank in ranks)
-        components = tuple(
-            paged.gqa(
-                {layer: tensors[0] if rank.packed else tensors for layer, tensors in found.items()},
-                axes=side.axes,
-                num_kv_heads=model.num_kv_heads,
-                topology=topology,
-                layers_by_stage=side.stages,
-                tokens=side.tokens,
-                name=model.component,
-            )
-            for (topology, rank), found in zip(placed, pools, strict=True)
-        )
+    def _instance(self, side: Side, *, first_token: int, byte: int = CANARY) -> Instance:
+        case, model, num_tokens = self.case, self.case.model, self.case.num_tokens
+        num_pages = max(side.num_pages, -(-num_tokens // side.page) + 2)
+        topologies = [side.topology.at(number) for number in range(side.topology.group_size)]
+        ranks = tuple(side.rank(topology, num_layers=case.num_layers, num_pages=num_pages) for topology in topologies)
+        pools = tuple(allocate(model, rank, byte=byte) for rank in ranks)
+        components = tuple(side.component(model, *placed) for placed in zip(topologies, pools, strict=True))
         pages = tuple(
             PageList(
                 tuple(
@@ -179,7 +184,7 @@ class Scene:
             pools=pools,
             components=components,
             pages=pages,
-            table=layout_table(placed[0][0], [components[0].layouts]),
+            table=layout_table(side.topology, [components[0].layouts]),
         )
 
     @cached_property
@@ -187,7 +192,7 @@ class Scene:
         return elect(self.source.table, self.destination.table)
 
     def plan(self, source: int, destination: int) -> ComponentPlan:
-        """What one pair of ranks moves."""
+        """The plan of one pair of ranks."""
         plan = make_plan(
             self.election,
             source=(source, self.source.table, _placements(self.source.components[source])),
@@ -196,7 +201,7 @@ class Scene:
         return plan.components[self.case.model.component]
 
     def rows(self, source: int, destination: int) -> tuple[Pages, Pages]:
-        """The pages of the request at both."""
+        """The pages of the request on both ranks."""
         lists = self.source.pages[source], self.destination.pages[destination]
         ours, theirs = (Pages(np.array(pages.ids, dtype=np.int32), pages.first_token) for pages in lists)
         return ours, theirs
@@ -208,11 +213,11 @@ class Scene:
         return bind(self.plan(source, destination), source=ours, destination=theirs, tokens=tokens)
 
     def moves(self) -> list[Move]:
-        """The copies of every pair that the election names, in its order."""
+        """The copies of every pair of ranks in the election, in its order."""
         return [Move(source, destination, self.bind(source, destination)) for source, destination in self.election.by_pair]
 
     def run(self, moves: list[Move] | None = None) -> None:
-        """Make the copies. Raises `AssertionError` where one leaves the pools, or a destination byte has two writers."""
+        """Make the copies. Raises `AssertionError` if a copy leaves the pools, or a destination byte has two writers."""
         moves = self.moves() if moves is None else moves
         for destination in range(len(self.destination.ranks)):
             copies = CopyBatch.concatenate([move.copies for move in moves if move.destination == destination])
@@ -232,7 +237,7 @@ class Scene:
                 ctypes.memmove(target, where, nbytes_)
 
     def difference(self) -> str | None:
-        """Where the destination's pools differ from the reference: every byte of every rank; `None` where they do not."""
+        """The first byte in which the destination's pools differ from the reference; `None` if they are equal."""
         case = self.case
         for number, (rank, pools, pages) in enumerate(
             zip(self.destination.ranks, self.destination.pools, self.destination.pages, strict=True)
@@ -250,7 +255,7 @@ def _placements(component: Component) -> Mapping[str, Placement]:
 
 
 def owned_positions(owned: Owned, *, size: int) -> list[int]:
-    """The positions of an axis of `size` that `owned` names, in memory order, by definition: one at a time."""
+    """The positions of an axis of `size` that `owned` contains, in memory order, computed one by one from its definition."""
     match owned:
         case Periodic(offset=offset, run=run, period=period):
             return [p for p in range(size) if p >= offset and (p - offset) % period < run]

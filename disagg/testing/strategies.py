@@ -1,6 +1,6 @@
-"""Hypothesis strategies: topologies, ownerships, page geometries, requests, and whole cases of paged KV.
+"""Hypothesis strategies for topologies, ownerships, page sizes, requests, and whole cases of paged KV.
 
-`pairwise` is no strategy, but serves the same end: few cases that together see every pair of settings.
+`pairwise` gives few combinations of settings that together contain every pair of values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AXES = (
     "page token kv_head kv dim",
     "page kv_head dim token",
 )
-"""Memory orders of paged KV that servers use, and one that none does."""
+"""Memory orders of paged KV that servers use, and a last one that no server uses."""
 DTYPES = ("uint8", "float16", "float32", "float64")
 
 
@@ -69,13 +69,13 @@ def shares(draw: st.DrawFn, *, size: int) -> Share:
 
 
 def ownerships(*, size: int) -> st.SearchStrategy[Owned]:
-    """Everything that a rank may own of an axis of `size`."""
+    """Any ownership of an axis of `size`."""
     return st.one_of(intervals(size=size), periodics(size=size), shares(size=size))
 
 
 @st.composite
 def stages(draw: st.DrawFn, *, layers: Sequence[int], max_stages: int = 3) -> tuple[tuple[int, ...], ...]:
-    """`layers` cut into stages of at least one layer each; each stage's layers in any order."""
+    """`layers` split into stages of at least one layer each, in any order within a stage."""
     num = draw(st.integers(1, min(max_stages, len(layers))))
     cuts = sorted(draw(st.sets(st.integers(1, len(layers) - 1), min_size=num - 1, max_size=num - 1))) if num > 1 else []
     edges = [0, *cuts, len(layers)]
@@ -90,19 +90,20 @@ def sides(draw: st.DrawFn, *, layers: Sequence[int], packable: bool) -> Side:
         tp=draw(st.integers(1, 6)),
         cp=cp,
         stages=draw(stages(layers=layers)),
-        page_size=draw(page_sizes),
+        page=draw(page_sizes),
         axes=draw(st.sampled_from([axes for axes in AXES if packable or " kv " not in f" {axes} "])),
         context=draw(st.sampled_from(list(Context))),
+        num_pages=0,
     )
 
 
 page_sizes: st.SearchStrategy[int] = st.sampled_from((1, 2, 3, 4, 5, 8, 16))
-"""Tokens per page: powers of two, and not."""
+"""Tokens per page: powers of two, and others."""
 
 
 @st.composite
 def requests(draw: st.DrawFn, *, max_tokens: int = 40) -> tuple[int, int]:
-    """`(num_tokens, need)`: a request's length and the first token that is needed; at times nothing is."""
+    """`(num_tokens, need)`: the length of a request and the first needed token; sometimes no token is needed."""
     num_tokens = draw(st.integers(1, max_tokens))
     return num_tokens, draw(st.one_of(st.just(0), st.integers(0, num_tokens)))
 
@@ -130,7 +131,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def pairwise(settings: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Few combinations of `settings` in which every pair of values of two settings occurs; greedy, the same every time."""
+    """Few combinations of `settings` that contain every pair of values of two settings. Greedy and deterministic."""
     names = list(settings)
     rng = np.random.default_rng(seed)
     missing = {

@@ -1,209 +1,31 @@
 """The architectures of this example: one small entry each, in plain Python.
 
-An entry says two things. `config` builds a model of that family with every size cut down (`transformers.AutoConfig.for_model`).
-`components` declares which state the model leaves behind after a prompt, in *global* terms: which layers hold it, the named
-axes and sizes of each tensor, and how tensor parallelism cuts it. A rank process needs only this file, not the model.
+`config` builds a model of the family with all sizes reduced (`transformers.AutoConfig.for_model`). `components` declares the
+state that the model leaves behind after a prompt. Rank processes need only this file and `components`, not the model.
 
-`model.prefill` compares the declaration with what the model really cached, so a wrong entry fails
-instead of moving wrong bytes.
+`model.prefill` compares the declaration with the model's cache, so a wrong entry raises instead of moving wrong bytes.
 
-Numbers are chosen to make re-sharding interesting: fewer KV heads than ranks, head counts that ranks do not divide, odd layer
-counts, stages without attention, unequal widths wherever equal ones would hide a transposed axis.
+The sizes make re-sharding interesting: fewer KV heads than ranks, head counts that ranks do not divide, odd layer counts,
+stages without attention, and unequal widths where equal ones would hide a transposed axis.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TOKENS = 0
-"""As a size in `TensorSpec.sizes`: the token axis, as long as what the request holds."""
-
-TokenRange = tuple[int, int]
-"""Tokens `[start, stop)` of a request."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """`num_units * unit_size` consecutive positions of the split axis, of which a rank holds whole units.
-
-    Every block is split over the ranks on its own (a convolution over `x | B | C` has three). A block with fewer units than
-    there are ranks is replicated: rank `r` of `T` holds units `[start, stop)` with `start = r * U // T` and
-    `stop = max(start + 1, (r + 1) * U // T)`. `groups` are shared by several heads: where they neither divide by the ranks
-    nor divide them, a rank holds all of them.
-    """
-
-    name: str
-    num_units: int
-    unit_size: int
-    groups: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.num_units * self.unit_size
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor per layer, undivided: `sizes[i]` positions along `axes[i]`.
-
-    `split` names the axis that tensor parallelism cuts into `blocks`, in memory order; without it every rank holds the whole
-    tensor. `dtype` is set where the model keeps that state in it whatever the weights' dtype is; `None` follows the weights.
-    """
-
-    role: str
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    split: str | None = None
-    blocks: tuple[Block, ...] = ()
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        found = sum(block.size for block in self.blocks)
-        expected = 0 if self.split is None else self.sizes[self.axes.index(self.split)]
-        if found != expected:
-            raise ValueError(f"tensor {self.role!r}: blocks add up to {found}, axis {self.split!r} has {expected}")
-
-    def shape(self, num_rows: int) -> tuple[int, ...]:
-        """The tensor's shape when its token axis holds `num_rows`: tokens, or granules of them."""
-        return tuple(num_rows if axis == "token" else size for axis, size in zip(self.axes, self.sizes, strict=True))
-
-
-def everything(num_tokens: int) -> TokenRange:
-    """All tokens of the request are held."""
-    return 0, num_tokens
-
-
-@dataclass(frozen=True)
-class ComponentSpec:
-    """Tensors that share one index space: pages of tokens, or one slot per request. `layers` are global layer ids.
-
-    `tokens` says which are held after so many. `granule` tokens share one row: of a last granule that is not full there
-    is none.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    tensors: tuple[TensorSpec, ...]
-    tokens: Callable[[int], TokenRange] = everything
-    granule: int = 1
-
-    @property
-    def paged(self) -> bool:
-        """True: indexed by token. False: one slot per request."""
-        return any("token" in tensor.axes for tensor in self.tensors)
-
-    def num_rows(self, tokens: TokenRange) -> int:
-        """Granules in a range of tokens."""
-        return tokens[1] // self.granule - tokens[0] // self.granule
+from .components import ComponentSpec, compressed, delta_net, gqa, index, last, lightning, mamba1, mamba2, mla, per_token
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`config` goes to `AutoConfig.for_model`; `num_layers` counts every layer, also those without state."""
+    """`config` are arguments of `AutoConfig.for_model`; `num_layers` includes layers without state."""
 
     config: Mapping[str, Any]
     num_layers: int
     components: tuple[ComponentSpec, ...]
 
 
-# --- the kinds of state -------------------------------------------------------------------------------------------------
-
-
-def last(window: int) -> Callable[[int], TokenRange]:
-    """A window of `window` tokens, as the next token sees it: itself, and the `window - 1` before."""
-    return lambda num_tokens: (max(0, num_tokens - (window - 1)), num_tokens)
-
-
-def gqa(layers: Iterable[int], *, heads: int, dim: int, window: int | None = None) -> ComponentSpec:
-    """K and V `[token, kv_head, dim]`; with `window`, only the last tokens, in a pool of their own."""
-    split = (Block("kv_head", heads, 1),)
-    axes, sizes = ("token", "kv_head", "dim"), (TOKENS, heads, dim)
-    tensors = tuple(TensorSpec(role, axes, sizes, "kv_head", split) for role in ("k", "v"))
-    if window is None:
-        return ComponentSpec("kv", tuple(layers), tensors)
-    return ComponentSpec("window", tuple(layers), tensors, last(window))
-
-
-def _per_token(name: str, layers: Iterable[int], dims: Mapping[str, int], **held: Any) -> ComponentSpec:
-    """Vectors of `dims` elements by role, `[token, dim]`; every rank holds them whole."""
-    tensors = tuple(TensorSpec(role, ("token", "dim"), (TOKENS, size)) for role, size in dims.items())
-    return ComponentSpec(name, tuple(layers), tensors, **held)
-
-
-def mla(layers: Iterable[int], *, rank: int, rope: int) -> ComponentSpec:
-    """Latent `[token, rank]` and rotated key part `[token, rope]`."""
-    return _per_token("mla", layers, {"latent": rank, "rope": rope})
-
-
-def index(layers: Iterable[int], *, dim: int) -> ComponentSpec:
-    """The index keys of sparse attention, `[token, dim]`."""
-    return _per_token("index", layers, {"key": dim})
-
-
-def compressed(
-    name: str, layers: Iterable[int], *, ratio: int, dims: Mapping[str, int], overlapping: bool
-) -> tuple[ComponentSpec, ...]:
-    """DeepSeek-V4's past, one entry for `ratio` tokens, and what its compressors need to make the next one.
-
-    That is what they made of every token since (`kv`, and `gate`: its weight). Where entries overlap that is twice as wide,
-    and the first half of the `ratio` tokens before is needed as well.
-    """
-    layers = tuple(layers)
-    series = 2 if overlapping else 1
-    projected = {f"{role}.{part}": dim for role, dim in dims.items() for part in ("kv", "gate")}
-    opened = {role: series * dim for role, dim in projected.items()}
-    components = [
-        _per_token(name, layers, dims, granule=ratio),
-        _per_token(f"{name}_open", layers, opened, tokens=lambda n: (n - n % ratio, n)),
-    ]
-    if overlapping:
-        before = _per_token(
-            f"{name}_before", layers, projected, tokens=lambda n: (max(0, n - n % ratio - ratio), n - n % ratio)
-        )
-        components.append(before)
-    return tuple(components)
-
-
-def _recurrent(layers: Iterable[int], kernel: int, blocks: tuple[Block, ...], temporal: TensorSpec) -> ComponentSpec:
-    """A convolution `[channel, kernel - 1]` over `blocks`, and a temporal state."""
-    channels = sum(block.size for block in blocks)
-    conv = TensorSpec("conv", ("channel", "width"), (channels, kernel - 1), "channel", blocks)
-    return ComponentSpec("ssm", tuple(layers), (conv, temporal))
-
-
-def _per_head(heads: int, axes: tuple[str, str], sizes: tuple[int, int], dtype: str | None = "float32") -> TensorSpec:
-    """A temporal state `[head, *axes]`."""
-    return TensorSpec("temporal", ("head", *axes), (heads, *sizes), "head", (Block("head", heads, 1),), dtype)
-
-
-def delta_net(layers: Iterable[int], *, heads: tuple[int, int], dims: tuple[int, int], kernel: int = 4) -> ComponentSpec:
-    """Gated or Kimi delta net; `heads` and `dims` are (key, value). Conv `q | k | v`, temporal `[head, key_dim, value_dim]`."""
-    (key_heads, value_heads), (key_dim, value_dim) = heads, dims
-    blocks = (Block("q", key_heads, key_dim), Block("k", key_heads, key_dim), Block("v", value_heads, value_dim))
-    return _recurrent(layers, kernel, blocks, _per_head(value_heads, ("key_dim", "value_dim"), dims))
-
-
-def mamba2(layers: Iterable[int], *, heads: int, dim: int, groups: int, state: int, kernel: int = 4) -> ComponentSpec:
-    """Conv `x | B | C`, temporal `[head, dim, state]`."""
-    blocks = (Block("x", heads, dim), Block("B", groups, state, groups=True), Block("C", groups, state, groups=True))
-    return _recurrent(layers, kernel, blocks, _per_head(heads, ("dim", "state"), (dim, state)))
-
-
-def mamba1(layers: Iterable[int], *, channels: int, state: int, kernel: int = 4) -> ComponentSpec:
-    """Conv `x`, temporal `[channel, state]`."""
-    blocks = (Block("x", channels, 1),)
-    temporal = TensorSpec("temporal", ("channel", "state"), (channels, state), "channel", blocks, "float32")
-    return _recurrent(layers, kernel, blocks, temporal)
-
-
-def lightning(layers: Iterable[int], *, heads: int, dim: int) -> ComponentSpec:
-    """MiniMax's linear attention: no convolution, temporal `[head, key_dim, value_dim]` in the weights' dtype."""
-    return ComponentSpec("ssm", tuple(layers), (_per_head(heads, ("key_dim", "value_dim"), (dim, dim), dtype=None),))
-
-
-# --- the table ----------------------------------------------------------------------------------------------------------
-
-# No end-of-sequence token: every run has the length that was asked for. The wide initialisation makes tokens vary.
+# Without an end-of-sequence token every run has the given length. The wide initialisation makes tokens vary.
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -456,7 +278,7 @@ def _deepseek_v4(pattern: str) -> Architecture:
         "index_topk": 3,
     }
     components = (
-        _per_token("window", range(len(pattern)), {"latent": 16}, tokens=last(16)),
+        per_token("window", range(len(pattern)), {"latent": 16}, tokens=last(16)),
         *compressed("csa", _layers(pattern, "C"), ratio=4, dims={"indexer": 8, "compressor": 16}, overlapping=True),
         *compressed("hca", _layers(pattern, "H"), ratio=8, dims={"compressor": 16}, overlapping=False),
     )
@@ -507,5 +329,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def describe(name: str) -> tuple[ComponentSpec, ...]:
-    """The state that architecture `name` leaves behind, in global terms."""
+    """The state of architecture `name`, in global terms."""
     return ARCHITECTURES[name].components

@@ -1,4 +1,4 @@
-"""What goes in and out of the model, as plain arrays in global terms: for processes that never load it."""
+"""State and tokens of a model as plain arrays in global terms, for processes that never load the model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .architectures import ComponentSpec, TensorSpec, describe
+from .architectures import describe
+from .components import ComponentSpec, TensorSpec
 
 Array = NDArray[Any]
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}
-"""How a tensor's dtype is carried: numpy has no bfloat16, its bits travel as `uint16`."""
+"""The NumPy dtype of each tensor dtype. NumPy has no bfloat16: its bits are carried as `uint16`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class CacheContent:
 
     @classmethod
     def empty(cls, name: str, num_tokens: int, dtype: str) -> "CacheContent":
-        """Zeros of the right shapes and dtypes, for a receiver to fill; `dtype` is that of the weights."""
+        """Zeros of the right shapes and dtypes; `dtype` is that of the weights."""
         arrays: dict[str, dict[int, dict[str, Array]]] = {}
         for component in describe(name):
             held = component.num_rows(component.tokens(num_tokens))

@@ -1,4 +1,4 @@
-"""The model side: build a small model, run a prompt and take its cache out, put a cache in and go on, or run it undivided."""
+"""Runs a small model: prefill to a cache, decode from a cache, or both in one run as the reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from .architectures import ARCHITECTURES, ComponentSpec, describe
+from .architectures import ARCHITECTURES, describe
+from .components import ComponentSpec
 from .content import NUMPY_DTYPES, Array, CacheContent, Generation
 
 _OPEN = {"csa_open": "buffer_{}", "hca_open": "buffer_{}", "csa_before": "overlap_{}"}
-"""Where compressors keep what they have not used up."""
+"""The cache attributes of the compressors' open inputs."""
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,7 +30,7 @@ class Model:
 
 def build(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> Model:
     """Architecture `name` with weights drawn from `seed`: the same in every process. Sets torch to one thread."""
-    torch.set_num_threads(1)  # tensors are tiny: more threads only wait for each other, the more so beside other processes
+    torch.set_num_threads(1)  # tensors are tiny: more threads would only wait for each other
     config = AutoConfig.for_model(**ARCHITECTURES[name].config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -37,12 +38,12 @@ def build(name: str, *, seed: int = 0, dtype: str = "bfloat16") -> Model:
     network.eval().requires_grad_(False)
     for parameter_name, parameter in network.named_parameters():
         if parameter_name.endswith("A_log"):
-            parameter.sub_(4.0)  # recurrent states fade 50 times slower: no head forgets the prompt, so none may arrive wrong
+            parameter.sub_(4.0)  # recurrent state decays 50 times slower, so no head forgets the prompt
     return Model(name, dtype, network)
 
 
 def prefill(model: Model, prompt: Sequence[int]) -> tuple[int, CacheContent]:
-    """Run `prompt`; return the first new token and the state that the model left, checked against its declaration."""
+    """Run `prompt`. Returns the first new token and the state, whose shapes and dtypes must be as declared."""
     cache = _new_cache(model)
     logits = _step(model, cache, prompt, position=0)
     content = CacheContent.empty(model.name, len(prompt), model.dtype)
@@ -58,7 +59,7 @@ def prefill(model: Model, prompt: Sequence[int]) -> tuple[int, CacheContent]:
 
 
 def decode(model: Model, content: CacheContent, *, first_token: int, num_new_tokens: int) -> Generation:
-    """Go on from `content` in a fresh cache: `num_new_tokens` greedy tokens, of which `first_token` is the first."""
+    """Continue from `content` in a new cache: `num_new_tokens` greedy tokens, the first being `first_token`."""
     cache = _new_cache(model)
     for component in describe(model.name):
         for layer in component.layers:
@@ -107,7 +108,9 @@ def _new_cache(model: Model) -> Any:
 
 def _read(cache: Any, component: ComponentSpec, layer: int, role: str) -> torch.Tensor:
     """One tensor of the only request in `cache`, in the declared axis order."""
-    held: Any = cache.layers[layer] if layer < len(cache.layers) else None  # MiniMax lists no layers past the last with KV
+    held: Any = (
+        cache.layers[layer] if layer < len(cache.layers) else None
+    )  # MiniMax has no entries after the last layer with KV
     match component.name, role:
         case "kv" | "window", "k" | "v":
             return (held.keys if role == "k" else held.values)[0].transpose(0, 1)  # [kv_head, token, dim] before
@@ -121,14 +124,14 @@ def _read(cache: Any, component: ComponentSpec, layer: int, role: str) -> torch.
             entry, part = role.split(".")
             return getattr(held, _OPEN[component.name].format(part))[entry][0]
         case "ssm", "conv":
-            return held.conv_states[0][0][:, 1:]  # as wide as the kernel; a step never reads the oldest column
+            return held.conv_states[0][0][:, 1:]  # the cache is as wide as the kernel; a step never reads the oldest column
         case "ssm", "temporal":
             return cache.linear_cache[layer][0] if hasattr(cache, "linear_cache") else held.recurrent_states[0][0]
     raise LookupError(f"no rule to read {component.name}.{role}")
 
 
 def _write(cache: Any, component: ComponentSpec, layer: int, tensors: dict[str, torch.Tensor], num_tokens: int) -> None:
-    """The reverse of `_read`, for all tensors of one layer, into an empty cache."""
+    """The reverse of `_read`: write all tensors of one layer to an empty cache."""
     match component.name:
         case "kv" | "window" if "k" in tensors:
             k, v = (tensors[role].transpose(0, 1).contiguous()[None] for role in ("k", "v"))

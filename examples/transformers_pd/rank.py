@@ -1,7 +1,7 @@
-"""One rank of a server, with disagg in it. This is the file to copy from.
+"""One rank of a server that uses disagg. Copy from this file.
 
-A rank owns a shard of the paged pools. It declares them to disagg, builds a `KVManager` over them, and from then on says
-per request which rows of which pools are meant. Layouts, page sizes and ranks of the other side are not known here.
+A rank owns a shard of the pools. It declares them to disagg and builds a `KVManager` over them. For each request it passes
+the rows in each pool. It does not know the layout, the page size or the ranks of the other side.
 """
 
 import random
@@ -19,21 +19,22 @@ from disagg.manager import KVManager
 from disagg.requests import Receiver
 from disagg.state.declare import Block, Inner, Role, State, blocks_by_tp, whole
 
-from .architectures import TOKENS, TensorSpec, TokenRange, describe
+from .architectures import describe
+from .components import TOKENS, TensorSpec, TokenRange
 from .content import NUMPY_DTYPES, CacheContent
-from .shards import Pool, Shard, Side, cut, stages
+from .shards import Pool, Shard, Sharding, cut, stages
 
 TIMEOUT_S = 30.0
 
 
-# --- what the pools hold, said once to disagg ---------------------------------------------------------------------------
+# --- declaration of the pools -----------------------------------------------------------------------------------------
 
 
 def declare(pool: Pool, *, topology: Topology, layers_by_stage: Sequence[Sequence[int]], dtype: str) -> Component:
-    """A pool as disagg sees it: every axis of every tensor by name, in memory order, and who holds what of it.
+    """The component of a pool: every axis of every tensor by name, in memory order, and each rank's share of it.
 
-    For a server that does not have such a table, `disagg.state` has the usual kinds ready (`paged.gqa`, `mamba.recurrent`,
-    ...), and `disagg.models` makes them from a model's `config.json`.
+    Without such a table, use the usual kinds in `disagg.state` (`paged.gqa`, `mamba.recurrent`, ...), or let `disagg.models`
+    derive them from a model's `config.json`.
     """
     spec = pool.component
     roles = [
@@ -44,7 +45,7 @@ def declare(pool: Pool, *, topology: Topology, layers_by_stage: Sequence[Sequenc
                 axis: _held(tensor, axis, size) for axis, size in zip(tensor.axes, tensor.sizes, strict=True) if size != TOKENS
             },
             granule=spec.granule if "token" in tensor.axes else 1,
-            dtype=str(NUMPY_DTYPES[tensor.dtype or dtype]),  # a stage without layers of the component has no tensor to ask
+            dtype=str(NUMPY_DTYPES[tensor.dtype or dtype]),  # a stage may have no tensor of the component
         )
         for tensor in spec.tensors
     ]
@@ -54,19 +55,19 @@ def declare(pool: Pool, *, topology: Topology, layers_by_stage: Sequence[Sequenc
 
 
 def _held(tensor: TensorSpec, axis: str, size: int) -> Inner:
-    """What each rank holds of an axis: all of it, or a part of every block."""
+    """Each rank's share of an axis: the whole axis, or a part of every block."""
     if axis != tensor.split:
         return whole(size)
     return blocks_by_tp(Block(block.num_units, block.unit_size, block.groups) for block in tensor.blocks)
 
 
-# --- which rows are free ------------------------------------------------------------------------------------------------
+# --- free rows ----------------------------------------------------------------------------------------------------------
 
 
 class FreeList:
-    """Ids of the pages or slots of a pool that no request has, in random order.
+    """Ids of the free pages or slots of a pool, in random order.
 
-    Rows come back from a lease, in a thread of the manager: hence the lock.
+    The lock is needed because leases return rows in a thread of the manager.
     """
 
     def __init__(self, num_rows: int, seed: int) -> None:
@@ -77,7 +78,7 @@ class FreeList:
     def take(self, count: int) -> list[int]:
         with self._lock:
             if count > len(self._ids):
-                raise MemoryError(f"{count} rows are needed, {len(self._ids)} are free")
+                raise MemoryError(f"expected {count} free rows, found {len(self._ids)}")
             taken, self._ids = self._ids[:count], self._ids[count:]
             return taken
 
@@ -100,14 +101,16 @@ class Request:
 class Rank:
     """One rank of the side `role` (`prefill` or `decode`) that serves one model."""
 
-    def __init__(self, *, role: str, name: str, side: Side, rank: int, dtype: str, backend: str, leader: str | None) -> None:
-        self._side, self._topology = side, side.topology(rank)
+    def __init__(
+        self, *, role: str, name: str, sharding: Sharding, rank: int, dtype: str, backend: str, leader: str | None
+    ) -> None:
+        self._topology = sharding.topology(rank)
         self._pools = {
-            component.name: Pool.allocate(name, component, side=side, topology=self._topology, dtype=dtype)
+            component.name: Pool.allocate(name, component, sharding=sharding, topology=self._topology, dtype=dtype)
             for component in describe(name)
         }
         self._free = {
-            pool.component.name: FreeList(side.num_pages if pool.component.paged else side.num_slots, seed=rank)
+            pool.component.name: FreeList(sharding.num_pages if pool.component.paged else sharding.num_slots, seed=rank)
             for pool in self._pools.values()
         }
         self._receivers: dict[bytes, tuple[Receiver, Request]] = {}
@@ -115,7 +118,7 @@ class Rank:
             name=role,
             topology=self._topology,
             components=[
-                declare(pool, topology=self._topology, layers_by_stage=stages(name, pool.component, side.pp), dtype=dtype)
+                declare(pool, topology=self._topology, layers_by_stage=stages(name, pool.component, sharding.pp), dtype=dtype)
                 for pool in self._pools.values()
             ],
             model=ModelId(name, revision=dtype),
@@ -124,18 +127,18 @@ class Rank:
         )
 
     def address(self) -> str:
-        """Where peers reach this rank. A side is known to the other by the address of its rank 0, the leader."""
+        """The address of this rank. Peers need only that of rank 0, the leader."""
         return self._manager.address
 
     def connect(self, peer: str, address: str) -> None:
-        """Know the other side, and wait until all its ranks have agreed on who writes what."""
+        """Connect to the other side, and wait until all its ranks have agreed on the plan."""
         self._manager.add_peer(peer, address=address)
         self._manager.wait_ready(peer, timeout_s=TIMEOUT_S)
 
     def send(self, request_id: bytes, *, content: CacheContent, first_token: int) -> int:
-        """Prefill: compute a request's state in two chunks, each sent as soon as it is there; returns the bytes moved."""
+        """Prefill: compute a request's state in two chunks and send each when it is computed. Returns the bytes moved."""
         request = self._begin(content.num_tokens)
-        shard = cut(content, self._topology)  # stands for the model: this is what the rank would have computed
+        shard = cut(content, self._topology)  # in place of the model: the state that this rank would compute
         before = self._manager.stats.nbytes
         sender = self._manager.sender(request_id, peer="decode", deadline_s=TIMEOUT_S)
         streamed = {name: rows for name, rows in request.rows.items() if self._pools[name].streams}
@@ -150,20 +153,20 @@ class Rank:
             self._pools[name].write(rows, shard[name], request.tokens[name])
         sender.finish(final, payload=first_token.to_bytes(4, "little"))
         event = sender.wait(timeout_s=TIMEOUT_S)
-        event.lease.on_release(lambda: self._give_back(request))  # pages are free when nobody can touch them
+        event.lease.on_release(lambda: self._give_back(request))  # free once no transfer can touch the pages
         if event.error is not None:
             raise event.error
         return self._manager.stats.nbytes - before
 
     def reserve(self, request_id: bytes, num_tokens: int) -> None:
-        """Decode: give a request rows to arrive in. Returns at once."""
+        """Decode: allocate rows for a request and reserve them. Returns at once."""
         request = self._begin(num_tokens)
         need = {name: tokens for name, tokens in request.tokens.items() if self._pools[name].component.paged}
         receiver = self._manager.receiver(request_id, peer="prefill", rows=request.rows, need=need, deadline_s=TIMEOUT_S)
         self._receivers[request_id] = receiver, request
 
     def arrived(self, request_id: bytes) -> int:
-        """Wait until all of a request's state is in this rank's pools; its first token. A server asks `manager.events()`."""
+        """Wait until all state of a request is in this rank's pools; return its first token. Servers use `manager.events()`."""
         receiver, _ = self._receivers[request_id]
         event = receiver.wait(timeout_s=TIMEOUT_S)
         if event.error is not None:
@@ -171,33 +174,30 @@ class Rank:
         return int.from_bytes(event.payload, "little")
 
     def read(self, request_id: bytes) -> Shard:
-        """What has arrived, as a copy."""
+        """A copy of the received state."""
         _, request = self._receivers[request_id]
         return {name: self._pools[name].read(rows, request.tokens[name]) for name, rows in request.rows.items()}
 
-    def spoil(self, request_id: bytes, component: str) -> None:
-        """Flip one bit of what has arrived, the same on all ranks that hold it: whoever goes on from it must see that.
-
-        A second call puts it right again.
-        """
+    def corrupt(self, request_id: bytes, component: str) -> None:
+        """Flip one bit of the received state, the same one on all ranks that hold it. A second call restores it."""
         _, request = self._receivers[request_id]
         rows, tokens = request.rows[component], request.tokens[component]
         self._pools[component].flip_bit(rows, tokens, topology=self._topology)
 
     def end(self, request_id: bytes) -> None:
-        """The request is over. Raises `RuntimeError` where a byte outside its rows was written."""
+        """End a request. Raises `RuntimeError` if a byte outside its rows was written."""
         receiver, request = self._receivers.pop(request_id)
         for name, rows in request.rows.items():
             self._pools[name].wipe(rows, request.tokens[name])
             if not self._pools[name].is_blank():
-                raise RuntimeError(f"component {name!r}: bytes were written that are not the request's")
+                raise RuntimeError(f"component {name!r}: expected no bytes outside the request's rows, found some")
         receiver.wait().lease.on_release(lambda: self._give_back(request))
 
     def close(self) -> None:
         self._manager.close()
 
     def _begin(self, num_tokens: int) -> Request:
-        """Rows for a request: pages for the tokens that each component holds, or one slot."""
+        """Allocate rows for a request: pages for the tokens that each component holds, or one slot."""
         tokens = {name: pool.component.tokens(num_tokens) for name, pool in self._pools.items()}
         rows: dict[str, Rows] = {}
         for name, (start, stop) in tokens.items():

@@ -2,8 +2,8 @@
 
     python examples/transformers_pd/run.py [--backend nixl|mooncake|all] [--architectures llama qwen3 ...]
 
-Each architecture runs undivided, and as prefill and decode on ranks that divide it differently. The exit status is 0 only
-if greedy tokens and logits of both runs are equal, bit for bit, and if a single flipped bit of the state changes them.
+Each architecture runs undivided, and as prefill and decode on ranks that divide it differently. The exit status is 0 if
+greedy tokens and logits of both runs are equal bit for bit, and if every flipped bit of the state changes the logits.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-if not __package__:  # started as a script: the folder it lies in is its package
+if not __package__:  # started as a script: its folder is the package
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "transformers_pd"
 
@@ -26,7 +26,7 @@ from .architectures import ARCHITECTURES, describe
 from .content import CacheContent, Generation
 from .driver import Driver
 from .rank import Rank
-from .shards import Side
+from .shards import Sharding
 from .workers import Worker, WorkerFailed, gather
 
 DTYPE = "bfloat16"
@@ -39,15 +39,15 @@ BACKENDS = ("nixl", "mooncake")
 class Pair:
     """How the two sides divide a model."""
 
-    prefill: Side
-    decode: Side
+    prefill: Sharding
+    decode: Sharding
 
 
 def _pair(prefill: tuple[int, int], decode: tuple[int, int]) -> Pair:
-    """Sides by (TP, PP), with other pages, pools and axis orders."""
+    """Two sides with these (TP, PP) sizes, and different page sizes, pools and axis orders."""
     return Pair(
-        Side(tp=prefill[0], pp=prefill[1], page_size=4, num_pages=48, order="nhd"),
-        Side(tp=decode[0], pp=decode[1], page_size=16, num_pages=20, order="hnd"),
+        Sharding(tp=prefill[0], pp=prefill[1], page_size=4, num_pages=48, order="nhd"),
+        Sharding(tp=decode[0], pp=decode[1], page_size=16, num_pages=20, order="hnd"),
     )
 
 
@@ -59,7 +59,7 @@ PAIRS: Mapping[str, Pair] = {
     "gpt-oss": _pair((2, 2), (3, 1)),
     "deepseek-v3": _pair((2, 1), (1, 3)),  # latents are the same on both prefill ranks
     "deepseek-v3.2": _pair((2, 2), (3, 1)),
-    "deepseek-v4": _pair((2, 2), (1, 4)),  # every decode stage has another mixture
+    "deepseek-v4": _pair((2, 2), (1, 4)),  # every decode stage has a different mixture of layers
     "kimi-linear": _pair((2, 2), (4, 1)),  # the first stage has no latent layer
     "falcon-h1": _pair((2, 1), (3, 1)),  # one Mamba group, on every rank
     "nemotron-h": _pair((2, 2), (3, 1)),  # 8 heads and 4 groups on three ranks: each has all groups
@@ -70,12 +70,12 @@ PAIRS: Mapping[str, Pair] = {
     "minimax-m3": _pair((2, 1), (1, 4)),  # the first decode stage has no index keys
 }
 SHOWN = ("llama", "qwen3", "qwen3-next", "gpt-oss")
-"""What is run unless something else is asked for."""
+"""The default architectures."""
 
 
 @dataclass(frozen=True)
 class Prompted:
-    """What does not depend on the engine: the state to be moved, and what must come out in the end."""
+    """The state to move and the expected result; the same for every engine."""
 
     name: str
     first_token: int
@@ -85,12 +85,12 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one divided run gave; `spoilt` by the component that had one bit flipped."""
+    """The result of one divided run. `corrupted` has the result with one bit flipped, by component."""
 
     nbytes: int
     expected: Generation
     found: Generation
-    spoilt: Mapping[str, Generation]
+    corrupted: Mapping[str, Generation]
 
     @property
     def tokens_equal(self) -> bool:
@@ -101,18 +101,20 @@ class Outcome:
         return self.found.logits.tobytes() == self.expected.logits.tobytes()
 
     @property
-    def unseen(self) -> list[str]:
-        """Components in which a wrong bit does not show: there, equal would mean nothing."""
-        return [name for name, run in self.spoilt.items() if run.logits.tobytes() == self.expected.logits.tobytes()]
+    def undetected(self) -> list[str]:
+        """Components in which a wrong bit changes nothing, so that equal results prove nothing."""
+        return [name for name, run in self.corrupted.items() if run.logits.tobytes() == self.expected.logits.tobytes()]
 
     @property
     def ok(self) -> bool:
-        return self.tokens_equal and self.logits_equal and not self.unseen
+        return self.tokens_equal and self.logits_equal and not self.undetected
 
     def __str__(self) -> str:
         verdict = {True: "equal", False: "DIFFER"}
         shown = " ".join(map(str, self.found.tokens[:6]))
-        control = f"NOT SEEN in {', '.join(self.unseen)}" if self.unseen else f"seen in {', '.join(self.spoilt)}"
+        control = (
+            f"NOT DETECTED in {', '.join(self.undetected)}" if self.undetected else f"detected in {', '.join(self.corrupted)}"
+        )
         return (
             f"{self.nbytes:,} bytes, {len(self.found.tokens)} tokens {verdict[self.tokens_equal]} ({shown} ...), "
             f"logits {verdict[self.logits_equal]}, one flipped bit {control}"
@@ -120,17 +122,17 @@ class Outcome:
 
 
 def start_ranks(crew: Mapping[str, Worker], name: str, *, pair: Pair, backend: str) -> tuple[list[Worker], list[Worker]]:
-    """The ranks of both sides, each with its pools and manager, and each connected to the other side."""
-    sides = {"prefill": pair.prefill, "decode": pair.decode}
-    ranks = {role: [crew[f"{role} rank {rank}"] for rank in range(side.num_ranks)] for role, side in sides.items()}
-    leaders: dict[str, str | None] = dict.fromkeys(sides)
-    for chosen in (slice(0, 1), slice(1, None)):  # rank 0 leads: the others of its side must know its address
-        for role, side in sides.items():
+    """Start the ranks of both sides and connect them."""
+    shardings = {"prefill": pair.prefill, "decode": pair.decode}
+    ranks = {role: [crew[f"{role} rank {rank}"] for rank in range(sharding.num_ranks)] for role, sharding in shardings.items()}
+    leaders: dict[str, str | None] = dict.fromkeys(shardings)
+    for chosen in (slice(0, 1), slice(1, None)):  # rank 0 first: the others need their leader's address
+        for role, sharding in shardings.items():
             for worker in ranks[role][chosen]:
-                settings = {"role": role, "name": name, "side": side, "dtype": DTYPE, "backend": backend}
+                settings = {"role": role, "name": name, "sharding": sharding, "dtype": DTYPE, "backend": backend}
                 worker.build(Rank, **settings, rank=ranks[role].index(worker), leader=leaders[role])
-        gather([worker for role in sides for worker in ranks[role][chosen]])
-        leaders = {role: call_all(ranks[role][:1], "address")[0] for role in sides}
+        gather([worker for role in shardings for worker in ranks[role][chosen]])
+        leaders = {role: call_all(ranks[role][:1], "address")[0] for role in shardings}
     for role, peer in (("prefill", "decode"), ("decode", "prefill")):
         for worker in ranks[role]:
             worker.call("connect", peer, leaders[peer])
@@ -139,14 +141,14 @@ def start_ranks(crew: Mapping[str, Worker], name: str, *, pair: Pair, backend: s
 
 
 def call_all(ranks: Sequence[Worker], method: str, *args: Any, **kwargs: Any) -> list[Any]:
-    """The same call on all ranks at the same time."""
+    """Make the same call on all ranks at the same time, and return the results."""
     for worker in ranks:
         worker.call(method, *args, **kwargs)
     return gather(ranks)
 
 
 def prompt(crew: Mapping[str, Worker], name: str) -> Prompted:
-    """Prefill in the one driver; the undivided run in it as well."""
+    """Run prefill and the undivided run in the prefill driver."""
     driver = crew["prefill driver"]
     driver.call("prefill", name, PROMPT)
     driver.call("undivided", name, PROMPT, num_new_tokens=NUM_NEW_TOKENS)
@@ -154,36 +156,36 @@ def prompt(crew: Mapping[str, Worker], name: str) -> Prompted:
     return Prompted(name, first_token, content, expected)
 
 
-def yield_to_waiter(crew: Mapping[str, Worker], given: Prompted, *, pair: Pair, backend: str) -> Outcome:
-    """Move the state from prefill ranks to decode ranks with an engine, and go on in the other driver.
+def move_and_decode(crew: Mapping[str, Worker], given: Prompted, *, pair: Pair, backend: str) -> Outcome:
+    """Move the state from prefill ranks to decode ranks with an engine, and decode in the decode driver.
 
-    Then once more for each component, with one bit of it flipped.
+    Then decode again for each component, with one bit of it flipped.
     """
     prefill, decode = start_ranks(crew, given.name, pair=pair, backend=backend)
     request_id = new_request_id()
     num_tokens = given.content.num_tokens
     call_all(decode, "reserve", request_id, num_tokens)
     sent = call_all(prefill, "send", request_id, content=given.content, first_token=given.first_token)
-    (first_token,) = set(call_all(decode, "arrived", request_id))  # every decode rank was told the same
-    task = {"side": pair.decode, "num_tokens": num_tokens, "first_token": first_token, "num_new_tokens": NUM_NEW_TOKENS}
+    (first_token,) = set(call_all(decode, "arrived", request_id))  # every decode rank received the same
+    task = {"sharding": pair.decode, "num_tokens": num_tokens, "first_token": first_token, "num_new_tokens": NUM_NEW_TOKENS}
 
-    def go_on() -> Generation:
-        """From what the decode ranks hold."""
+    def decode_received() -> Generation:
+        """Decode from the state in the decode ranks' pools."""
         shards = call_all(decode, "read", request_id)
         (result,) = call_all([crew["decode driver"]], "decode", given.name, shards=shards, **task)
         return cast("Generation", result)
 
-    found, spoilt = go_on(), {}
+    found, corrupted = decode_received(), {}
     for component in describe(given.name):
-        call_all(decode, "spoil", request_id, component.name)
-        spoilt[component.name] = go_on()
-        call_all(decode, "spoil", request_id, component.name)
+        call_all(decode, "corrupt", request_id, component.name)
+        corrupted[component.name] = decode_received()
+        call_all(decode, "corrupt", request_id, component.name)
     call_all(decode, "end", request_id)
-    return Outcome(sum(sent), given.expected, found, spoilt)
+    return Outcome(sum(sent), given.expected, found, corrupted)
 
 
 def run(names: Sequence[str], backends: Sequence[str]) -> bool:
-    """Every architecture over every engine; whether all came out as they must. Prints one line each."""
+    """Run every architecture over every engine, and print one line each. Returns whether all results were right."""
     pairs = {name: PAIRS[name] for name in names}
     processes = ["prefill driver", "decode driver"]
     processes += [f"prefill rank {i}" for i in range(max(pair.prefill.num_ranks for pair in pairs.values()))]
@@ -197,16 +199,16 @@ def run(names: Sequence[str], backends: Sequence[str]) -> bool:
         for name, pair in pairs.items():
             given = prompt(crew, name)
             for backend in backends:
-                outcome = yield_to_waiter(crew, given, pair=pair, backend=backend)
+                outcome = move_and_decode(crew, given, pair=pair, backend=backend)
                 ok = ok and outcome.ok
                 print(f"{name:14} {backend:8} {pair.prefill} -> {pair.decode}: {outcome}", flush=True)
     return ok
 
 
 def main() -> int:
-    """Exit status: 0 if all runs came out equal, 1 if not, 2 if something failed."""
+    """Return the exit status: 0 if all runs are equal, 1 if not, 2 if a process failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=[*BACKENDS, "all"], default="all")
+    parser.add_argument("--backend", choices=[*BACKENDS, "all"], default="all", help="engine; default: all")
     parser.add_argument(
         "--architectures", nargs="+", choices=ARCHITECTURES, default=SHOWN, metavar="NAME", help=", ".join(ARCHITECTURES)
     )

@@ -1,7 +1,7 @@
-"""What a rank holds of a request, by closed formulas: cut global arrays, keep the parts in pools, put them together again.
+"""Each rank's part of a request by closed formulas: splits global arrays, stores the parts in pools, and assembles them.
 
-A server has this anyway: it is how its ranks compute and store their state. Nothing here asks disagg's planner, so that
-what arrives is compared with something independent of it.
+A server has such code anyway, to compute and store its state. Nothing here uses disagg's planner, so received state is
+compared with something independent.
 """
 
 import math
@@ -16,25 +16,26 @@ from numpy.typing import NDArray
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.topology import Topology
 
-from .architectures import ARCHITECTURES, ComponentSpec, TensorSpec, TokenRange, describe, everything
+from .architectures import ARCHITECTURES, describe
+from .components import ComponentSpec, TensorSpec, TokenRange, everything
 from .content import NUMPY_DTYPES, Array, CacheContent
 
 Layers = dict[int, dict[str, Array]]
 """A component's tensors by layer and role."""
 
 Shard = dict[str, Layers]
-"""A rank's part of `CacheContent.arrays`: the layers of its stage, and of each split axis what it owns."""
+"""A rank's part of `CacheContent.arrays`: the layers of its stage, and its share of each split axis."""
 
 _SWAPPED = (("token", "kv_head"), ("channel", "width"))
-"""Axes of KV and of convolutions that servers keep in either order."""
+"""Pairs of axes that servers store in either order."""
 
 _BLANK = 0xA5
-"""What every byte of a pool is before something is written to it."""
+"""The value of every unwritten byte of a pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """How one side divides the model over ranks, and how it lays out its pools.
+class Sharding:
+    """How one side divides the model over ranks, and the layout of its pools.
 
     `order` is `nhd` (tokens, then heads; convolutions by channel) or `hnd` (heads first; convolutions by column).
     """
@@ -57,7 +58,7 @@ class Side:
         return f"TP {self.tp} PP {self.pp} page {self.page_size} {self.order.upper()}"
 
 
-# --- who owns what ------------------------------------------------------------------------------------------------------
+# --- ownership ----------------------------------------------------------------------------------------------------------
 
 
 def stages(name: str, component: ComponentSpec, pp: int) -> tuple[tuple[int, ...], ...]:
@@ -67,7 +68,7 @@ def stages(name: str, component: ComponentSpec, pp: int) -> tuple[tuple[int, ...
 
 
 def owned(tensor: TensorSpec, topology: Topology) -> NDArray[np.intp]:
-    """Positions along the split axis that a rank holds, in memory order: its share of every block, at least one unit."""
+    """A rank's positions along the split axis, in memory order: its share of every block, at least one unit."""
     positions = []
     block_start = 0
     for block in tensor.blocks:
@@ -81,7 +82,7 @@ def owned(tensor: TensorSpec, topology: Topology) -> NDArray[np.intp]:
 
 
 def _part(tensor: TensorSpec, topology: Topology) -> tuple[Any, ...]:
-    """What to index a global array with to get, or to set, a rank's part."""
+    """The index of a rank's part in a global array."""
     if tensor.split is None:
         return ()
     return (slice(None),) * tensor.axes.index(tensor.split) + (owned(tensor, topology),)
@@ -98,10 +99,10 @@ def cut(content: CacheContent, topology: Topology) -> Shard:
     }
 
 
-def assemble(name: str, num_tokens: int, dtype: str, *, side: Side, shards: Sequence[Shard]) -> CacheContent:
+def assemble(name: str, num_tokens: int, dtype: str, *, sharding: Sharding, shards: Sequence[Shard]) -> CacheContent:
     """The global state from the shards of all ranks of a side, in rank order.
 
-    Raises `ValueError` where two ranks hold the same positions, but not the same bytes.
+    Raises `ValueError` if two ranks hold different bytes for the same positions.
     """
     content = CacheContent.empty(name, num_tokens, dtype)
     for rank, shard in enumerate(shards):
@@ -109,9 +110,9 @@ def assemble(name: str, num_tokens: int, dtype: str, *, side: Side, shards: Sequ
             for layer, by_role in shard[component.name].items():
                 for tensor in component.tensors:
                     array = content.arrays[component.name][layer][tensor.role]
-                    array[_part(tensor, side.topology(rank))] = by_role[tensor.role]
+                    array[_part(tensor, sharding.topology(rank))] = by_role[tensor.role]
     for rank, shard in enumerate(shards):
-        if not _same(cut(content, side.topology(rank)), shard):
+        if not _same(cut(content, sharding.topology(rank)), shard):
             raise ValueError(f"{name}: rank {rank} does not hold the same bytes as its replica")
     return content
 
@@ -141,15 +142,15 @@ class Pool:
     tensors: Layers
 
     @classmethod
-    def allocate(cls, name: str, component: ComponentSpec, *, side: Side, topology: Topology, dtype: str) -> "Pool":
-        """Memory for the layers of the rank's stage, every byte set to a mark."""
-        axes = {t.role: _memory_axes(component, t, side.order) for t in component.tensors}
-        page_size = math.lcm(side.page_size, component.granule)
+    def allocate(cls, name: str, component: ComponentSpec, *, sharding: Sharding, topology: Topology, dtype: str) -> "Pool":
+        """Allocate memory for the layers of the rank's stage, full of `_BLANK`."""
+        axes = {t.role: _memory_axes(component, t, sharding.order) for t in component.tensors}
+        page_size = math.lcm(sharding.page_size, component.granule)
         layers = stages(name, component, topology.pp)[topology.pp_rank]
         tensors: Layers = {layer: {} for layer in layers}
         for tensor in component.tensors:
             sizes = dict(zip(tensor.axes, tensor.shape(page_size // component.granule), strict=True))
-            sizes |= {"page": side.num_pages, "slot": side.num_slots}
+            sizes |= {"page": sharding.num_pages, "slot": sharding.num_slots}
             if tensor.split is not None:
                 sizes[tensor.split] = len(owned(tensor, topology))
             shape = [sizes[axis] for axis in axes[tensor.role]]
@@ -160,13 +161,13 @@ class Pool:
         return cls(component, page_size, axes, tensors)
 
     def write(self, rows: Rows, layers: Layers, tokens: TokenRange) -> None:
-        """Put the tokens `[start, stop)` of a shard into the request's rows; a slot is written whole."""
+        """Write the tokens `[start, stop)` of a shard to the request's rows; a slot is written whole."""
         for layer, by_role in layers.items():
             for role, array in by_role.items():
                 self._view(layer, role)[self._cells(rows, tokens)] = array[self._part(rows, tokens)]
 
     def read(self, rows: Rows, tokens: TokenRange) -> Layers:
-        """The reverse of `write`, as a copy."""
+        """The reverse of `write`: a copy of the tokens."""
         cells = self._cells(rows, tokens)
         return {
             layer: {role: np.array(self._view(layer, role)[cells], order="C") for role in roles}
@@ -175,17 +176,17 @@ class Pool:
 
     @property
     def streams(self) -> bool:
-        """Whether a request's tokens never change once they are there, so that they can be sent before the prompt's end."""
+        """Whether tokens never change once written, so that they can be sent before the prompt ends."""
         return self.component.paged and self.component.tokens is everything
 
     def rows_from(self, rows: Rows, token: int) -> Rows:
-        """The same pages from the one that holds `token` on; a slot as it is."""
+        """The pages from the one that holds `token` on; a slot unchanged."""
         if isinstance(rows, Slot):
             return rows
         return Pages(rows.ids[token // self.page_size - rows.first_token // self.page_size :], first_token=token)
 
     def wipe(self, rows: Rows, tokens: TokenRange) -> None:
-        """Make these cells as they were when the pool was new."""
+        """Reset these cells to `_BLANK`."""
         values = self.read(rows, tokens)
         for by_role in values.values():
             for array in by_role.values():
@@ -193,13 +194,13 @@ class Pool:
         self.write(rows, values, tokens)
 
     def is_blank(self) -> bool:
-        """Whether nothing is written anywhere."""
+        """Whether every byte of the pool is `_BLANK`."""
         return all((a.view(np.uint8) == _BLANK).all() for by_role in self.tensors.values() for a in by_role.values())
 
     def flip_bit(self, rows: Rows, tokens: TokenRange, *, topology: Topology) -> None:
-        """Change the sign of one value of the request, the last one in global terms, if it is held here (little endian).
+        """Flip the sign bit of the globally last value of the request, if this rank holds it (little endian).
 
-        Index keys only choose tokens, and the sign of one value may leave the choice as it was: there, the exponent.
+        Of index keys, flip an exponent bit: they only select tokens, and a sign may not change the selection.
         """
         layer, tensor = self.component.layers[-1], self.component.tensors[-1]
         last_is_here = (
@@ -211,13 +212,13 @@ class Pool:
             self.write(rows, values, tokens)
 
     def _view(self, layer: int, role: str) -> Array:
-        """A tensor with its axes in the declared order, after the page or slot."""
+        """A tensor with its axes in the declared order, after the page or slot axis."""
         tensor = next(t for t in self.component.tensors if t.role == role)
         order = [self.axes[role].index(axis) for axis in (self.axes[role][0], *tensor.axes)]
         return self.tensors[layer][role].transpose(order)
 
     def _cells(self, rows: Rows, tokens: TokenRange) -> tuple[Any, ...]:
-        """What to index `_view` with to get `[token, ...]`, or a slot's `[...]`."""
+        """The index into `_view` of `[token, ...]`, or of a slot's `[...]`."""
         if isinstance(rows, Slot):
             return (rows.id,)
         granules = np.arange(tokens[0] // self.component.granule, tokens[1] // self.component.granule)
@@ -225,7 +226,7 @@ class Pool:
         return rows.ids[page - rows.first_token // self.page_size], inside
 
     def _part(self, rows: Rows, tokens: TokenRange) -> slice:
-        """The rows of a shard's array that are in `tokens`; its first is in that of `rows`."""
+        """The rows of `tokens` in a shard's array, which begins at the first token of `rows`."""
         if isinstance(rows, Slot):
             return slice(None)
         start, stop = (self.component.num_rows((rows.first_token, token)) for token in tokens)
@@ -233,7 +234,7 @@ class Pool:
 
 
 def _memory_axes(component: ComponentSpec, tensor: TensorSpec, order: str) -> tuple[str, ...]:
-    """Axes of a pool's tensor: in `nhd` as declared, in `hnd` with the pairs of `_SWAPPED` the other way round."""
+    """The axes of a pool's tensor: as declared for `nhd`, with the pairs in `_SWAPPED` exchanged for `hnd`."""
     axes = ["page" if component.paged else "slot", *tensor.axes]
     for pair in _SWAPPED if order == "hnd" else ():
         if set(pair) <= set(axes):

@@ -1,6 +1,6 @@
-"""Child processes that hold one object each and call its methods for the parent. They end when the parent does.
+"""Child processes that each hold one object and call its methods for the parent. They end when the parent does.
 
-Plumbing, with no disagg in it: a real server has its own.
+This module does not use disagg: a real server has its own processes.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ TIMEOUT_S = 60.0
 
 
 class WorkerFailed(RuntimeError):
-    """A child died, raised, or did not answer in time; the message ends with what it wrote to stderr."""
+    """A child died, raised, or did not answer in time. The message ends with its output on stderr."""
 
 
 class Resident(Protocol):
-    """What a worker holds."""
+    """The object in a worker."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Build:
-    """Order: hold what `factory` makes instead of what was held before."""
+    """Request: replace the object by a new one from `factory`."""
 
     factory: Callable[..., Resident]
     kwargs: dict[str, Any]
@@ -39,7 +39,7 @@ class _Build:
 
 @dataclass(frozen=True)
 class _Call:
-    """Order: call a method of what is held."""
+    """Request: call a method of the object."""
 
     method: str
     args: tuple[Any, ...]
@@ -48,13 +48,13 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Raised:
-    """Answer: the order raised this."""
+    """Answer: the request raised this."""
 
     trace: str
 
 
 class Worker:
-    """The parent's end of a child process. Every `build` and `call` is answered once, to `gather`."""
+    """The parent's end of a child process. `gather` takes one answer to each `build` and `call`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -66,15 +66,15 @@ class Worker:
         theirs.close()
 
     def build(self, factory: Callable[..., Resident], **kwargs: Any) -> None:
-        """Have the child close what it holds, and hold `factory(**kwargs)`."""
-        self._order(_Build(factory, kwargs))
+        """Close the child's object, and replace it by `factory(**kwargs)`."""
+        self._send(_Build(factory, kwargs))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Have the child call a method of what it holds."""
-        self._order(_Call(method, args, kwargs))
+        """Call a method of the child's object."""
+        self._send(_Call(method, args, kwargs))
 
     def take(self) -> Any:
-        """The answer to the oldest order not answered yet; waits for it."""
+        """Wait for the answer to the oldest open request, and return it."""
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -83,12 +83,12 @@ class Worker:
             raise WorkerFailed(f"{self.name} failed\n{answer.trace}")
         return answer
 
-    def hang_up(self) -> None:
-        """Have the child close what it holds, and end."""
+    def disconnect(self) -> None:
+        """Disconnect: the child closes its object and ends."""
         self.connection.close()
 
     def end(self, *, timeout_s: float) -> None:
-        """Wait until the child has ended; one that has not within `timeout_s` is killed."""
+        """Wait until the child has ended; kill it after `timeout_s`."""
         self.process.join(max(0.0, timeout_s))
         if self.process.is_alive():
             self.process.kill()
@@ -99,9 +99,9 @@ class Worker:
         lines = self._stderr.read_text(errors="replace").splitlines() if self._stderr.exists() else []
         return "\n".join(lines[-30:])
 
-    def _order(self, order: _Build | _Call) -> None:
+    def _send(self, request: _Build | _Call) -> None:
         try:
-            self.connection.send(order)
+            self.connection.send(request)
         except (BrokenPipeError, ConnectionError) as error:
             raise self._died() from error
 
@@ -111,7 +111,7 @@ class Worker:
 
 
 def gather(workers: Sequence[Worker], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """One answer of each, in their order. Raises `WorkerFailed` for the first child that fails, whichever it is."""
+    """Return one answer of each worker, in their order. Raises `WorkerFailed` as soon as any child fails."""
     deadline = time.monotonic() + timeout_s
     pending: dict[object, Worker] = {worker.connection: worker for worker in workers}
     answers: dict[str, Any] = {}
@@ -128,34 +128,34 @@ def gather(workers: Sequence[Worker], *, timeout_s: float = TIMEOUT_S) -> list[A
 
 @contextlib.contextmanager
 def start(names: Sequence[str]) -> Iterator[dict[str, Worker]]:
-    """Workers by name; all of them have ended afterwards."""
+    """Start workers, and yield them by name. All have ended afterwards."""
     workers: dict[str, Worker] = {}
-    patience_s = 0.0
+    grace_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in names:
                 workers[name] = Worker(name, Path(folder))
             yield workers
-            patience_s = 10.0  # after an error nobody waits for the others
+            grace_s = 10.0  # after an error, kill the others at once
         finally:
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + grace_s
             for worker in workers.values():
-                worker.hang_up()
+                worker.disconnect()
             for worker in workers.values():
                 worker.end(timeout_s=deadline - time.monotonic())
 
 
 def _serve(connection: Connection, stderr: str) -> None:
-    """The child: carry out orders until the parent hangs up."""
+    """Run the child: carry out requests until the parent disconnects."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     held: Resident | None = None
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            order = connection.recv()
+            request = connection.recv()
             answer: Any = None
             try:
-                match order:
+                match request:
                     case _Build(factory, kwargs):
                         if held is not None:
                             held.close()
@@ -171,7 +171,7 @@ def _serve(connection: Connection, stderr: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End at once when the parent is gone, whatever the main thread is waiting for."""
+    """End the process at once when the parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

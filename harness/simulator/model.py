@@ -1,4 +1,4 @@
-"""The model of the truth: who owns each row, what each cell holds, and which transfers may still touch memory.
+"""The model of the truth: the owner of each row, the content of each cell, and which transfers may still touch memory.
 
 A row is a page or a slot. A page has one cell per layer, token and tensor-parallel rank; a slot uses its first cell.
 """

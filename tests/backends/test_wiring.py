@@ -22,7 +22,7 @@ from disagg.protocol.types import Event, RequestKey
 from disagg.requests import RequestHandle
 from disagg.transfer.pool_memory import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, ask_again_and_again, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send, wait_by_polling
 from tests.support.host_kernels import SIDES, DelayedCopies, HostMover, Spans
 
 
@@ -49,7 +49,7 @@ def test_a_server_that_polls_does_not_delay_other_threads(by_events: bool, monke
     """With threads that busy-poll; `tests/manager/test_requests.py` tests threads that sleep."""
     monkeypatch.setattr(PoolMemory, "spin_s", 5e-3)
     with cluster(Side(), Side(), settings={"backend": Spans}) as made:
-        assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))
+        assert all(event.ok for event in wait_by_polling(made, by_events=by_events))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)

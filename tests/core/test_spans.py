@@ -21,7 +21,7 @@ CASES = [
     Case(
         model=MODEL,
         source=Side(tp=2, stages=((0, 1, 2),)),
-        destination=Side(page_size=8, stages=((0, 1, 2),)),
+        destination=Side(page=8, stages=((0, 1, 2),)),
         num_tokens=29,
         need=3,
     ),

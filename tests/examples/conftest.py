@@ -1,4 +1,4 @@
-"""Makes `examples` importable, however pytest is started."""
+"""Makes `examples` importable, wherever pytest is started."""
 
 from __future__ import annotations
 

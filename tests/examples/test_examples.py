@@ -1,4 +1,4 @@
-"""Every example, as a user starts it. All of them run at the same time, so that the slowest one is all that they take."""
+"""Every example as a user starts it. They run at the same time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Finish = Callable[[str], Ended]
 
 @pytest.fixture(scope="module")
 def finish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finish]:
-    """All commands, started; the call waits for one to end."""
+    """Start all commands, and yield a function that waits for one of them."""
     for module, package in (("nixl._bindings", "nixl"), ("mooncake.engine", "mooncake-transfer-engine-non-cuda")):
         require_engine(module, package)
     folder = tmp_path_factory.mktemp("examples")
@@ -64,13 +64,13 @@ def finish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finish]:
         yield finish
 
 
-def test_the_minimal_server_answers_as_one_worker_would(finish: Finish) -> None:
+def test_the_minimal_server_answers_as_a_single_worker(finish: Finish) -> None:
     ended = finish("minimal")
     assert ended.status == 0, ended.err
     assert ended.out.startswith("8 requests, every token as expected, over shm (inferred)"), ended.out
 
 
-def test_the_smallest_embed_is_complete(finish: Finish) -> None:
+def test_the_smallest_embed_runs(finish: Finish) -> None:
     ended = finish("smallest")
     assert ended.status == 0, ended.err
     assert ended.out == "8 tokens arrived, byte for byte\n"
@@ -106,10 +106,10 @@ def test_a_third_partys_engine_keeps_the_contract(finish: Finish) -> None:
 def test_a_third_partys_engine_is_found_by_its_entry_point(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
     shutil.copytree(THIRD_PARTY, tmp_path / "source")
-    made = subprocess.run(
+    installed = subprocess.run(
         [*pip, str(tmp_path / "site"), str(tmp_path / "source")], capture_output=True, text=True, timeout=110, check=False
     )
-    assert made.returncode == 0, made.stderr
+    assert installed.returncode == 0, installed.stderr
     case = [
         "--model",
         "tiny",

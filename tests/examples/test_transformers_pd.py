@@ -1,4 +1,4 @@
-"""The example as a user starts it: real model code, ranks in processes of their own, real engines."""
+"""The example as a user starts it: real model code, one process per rank, real engines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 
 from disagg.core.rows import Pages, Rows, Slot
 from examples.transformers_pd import run, workers
-from examples.transformers_pd.architectures import ARCHITECTURES, TOKENS, Block, ComponentSpec, TensorSpec, describe
+from examples.transformers_pd.architectures import ARCHITECTURES, describe
+from examples.transformers_pd.components import TOKENS, Block, ComponentSpec, TensorSpec
 from examples.transformers_pd.content import CacheContent, Generation
-from examples.transformers_pd.shards import Pool, Side, assemble, cut, stages
+from examples.transformers_pd.shards import Pool, Sharding, assemble, cut, stages
 from tests.backends.conftest import require_engine
 from tests.examples.conftest import ROOT
 
@@ -35,7 +36,7 @@ CHOSEN = {"attention": [name for name in ARCHITECTURES if name not in RECURRENT]
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_divided_runs_equal_undivided_ones(chosen: str) -> None:
-    """Every architecture over both engines: in one run, so that rank processes and models are made once."""
+    """Every architecture over both engines, in one run to start processes and models once."""
     for package in ENGINES.values():
         require_engine(*package)
     require_engine("transformers", "transformers")
@@ -53,31 +54,31 @@ def test_divided_runs_equal_undivided_ones(chosen: str) -> None:
     for (name, backend), line in zip(expected, lines, strict=True):
         components = ", ".join(component.name for component in describe(name))
         pattern = rf"{name} +{backend} .* -> .*: ([\d,]+) bytes, 24 tokens equal \(.*\), logits equal, "
-        found = re.fullmatch(pattern + f"one flipped bit seen in {components}", line)
+        found = re.fullmatch(pattern + f"one flipped bit detected in {components}", line)
         assert found, line
         assert int(found[1].replace(",", "")) == delivered_nbytes(name)
 
 
 def delivered_nbytes(name: str) -> int:
     """Bytes that all decode ranks need together, replicas included."""
-    side = run.PAIRS[name].decode
+    sharding = run.PAIRS[name].decode
     content = CacheContent.empty(name, len(run.PROMPT), run.DTYPE)
-    shards = [cut(content, side.topology(rank)) for rank in range(side.num_ranks)]
+    shards = [cut(content, sharding.topology(rank)) for rank in range(sharding.num_ranks)]
     return sum(a.nbytes for shard in shards for layers in shard.values() for roles in layers.values() for a in roles.values())
 
 
-def test_what_differs_is_said_and_decides_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_printed_and_set_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Generation((1, 2, 3), np.zeros((2, 4), np.float32))
-    spoilt = replace(expected, logits=expected.logits + 1)
-    good = run.Outcome(10, expected, expected, {"kv": spoilt, "ssm": spoilt})
+    corrupted = replace(expected, logits=expected.logits + 1)
+    good = run.Outcome(10, expected, expected, {"kv": corrupted, "ssm": corrupted})
     assert good.ok
-    assert str(good) == "10 bytes, 3 tokens equal (1 2 3 ...), logits equal, one flipped bit seen in kv, ssm"
-    assert not replace(good, found=spoilt).ok
-    assert "logits DIFFER" in str(replace(good, found=spoilt))
+    assert str(good) == "10 bytes, 3 tokens equal (1 2 3 ...), logits equal, one flipped bit detected in kv, ssm"
+    assert not replace(good, found=corrupted).ok
+    assert "logits DIFFER" in str(replace(good, found=corrupted))
     assert "tokens DIFFER" in str(replace(good, found=replace(expected, tokens=(1, 2, 4))))
     assert not replace(good, found=replace(expected, tokens=(1, 2, 4))).ok
-    assert not replace(good, spoilt={"kv": spoilt, "ssm": expected}).ok
-    assert str(replace(good, spoilt={"kv": spoilt, "ssm": expected})).endswith("one flipped bit NOT SEEN in ssm")
+    assert not replace(good, corrupted={"kv": corrupted, "ssm": expected}).ok
+    assert str(replace(good, corrupted={"kv": corrupted, "ssm": expected})).endswith("one flipped bit NOT DETECTED in ssm")
 
     monkeypatch.setattr(sys, "argv", ["run.py"])
     for ok, status in ((True, 0), (False, 1)):
@@ -102,18 +103,20 @@ def rows_of(component: ComponentSpec, num_tokens: int, page_size: int) -> Rows:
     return Pages(np.arange(count, dtype=np.int32)[::-1] * 2, first_token=start) if component.paged else Slot(3)
 
 
-@pytest.mark.parametrize("side", [Side(tp=3), Side(tp=2, pp=3, order="hnd", page_size=4), Side(tp=8, page_size=5)], ids=str)
+@pytest.mark.parametrize(
+    "sharding", [Sharding(tp=3), Sharding(tp=2, pp=3, order="hnd", page_size=4), Sharding(tp=8, page_size=5)], ids=str
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_shards_go_through_pools_and_come_together_again(name: str, side: Side) -> None:
-    """Every architecture, also those whose state cannot be moved yet."""
+def test_shards_written_to_pools_assemble_to_the_same_content(name: str, sharding: Sharding) -> None:
+    """For every architecture."""
     content = filled(name, 37)
     shards = []
-    for rank in range(side.num_ranks):
-        topology = side.topology(rank)
+    for rank in range(sharding.num_ranks):
+        topology = sharding.topology(rank)
         shard = cut(content, topology)
         read = {}
         for component in describe(name):
-            pool = Pool.allocate(name, component, side=side, topology=topology, dtype="bfloat16")
+            pool = Pool.allocate(name, component, sharding=sharding, topology=topology, dtype="bfloat16")
             rows, held = rows_of(component, 37, pool.page_size), component.tokens(37)
             pool.write(rows, shard[component.name], held)
             read[component.name] = pool.read(rows, held)
@@ -121,17 +124,20 @@ def test_shards_go_through_pools_and_come_together_again(name: str, side: Side) 
             pool.wipe(rows, held)
             assert pool.is_blank()
         shards.append(read)
-    assert assemble(name, 37, "bfloat16", side=side, shards=shards).identical(content)
+    assert assemble(name, 37, "bfloat16", sharding=sharding, shards=shards).identical(content)
 
 
-def test_ownership_is_per_block_and_replicas_start_where_they_must() -> None:
+def test_every_block_is_split_separately_and_replicas_are_right() -> None:
     blocks = (Block("x", 4, 2), Block("B", 1, 3))
     tensor = TensorSpec("conv", ("token", "channel"), (TOKENS, 11), "channel", blocks)
     component = ComponentSpec("kv", (0, 1, 2), (tensor,))
-    pools = [Pool.allocate("llama", component, side=Side(), topology=Side(tp=2).topology(r), dtype="bfloat16") for r in (0, 1)]
+    pools = [
+        Pool.allocate("llama", component, sharding=Sharding(), topology=Sharding(tp=2).topology(r), dtype="bfloat16")
+        for r in (0, 1)
+    ]
     assert [pool.tensors[0]["conv"].shape for pool in pools] == [(64, 16, 7)] * 2
     content = filled("llama", 5)
-    heads = [cut(content, Side(tp=6).topology(rank))["kv"][0]["k"] for rank in range(6)]
+    heads = [cut(content, Sharding(tp=6).topology(rank))["kv"][0]["k"] for rank in range(6)]
     whole = content.arrays["kv"][0]["k"]
     for found, head in zip(heads, (0, 0, 1, 2, 2, 3), strict=True):
         np.testing.assert_array_equal(found, whole[:, head : head + 1])
@@ -139,18 +145,18 @@ def test_ownership_is_per_block_and_replicas_start_where_they_must() -> None:
 
 
 def test_replicas_that_disagree_are_refused() -> None:
-    content, side = filled("llama", 5), Side(tp=6)
-    shards = [cut(content, side.topology(rank)) for rank in range(side.num_ranks)]
+    content, sharding = filled("llama", 5), Sharding(tp=6)
+    shards = [cut(content, sharding.topology(rank)) for rank in range(sharding.num_ranks)]
     shards[0]["kv"][0]["k"][0] ^= 1
     with pytest.raises(ValueError, match="rank 0 does not hold the same bytes as its replica"):
-        assemble("llama", 5, "bfloat16", side=side, shards=shards)
+        assemble("llama", 5, "bfloat16", sharding=sharding, shards=shards)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
 class Child:
-    """What the workers of these tests hold."""
+    """The object in the workers of these tests."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -170,7 +176,7 @@ class Child:
 
 
 def has_ended(pid: int, *, within_s: float) -> bool:
-    """Whether a process that is not ours ends in time; one that nobody has reaped yet has ended."""
+    """Whether another process's child ends in time; a zombie has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         stat = Path(f"/proc/{pid}/stat")
@@ -183,7 +189,7 @@ def has_ended(pid: int, *, within_s: float) -> bool:
     return False
 
 
-def test_failures_of_children_are_told() -> None:
+def test_failures_of_children_are_raised() -> None:
     with workers.start(["one", "two"]) as crew:
         one, two = crew.values()
         one.build(Child)
@@ -197,7 +203,7 @@ def test_failures_of_children_are_told() -> None:
             workers.gather([two], timeout_s=0.1)
         one.call("die")
         with pytest.raises(workers.WorkerFailed, match=r"one died with exit status -6\nlast words"):
-            workers.gather([two, one])  # without waiting for the one that sleeps
+            workers.gather([two, one])  # without waiting for the sleeping one
         crew["two"].process.kill()
     assert not any(worker.process.is_alive() for worker in crew.values())
 

@@ -99,8 +99,8 @@ def test_checksums_agree_after_a_transfer_in_any_chunks(case: Case, sample: byte
 def moved(**changes: Any) -> Scene:
     case = Case(
         model=MODEL,
-        source=Side(tp=2, page_size=4, stages=((0, 3, 5),)),
-        destination=Side(tp=1, page_size=8, stages=((0, 3, 5),), axes=HND),
+        source=Side(tp=2, page=4, stages=((0, 3, 5),)),
+        destination=Side(tp=1, page=8, stages=((0, 3, 5),), axes=HND),
         **({"num_tokens": 40, "need": 3} | changes),
     )
     scene = Scene(case)

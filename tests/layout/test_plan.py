@@ -59,8 +59,8 @@ def test_every_number_of_heads_on_every_tp_to_every_tp(heads: int) -> None:
         check(
             Case(
                 model=KVModel(num_kv_heads=heads, dims={"k": 2, "v": 3}),
-                source=Side(tp=source, page_size=2, stages=((0,),)),
-                destination=Side(tp=destination, page_size=3, stages=((0,),), axes=HND if source % 2 else NHD),
+                source=Side(tp=source, page=2, stages=((0,),)),
+                destination=Side(tp=destination, page=3, stages=((0,),), axes=HND if source % 2 else NHD),
                 num_tokens=4,
             )
         )
@@ -70,7 +70,7 @@ def test_every_number_of_heads_on_every_tp_to_every_tp(heads: int) -> None:
 @pytest.mark.parametrize("destination", [1, 2, 3, 4, 6])
 def test_every_pair_of_page_sizes_at_every_offset(source: int, destination: int) -> None:
     model = KVModel(num_kv_heads=1, dims={"k": 1, "v": 1}, dtype="uint8")
-    ours, theirs = Side(page_size=source, stages=((0,),)), Side(page_size=destination, stages=((0,),))
+    ours, theirs = Side(page=source, stages=((0,),)), Side(page=destination, stages=((0,),))
     for need, num_tokens in itertools.combinations_with_replacement(range(14), 2):
         if num_tokens:
             check(Case(model=model, source=ours, destination=theirs, num_tokens=num_tokens, need=need, source_first=need // 2))
@@ -129,7 +129,7 @@ def test_every_pair_of_settings_of_the_two_sides(part: int) -> None:
                 tp=row[f"{side}_tp"],
                 cp=row[f"{side}_cp"],
                 stages=stages_of(row[f"{side}_pp"]),
-                page_size=row[f"{side}_page"],
+                page=row[f"{side}_page"],
                 axes=row[f"{side}_axes"],
                 context=row[f"{side}_context"],
             )

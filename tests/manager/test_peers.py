@@ -28,7 +28,7 @@ from disagg.core.leases import LeaseState
 from disagg.protocol.types import Limits, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
-from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, cluster, component, introduce, receive, send, start_side
+from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, cluster, introduce, receive, send, start_side
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 
@@ -234,7 +234,7 @@ def manager(**settings: Any) -> KVManager:
     spec = KVRank(layers=(0,), page_size=4, num_pages=4, tp=topology.tp, tp_rank=topology.tp_rank)
     pools = reference.allocate(MODEL, spec)
     defaults: dict[str, Any] = {"name": "x", "model": ModelId("m"), "backend": "local", "connection_limits": FAST_LINKS}
-    kv = component(MODEL, Side(), topology, pools)
+    kv = Side().component(MODEL, topology, pools)
     return KVManager(topology=topology, components=[kv], **{**defaults, **settings})
 
 

@@ -26,7 +26,7 @@ from disagg import (
 from disagg.core.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.reference import PageList
-from tests.support.cluster import DEADLINE_S, Cluster, Side, ask_again_and_again, clear, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Cluster, Side, clear, cluster, receive, send, wait_by_polling
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +410,7 @@ def test_a_server_that_asks_again_and_again_holds_up_nobody(backend: str, verify
     with cluster(Side(tp=2), Side(page=8), settings={"backend": backend, "verify": verify}) as made:
         assert all(event.ok for event in made.transfer(37))
         for by_events in (False, True):
-            assert all(event.ok for event in ask_again_and_again(made, by_events=by_events))
+            assert all(event.ok for event in wait_by_polling(made, by_events=by_events))
 
 
 LEFT_OPEN = """

@@ -65,9 +65,9 @@ def test_uneven_pipeline_stages_pair_layers_by_id() -> None:
     """Case 9: 15 layers as 7 + 8 to one stage, and back to 5 + 5 + 5."""
     halves = (tuple(range(7)), tuple(range(7, 15)))
     thirds = (tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15)))
-    with cluster(Side(pp=2, tp=2, stages=halves), Side(tp=1), num_layers=15) as made:
+    with cluster(Side(tp=2, stages=halves), Side(tp=1), num_layers=15) as made:
         assert ok(made.transfer(21))
-    with cluster(Side(tp=1), Side(pp=3, stages=thirds), num_layers=15) as made:
+    with cluster(Side(tp=1), Side(stages=thirds), num_layers=15) as made:
         assert ok(made.transfer(21))
 
 

@@ -38,7 +38,7 @@ class Damaging(LocalBackend):
     ("prefill", "decode"),
     [
         (Side(tp=4), Side(tp=2, page=8, axes=HND)),
-        (Side(tp=2, pp=2, stages=((0, 2), (1,))), Side(tp=3)),
+        (Side(tp=2, stages=((0, 2), (1,))), Side(tp=3)),
         (Side(tp=8), Side(tp=1, cp=2)),
     ],
 )

@@ -22,7 +22,8 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
-from examples.transformers_pd.architectures import ARCHITECTURES, Architecture, ComponentSpec  # noqa: E402
+from examples.transformers_pd.architectures import ARCHITECTURES, Architecture  # noqa: E402
+from examples.transformers_pd.components import ComponentSpec  # noqa: E402
 
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama",

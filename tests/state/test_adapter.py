@@ -12,7 +12,9 @@ from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
 from disagg.state import adapter
 from disagg.testing.reference_states import Form
-from tests.support.states import Kind, Scene, Side, adapter_kind, moved
+from tests.support.instances import InstanceSpec
+from tests.support.kinds import Kind, adapter_kind
+from tests.support.states import Scene, moved
 
 EXPERTS, INTERMEDIATE, HIDDEN, RANK = 8, 8, 3, 2
 
@@ -34,21 +36,25 @@ def modules(*layers: int) -> list[Kind]:
 @pytest.mark.parametrize(("tp", "ep"), SIZES)
 def test_every_tp_and_ep_to_every_tp_and_ep(tp: int, ep: int) -> None:
     for other_tp, other_ep in SIZES:
-        moved(modules(3), Side(tp=tp, ep=ep), Side(tp=other_tp, ep=other_ep))
+        moved(modules(3), InstanceSpec(tp=tp, ep=ep), InstanceSpec(tp=other_tp, ep=other_ep))
 
 
-@pytest.mark.parametrize("destination", [Side(tp=4, ep=1), Side(tp=4, ep=4), Side(tp=2), Side(tp=2, ep=2)])
-def test_tp4_ep2_to_other_sizes_and_back(destination: Side) -> None:
+@pytest.mark.parametrize(
+    "destination", [InstanceSpec(tp=4, ep=1), InstanceSpec(tp=4, ep=4), InstanceSpec(tp=2), InstanceSpec(tp=2, ep=2)]
+)
+def test_tp4_ep2_to_other_sizes_and_back(destination: InstanceSpec) -> None:
     """`1 < ep < tp`, where cutting by `tp_rank` reads beyond the tensor; no copy leaves the pools (checked by the scene)."""
     for layers in ((0,), (0, 1, 5)):
-        moved(modules(*layers), Side(tp=4, ep=2), destination)
-        moved(modules(*layers), destination, Side(tp=4, ep=2))
+        moved(modules(*layers), InstanceSpec(tp=4, ep=2), destination)
+        moved(modules(*layers), destination, InstanceSpec(tp=4, ep=2))
 
 
 def test_experts_and_intermediates_that_do_not_divide() -> None:
     sizes = {"expert": 5, "rank": 2, "intermediate": 7}
     kind = adapter_kind("w2_a", order="slot expert rank intermediate", sizes=sizes)
-    for ours, theirs in itertools.product([Side(tp=4, ep=2), Side(tp=6, ep=3), Side(tp=3), Side()], repeat=2):
+    for ours, theirs in itertools.product(
+        [InstanceSpec(tp=4, ep=2), InstanceSpec(tp=6, ep=3), InstanceSpec(tp=3), InstanceSpec()], repeat=2
+    ):
         moved(kind, ours, theirs)
 
 
@@ -60,19 +66,19 @@ def test_modules_and_layers_in_any_memory_order_and_stage() -> None:
         adapter_kind("w2_a", order=MODULES["w2_a"][0], sizes=MODULES["w2_a"][1], layers=(1, 2, 3)),
     ]
     forms = {"adapter.w2_a": Form(num_rows=4, orders=orders)}
-    moved(kinds, Side(tp=4, ep=2, edges=(0, 1, 4), forms=forms), Side(tp=2, ep=2))
-    moved(kinds, Side(tp=2), Side(tp=4, ep=2, edges=(0, 2, 3, 4), forms=forms))
+    moved(kinds, InstanceSpec(tp=4, ep=2, edges=(0, 1, 4), forms=forms), InstanceSpec(tp=2, ep=2))
+    moved(kinds, InstanceSpec(tp=2), InstanceSpec(tp=4, ep=2, edges=(0, 2, 3, 4), forms=forms))
 
 
 def test_whole_experts_are_one_component() -> None:
     """Expert tensors themselves: no rank axis, one slot."""
     kind = adapter_kind("w2", order="slot expert hidden intermediate", sizes={"expert": 8, "hidden": 3, "intermediate": 8})
     for ours, theirs in itertools.product(SIZES[:6], repeat=2):
-        moved(kind, Side(tp=ours[0], ep=ours[1]), Side(tp=theirs[0], ep=theirs[1]))
+        moved(kind, InstanceSpec(tp=ours[0], ep=ours[1]), InstanceSpec(tp=theirs[0], ep=theirs[1]))
 
 
 def test_adapters_come_and_go_through_few_slots() -> None:
-    scene = Scene(modules(0, 2), Side(tp=4, ep=2), Side(tp=2))
+    scene = Scene(modules(0, 2), InstanceSpec(tp=4, ep=2), InstanceSpec(tp=2))
     for _ in range(12):
         scene.transfer()
 

@@ -12,11 +12,13 @@ from disagg.core.rows import Rows
 from disagg.layout.checksums import ChecksumPlan, Checksums, checksum_rows, difference, page_range, reader_plan, writer_plans
 from disagg.layout.placement import Placement
 from tests.state.test_hybrid import KINDS
-from tests.support.states import Kind, Rank, Request, Scene, Side, library_rows
+from tests.support.instances import InstanceSpec, Rank, library_rows
+from tests.support.kinds import Kind
+from tests.support.states import Request, Scene
 
 SIDES = {
-    "tp 4 to 2": (Side(tp=4), Side(tp=2)),
-    "tp 1 to 4 of three stages": (Side(tp=1), Side(tp=4, edges=(0, 1, 5, 9))),
+    "tp 4 to 2": (InstanceSpec(tp=4), InstanceSpec(tp=2)),
+    "tp 1 to 4 of three stages": (InstanceSpec(tp=1), InstanceSpec(tp=4, edges=(0, 1, 5, 9))),
 }
 SAMPLES = (None, b"attempt")
 
@@ -58,7 +60,9 @@ class Compared:
         return difference(self.plan, self.rows, self.pages, expected=self.expected, found=self._checksums(self.plan, self.rows))
 
 
-def compared(kind: Kind, sides: tuple[Side, Side], *, sample: bytes | None) -> Iterator[tuple[Scene, Rank, Compared]]:
+def compared(
+    kind: Kind, sides: tuple[InstanceSpec, InstanceSpec], *, sample: bytes | None
+) -> Iterator[tuple[Scene, Rank, Compared]]:
     scene = Scene([kind], *sides)
     request = scene.open(13)
     scene.run(request, scene.moves(request))

@@ -26,27 +26,21 @@ from disagg.testing.reference import STALE, Context, PageList
 from disagg.testing.reference_states import Form, Slots, StateRows
 from disagg.testing.strategies import pairwise
 from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS
-from tests.support.states import (
+from tests.support.instances import InstanceSpec, Range, Rank, library_rows
+from tests.support.kinds import (
     Kind,
-    Range,
-    Rank,
-    Request,
-    Scene,
-    Side,
     adapter_kind,
     compressed_kind,
     gdn_kind,
     gqa_kind,
     index_kind,
     kda_kind,
-    library_rows,
     lightning_kind,
     mamba1_kind,
     mamba2_kind,
     mla_kind,
-    moved,
-    runs_by_writer,
 )
+from tests.support.states import Request, Scene, moved, runs_by_writer
 
 # --------------------------------------------------------------------------------------------------------------- pairwise
 
@@ -107,7 +101,7 @@ def test_every_pair_of_state_kind_and_settings_of_the_two_sides(part: int) -> No
                 form = Form(**{**vars(form), "page_size": row[f"{side}_page"], "num_rows": 14})
             tp = row[f"{side}_tp"]
             sides.append(
-                Side(
+                InstanceSpec(
                     tp=tp,
                     ep=min(2, tp) if row["kind"] == "adapter" else 1,
                     cp=row[f"{side}_cp"],
@@ -135,15 +129,15 @@ def hybrid() -> list[Kind]:
 @pytest.mark.parametrize(("source", "destination"), [(4, 2), (2, 8), (8, 1), (1, 4)])
 def test_all_kinds_of_a_hybrid_model_in_one_request(source: int, destination: int) -> None:
     for edges in ((0, 8), (0, 4, 8), (0, 0, 3, 8)):
-        moved(hybrid(), Side(tp=source, edges=edges), Side(tp=destination), 13)
-        moved(hybrid(), Side(tp=source), Side(tp=destination, edges=edges, descending=True), 13, prefix=4)
+        moved(hybrid(), InstanceSpec(tp=source, edges=edges), InstanceSpec(tp=destination), 13)
+        moved(hybrid(), InstanceSpec(tp=source), InstanceSpec(tp=destination, edges=edges, descending=True), 13, prefix=4)
 
 
 @pytest.mark.parametrize("readers", [1, 2])
 def test_ranks_that_write_no_mla_still_write_their_state(readers: int) -> None:
     """Case 15: KDA beside a replicated latent, P > D. Few latent runs, many ranks: all of them send their heads."""
     kinds = [mla_kind(layers=(3,)), kda_kind(num_heads=8, layers=(0, 1, 2))]
-    scene = Scene(kinds, Side(tp=8), Side(tp=readers))
+    scene = Scene(kinds, InstanceSpec(tp=8), InstanceSpec(tp=readers))
     moves = scene.transfer()
     latent = {move.source for move in moves if move.component == "mla"}
     state = Counter(dict.fromkeys(range(8), 0))
@@ -158,7 +152,7 @@ def test_replicas_take_their_turns_over_all_replicated_components_together() -> 
     """Latent and index keys on 4 ranks: 7 runs per reader, shared out as one list."""
     kinds = [mla_kind(layers=range(4)), index_kind(layers=range(3)), kda_kind(num_heads=4, layers=(5, 6))]
     for readers in (1, 2, 4):
-        scene = Scene(kinds, Side(tp=4), Side(tp=readers))
+        scene = Scene(kinds, InstanceSpec(tp=4), InstanceSpec(tp=readers))
         moves = scene.transfer()
         runs = runs_by_writer(scene, [move for move in moves if move.component != "ssm"])
         assert sum(runs.values()) == 7 * readers
@@ -167,7 +161,7 @@ def test_replicas_take_their_turns_over_all_replicated_components_together() -> 
 
 def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
     """Case 22 at the handshake: what is not declared on one side is no success."""
-    scene = Scene(hybrid(), Side(without=frozenset({"ssm"})), Side())
+    scene = Scene(hybrid(), InstanceSpec(without=frozenset({"ssm"})), InstanceSpec())
     for tables in ((scene.source.table, scene.destination.table), (scene.destination.table, scene.source.table)):
         with pytest.raises(LayoutError, match="component 'ssm': required"):
             elect(*tables)
@@ -180,7 +174,7 @@ def test_the_reference_catches_a_wrong_declaration(wrong: str, monkeypatch: pyte
     if wrong == "conv cut flat":
         monkeypatch.setattr("disagg.state.mamba.blocks_by_tp", lambda blocks: declare.by_tp(sum(b.size for b in blocks)))
         kinds = [mamba2_kind(num_heads=8, num_groups=2)]
-    scene = Scene(kinds, Side(tp=2), Side(tp=1))
+    scene = Scene(kinds, InstanceSpec(tp=2), InstanceSpec(tp=1))
     if wrong == "stages shifted":
         image = scene.destination.ranks[0].image["kv"]
         image.buffers["k", 3], image.buffers["k", 7] = image.buffers["k", 7], image.buffers["k", 3]
@@ -208,7 +202,7 @@ def test_150_requests_of_pp4_tp4_to_four_groups_through_recycled_pools() -> None
         gdn_kind(num_key_heads=2, num_value_heads=4, dims=(1, 2), layers=(0, 2, 4), form=Form(num_rows=4)),
     ]
     forms = {"kv": Form(num_rows=9, page_size=8, orders=dict.fromkeys("kv", "page kv_head token dim"))}
-    scene = Scene(kinds, Side(tp=4, edges=(0, 2, 4, 6, 8)), Side(tp=4, dp=4, forms=forms), seed=10)
+    scene = Scene(kinds, InstanceSpec(tp=4, edges=(0, 2, 4, 6, 8)), InstanceSpec(tp=4, dp=4, forms=forms), seed=10)
     taken: Counter[tuple[int, int]] = Counter()
     live: list[Request] = []
     rng = np.random.default_rng(10)
@@ -307,7 +301,7 @@ def start(ranks: Sequence[Rank], name: str) -> Iterator[KVManager]:
 
 
 @contextmanager
-def servers(kinds: Sequence[Kind], source: Side, destination: Side) -> Iterator[Servers]:
+def servers(kinds: Sequence[Kind], source: InstanceSpec, destination: InstanceSpec) -> Iterator[Servers]:
     """Both instances, ready for each other; at the end no thread is dead."""
     made = Servers(Scene(kinds, source, destination))
     try:
@@ -332,8 +326,8 @@ def servers(kinds: Sequence[Kind], source: Side, destination: Side) -> Iterator[
             manager.close()
 
 
-PREFILL = Side(tp=4, edges=(0, 4, 8))
-DECODE = Side(
+PREFILL = InstanceSpec(tp=4, edges=(0, 4, 8))
+DECODE = InstanceSpec(
     tp=2,
     forms={
         "kv": Form(num_rows=9, page_size=8),
@@ -359,7 +353,7 @@ def test_a_hybrid_model_moves_in_one_request_between_managers(made: Servers) -> 
 
 def test_pools_recycle_ten_times_and_more_under_managers() -> None:
     """Case 10 end to end, small: requests overlap, rows go round, whole pools are checked after each."""
-    with servers(hybrid(), Side(tp=2, edges=(0, 4, 8)), DECODE) as made:
+    with servers(hybrid(), InstanceSpec(tp=2, edges=(0, 4, 8)), DECODE) as made:
         taken: Counter[int] = Counter()
         live: list[Request] = []
         for number in range(60):
@@ -375,7 +369,7 @@ def test_pools_recycle_ten_times_and_more_under_managers() -> None:
 
 def test_a_required_component_that_is_not_sent_fails_the_request_by_name() -> None:
     """Case 22: fluent, wrong and successful elsewhere. Requests before and after it are well."""
-    with servers(hybrid(), Side(tp=2, edges=(0, 4, 8)), DECODE) as made:
+    with servers(hybrid(), InstanceSpec(tp=2, edges=(0, 4, 8)), DECODE) as made:
         made.scene.close(made.transfer(13))
         for missing in ("ssm", "window", "index"):
             request, request_id = made.scene.open(13), new_request_id()
@@ -502,5 +496,5 @@ class Given:
 def test_an_optional_draft_model_that_only_decode_has() -> None:
     """Case 23 end to end: agreed at the handshake; rows for it may be given, and nothing is written to them."""
     kinds = [gqa_kind(), mla_kind(name="draft", layers=(9,), optional=True), gdn_kind(layers=(2, 3))]
-    with servers(kinds, Side(tp=2, without=frozenset({"draft"})), Side()) as made:
+    with servers(kinds, InstanceSpec(tp=2, without=frozenset({"draft"})), InstanceSpec()) as made:
         made.transfer(11, needs={"draft": (0, 0)})

@@ -16,20 +16,12 @@ from disagg.core.topology import Topology
 from disagg.layout.placement import Component
 from disagg.state import declare, mamba
 from disagg.testing import reference_states as naive
-from disagg.testing.reference_states import Form, Part, Place
-from tests.support.states import (
-    Kind,
-    Pools,
-    Scene,
-    Side,
-    gdn_kind,
-    kda_kind,
-    lightning_kind,
-    mamba1_kind,
-    mamba2_kind,
-    moved,
-    tp_pairs,
-)
+from disagg.testing import state_models
+from disagg.testing.reference_states import Form
+from disagg.testing.state_models import Part, Place
+from tests.support.instances import InstanceSpec
+from tests.support.kinds import Kind, Pools, gdn_kind, kda_kind, lightning_kind, mamba1_kind, mamba2_kind
+from tests.support.states import Scene, moved, tp_pairs
 
 CHANNELS_FIRST, WIDTH_FIRST = "slot channel width", "slot width channel"
 
@@ -59,7 +51,7 @@ def test_every_tp_to_every_tp(family: str) -> None:
 def test_fewer_heads_than_ranks_are_replicated(family: str, heads: int) -> None:
     """Case 28: powers of two to 8, so that each head is on several ranks of one side or both."""
     for source, destination in itertools.product((1, 2, 4, 8), repeat=2):
-        moved(FAMILIES[family](heads), Side(tp=source), Side(tp=destination))
+        moved(FAMILIES[family](heads), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
@@ -74,7 +66,7 @@ def test_mamba2_groups_that_ranks_cannot_share_out_are_on_every_rank(groups: int
 def test_gdn_with_fewer_key_heads_than_value_heads(keys: int, values: int) -> None:
     """Case 11: q and k may be replicated while v is not."""
     for source, destination in itertools.product((1, 2, 4, 8), repeat=2):
-        moved(gdn_kind(num_key_heads=keys, num_value_heads=values), Side(tp=source), Side(tp=destination))
+        moved(gdn_kind(num_key_heads=keys, num_value_heads=values), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 # -------------------------------------------------------------------------------------------------- reported configurations
@@ -84,20 +76,20 @@ def test_gdn_with_fewer_key_heads_than_value_heads(keys: int, values: int) -> No
 def test_gdn_conv_is_cut_by_q_k_and_v(source: int, destination: int) -> None:
     """Case 11: neither a flat slice nor a write beyond the slot."""
     kind = gdn_kind(num_key_heads=16, num_value_heads=32, dims=(2, 2), layers=range(3))
-    moved(kind, Side(tp=source), Side(tp=destination))
-    moved(kind, Side(tp=source, edges=(0, 1, 3)), Side(tp=destination))
+    moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
+    moved(kind, InstanceSpec(tp=source, edges=(0, 1, 3)), InstanceSpec(tp=destination))
 
 
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (2, 4)])
 def test_mamba2_conv_of_256_32_32_channels(source: int, destination: int) -> None:
     """Case 12: B and C are narrower than x; a flat cut gets 176 of 320 channels wrong on TP 2 to 1."""
     kind = mamba2_kind(num_heads=16, head_dim=16, num_groups=4, state_size=8)
-    moved(kind, Side(tp=source), Side(tp=destination))
+    moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 def test_the_flat_cut_of_case_12_does_differ() -> None:
     """The reference itself: concatenating the ranks' memories flat misplaces just those 176 channels."""
-    channels = naive.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
+    channels = state_models.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
     flat = [channel for rank in (0, 1) for channel in channels.held(Place(tp=2, tp_rank=rank))]
     assert sorted(flat) == list(range(320))
     assert sum(here != there for here, there in enumerate(flat)) == 176
@@ -107,7 +99,7 @@ def test_the_flat_cut_of_case_12_does_differ() -> None:
 def test_mamba2_groups_not_divisible_by_tp(source: int, destination: int) -> None:
     """Cases 13 and 55: one group on every rank, or two of eight ranks' worth, next to heads that are cut."""
     for groups in (1, 2, 3, 5):
-        moved(mamba2_kind(num_heads=24, num_groups=groups), Side(tp=source), Side(tp=destination))
+        moved(mamba2_kind(num_heads=24, num_groups=groups), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -117,7 +109,7 @@ def test_kda_conv_has_its_channels_last(separate: bool, source: int, destination
     kind = kda_kind(num_heads=8, separate=separate, layers=(0, 1, 2, 4, 5, 6))
     assert len({tensor.dtype for tensor in kind.model.tensors}) == 2
     assert len(kind.model.tensors) == (4 if separate else 2)
-    moved(kind, Side(tp=source), Side(tp=destination))
+    moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 @pytest.mark.parametrize("family", ["gdn", "mamba2", "kda", "kda in four tensors", "mamba1"])
@@ -128,7 +120,7 @@ def test_the_memory_order_of_conv_is_declared(family: str, ours: str, theirs: st
     convs = [tensor.role for tensor in kind.model.tensors if tensor.role != "temporal"]
     forms = [Form(num_rows=5, orders=dict.fromkeys(convs, order)) for order in (ours, theirs)]
     for source, destination in ((1, 2), (4, 2), (2, 8)):
-        moved(kind, Side(tp=source, forms={"ssm": forms[0]}), Side(tp=destination, forms={"ssm": forms[1]}))
+        moved(kind, InstanceSpec(tp=source, forms={"ssm": forms[0]}), InstanceSpec(tp=destination, forms={"ssm": forms[1]}))
 
 
 def test_any_order_of_a_temporal_state_is_other_strides() -> None:
@@ -136,7 +128,7 @@ def test_any_order_of_a_temporal_state_is_other_strides() -> None:
     orders += ["head slot head_dim state", "state head head_dim slot"]
     for ours, theirs in itertools.product(orders, repeat=2):
         sides = [
-            Side(tp=tp, forms={"ssm": Form(num_rows=4, orders={"temporal": order})})
+            InstanceSpec(tp=tp, forms={"ssm": Form(num_rows=4, orders={"temporal": order})})
             for tp, order in zip((2, 4), (ours, theirs), strict=True)
         ]
         moved(mamba2_kind(num_heads=4, layers=(0,)), sides[0], sides[1])
@@ -149,7 +141,11 @@ def test_conv_and_ssm_in_one_slot_page(family: str, source: int, destination: in
     """Case 56: both are strided views of one page of bytes; the far side may keep them apart."""
     together, apart = Form(num_rows=4, one_page=True, gap=gap), Form(num_rows=6)
     for ours, theirs in ((together, together), (together, apart), (apart, together)):
-        moved(FAMILIES[family](8), Side(tp=source, forms={"ssm": ours}), Side(tp=destination, forms={"ssm": theirs}))
+        moved(
+            FAMILIES[family](8),
+            InstanceSpec(tp=source, forms={"ssm": ours}),
+            InstanceSpec(tp=destination, forms={"ssm": theirs}),
+        )
 
 
 @pytest.mark.parametrize("order", [CHANNELS_FIRST, WIDTH_FIRST])
@@ -158,7 +154,7 @@ def test_other_numbers_of_speculative_tokens(order: str, ours: int, theirs: int)
     """Case 57: the buffers are `K-1+n` wide, with other strides; the same K-1 columns are declared, the rest stays."""
     for source, destination in ((1, 1), (1, 4), (4, 2)):
         sides = [
-            Side(tp=tp, forms={"ssm": Form(num_rows=4, orders={"conv": order}, spare={"width": spare})})
+            InstanceSpec(tp=tp, forms={"ssm": Form(num_rows=4, orders={"conv": order}, spare={"width": spare})})
             for tp, spare in ((source, ours), (destination, theirs))
         ]
         moved(gdn_kind(), sides[0], sides[1])
@@ -168,8 +164,8 @@ def test_other_numbers_of_speculative_tokens(order: str, ours: int, theirs: int)
 def test_slots_of_padded_pools_keep_their_padding() -> None:
     padded = Form(num_rows=4, spare={"channel": 2, "head": 1, "slot": 1})
     for source, destination in ((2, 1), (1, 4)):
-        moved(mamba2_kind(), Side(tp=source, forms={"ssm": padded}), Side(tp=destination))
-        moved(mamba2_kind(), Side(tp=source), Side(tp=destination, forms={"ssm": padded}))
+        moved(mamba2_kind(), InstanceSpec(tp=source, forms={"ssm": padded}), InstanceSpec(tp=destination))
+        moved(mamba2_kind(), InstanceSpec(tp=source), InstanceSpec(tp=destination, forms={"ssm": padded}))
 
 
 @pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 2, 9), (0, 3, 3, 9)])
@@ -178,21 +174,21 @@ def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
     for make in FAMILIES.values():
         kind = make(4)
         kind = Kind(model=kind.model, layers=(1, 2, 5, 7), build=kind.build, form=kind.form)
-        moved(kind, Side(tp=2, edges=edges), Side())
-        moved(kind, Side(descending=True), Side(tp=2, edges=edges))
-        moved(kind, Side(tp=4, edges=edges), Side(tp=2, edges=(0, 6, 9), descending=True))
+        moved(kind, InstanceSpec(tp=2, edges=edges), InstanceSpec())
+        moved(kind, InstanceSpec(descending=True), InstanceSpec(tp=2, edges=edges))
+        moved(kind, InstanceSpec(tp=4, edges=edges), InstanceSpec(tp=2, edges=(0, 6, 9), descending=True))
 
 
 def test_every_slot_to_every_slot_of_pools_of_other_sizes() -> None:
     kind = gdn_kind(layers=(3,))
-    scene = Scene([kind], Side(forms={"ssm": Form(num_rows=2)}), Side(tp=2, forms={"ssm": Form(num_rows=7)}))
+    scene = Scene([kind], InstanceSpec(forms={"ssm": Form(num_rows=2)}), InstanceSpec(tp=2, forms={"ssm": Form(num_rows=7)}))
     for _ in range(20):
         scene.transfer()
 
 
 def test_dtypes_that_numpy_lacks_are_given_as_raw_tensors() -> None:
     """Conv in bfloat16 and temporal in float32, by address, shape and strides."""
-    model = naive.gdn(num_key_heads=4, num_value_heads=4, key_head_dim=2, value_head_dim=2, kernel=4)
+    model = state_models.gdn(num_key_heads=4, num_value_heads=4, key_head_dim=2, value_head_dim=2, kernel=4)
     sizes = {"num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 2, "value_head_dim": 2, "kernel": 4}
     roles = mamba.gdn_roles(**sizes, dtypes=("bfloat16", "float32"))
 
@@ -205,8 +201,8 @@ def test_dtypes_that_numpy_lacks_are_given_as_raw_tensors() -> None:
         return mamba.recurrent(roles, tensors, **pools.common)
 
     kind = Kind(model=model, layers=(0, 2), build=build, form=Form(num_rows=5))
-    moved(kind, Side(tp=2), Side(tp=4))
-    moved(kind, Side(tp=4), Side())
+    moved(kind, InstanceSpec(tp=2), InstanceSpec(tp=4))
+    moved(kind, InstanceSpec(tp=4), InstanceSpec())
 
 
 @given(st.data())
@@ -232,15 +228,15 @@ def test_any_mamba2_in_any_form(data: st.DataObject) -> None:
     edges = [(0, *sorted(data.draw(st.lists(st.integers(0, 10), max_size=2))), 10) for _ in range(2)]
     moved(
         kind,
-        Side(tp=source, edges=edges[0], forms={"ssm": forms[0]}),
-        Side(tp=destination, edges=edges[1], forms={"ssm": forms[1]}, descending=True),
+        InstanceSpec(tp=source, edges=edges[0], forms={"ssm": forms[0]}),
+        InstanceSpec(tp=destination, edges=edges[1], forms={"ssm": forms[1]}, descending=True),
     )
 
 
 @pytest.mark.parametrize("family", ["gdn", "kda", "mamba2", "mamba1"])
 def test_heads_that_ranks_do_not_divide_are_cut_alike_in_conv_and_temporal(family: str) -> None:
     """8 heads on TP 3: `[floor(r*H/T), floor((r+1)*H/T))` of the channels as of the temporal state."""
-    moved(FAMILIES[family](8), Side(tp=3), Side(tp=2))
+    moved(FAMILIES[family](8), InstanceSpec(tp=3), InstanceSpec(tp=2))
 
 
 # ----------------------------------------------------------------------------------------------------------- declarations

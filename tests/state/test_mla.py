@@ -14,7 +14,9 @@ from disagg.layout.election import elect
 from disagg.state import paged
 from disagg.testing.reference import Context
 from disagg.testing.reference_states import Form
-from tests.support.states import Scene, Side, check_every_row, gqa_kind, index_kind, mla_kind, moved, runs_by_writer, tp_pairs
+from tests.support.instances import InstanceSpec
+from tests.support.kinds import gqa_kind, index_kind, mla_kind
+from tests.support.states import Scene, check_every_row, moved, runs_by_writer, tp_pairs
 
 PAGES = tuple(itertools.product((1, 3, 4, 16), repeat=2))
 
@@ -35,15 +37,15 @@ def test_block_scales_of_k_and_v_go_with_their_heads(heads: int) -> None:
     """FP8 and MX scales are tensors of the same pages, by head, in their own dtype and memory."""
     orders = dict.fromkeys(("k", "v", "k_scale", "v_scale"), "page kv_head token dim")
     for source, destination in itertools.product((1, 2, 3, 4, 8), repeat=2):
-        theirs = Side(tp=destination, forms={"kv": pages(6, orders=orders)})
-        moved(gqa_kind(num_kv_heads=heads, scales=2), Side(tp=source), theirs, 11)
+        theirs = InstanceSpec(tp=destination, forms={"kv": pages(6, orders=orders)})
+        moved(gqa_kind(num_kv_heads=heads, scales=2), InstanceSpec(tp=source), theirs, 11)
 
 
 @pytest.mark.parametrize(("source", "destination"), PAGES)
 def test_latents_and_scales_pair_by_token_whatever_the_page_size(source: int, destination: int) -> None:
     kind = mla_kind(scales=2)
     for num_tokens, prefix in ((1, 0), (15, 0), (16, 7), (17, 16), (33, 33)):
-        ours, theirs = Side(tp=2, forms={"mla": pages(source)}), Side(tp=3, forms={"mla": pages(destination)})
+        ours, theirs = InstanceSpec(tp=2, forms={"mla": pages(source)}), InstanceSpec(tp=3, forms={"mla": pages(destination)})
         moved(kind, ours, theirs, num_tokens, prefix=prefix)
 
 
@@ -51,8 +53,8 @@ def test_another_memory_order_and_padded_rows_are_other_strides() -> None:
     orders = {"latent": "page dim token", "latent_scale": "page dim token"}
     padded = Form(num_rows=9, page_size=4, spare={"dim": 3, "page": 1})
     kind = mla_kind(scales=2)
-    moved(kind, Side(tp=2, forms={"mla": pages(4, orders=orders)}), Side(forms={"mla": padded}), 14)
-    moved(kind, Side(tp=2, forms={"mla": padded}), Side(forms={"mla": pages(3, orders=orders)}), 14)
+    moved(kind, InstanceSpec(tp=2, forms={"mla": pages(4, orders=orders)}), InstanceSpec(forms={"mla": padded}), 14)
+    moved(kind, InstanceSpec(tp=2, forms={"mla": padded}), InstanceSpec(forms={"mla": pages(3, orders=orders)}), 14)
 
 
 @pytest.mark.parametrize("context", list(Context))
@@ -60,7 +62,7 @@ def test_another_memory_order_and_padded_rows_are_other_strides() -> None:
 def test_context_parallel_ranks_share_out_the_tokens_of_a_latent(context: Context, source: int, destination: int) -> None:
     kind = mla_kind(scales=1, form=pages(4))
     for theirs in Context:
-        moved(kind, Side(tp=2, cp=source, context=context), Side(cp=destination, context=theirs), 23, prefix=5)
+        moved(kind, InstanceSpec(tp=2, cp=source, context=context), InstanceSpec(cp=destination, context=theirs), 23, prefix=5)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
@@ -69,7 +71,7 @@ def test_each_of_r_replicas_writes_its_rth_of_the_runs_give_or_take_one(replicas
     """Case 15, the MLA half: P larger than D, and smaller; told by the addresses that are read, not by the election."""
     for num_layers in (1, 2, 5, 8):
         kinds = [mla_kind(layers=range(num_layers), scales=1), index_kind(layers=range(0, num_layers, 2))]
-        scene = Scene(kinds, Side(tp=replicas), Side(tp=readers))
+        scene = Scene(kinds, InstanceSpec(tp=replicas), InstanceSpec(tp=readers))
         runs = runs_by_writer(scene, scene.transfer())
         # K of a layer and its scales are in buffers of their own but travel as one run: (component, layer, reader)
         total = readers * (num_layers + len(range(0, num_layers, 2)))
@@ -79,7 +81,7 @@ def test_each_of_r_replicas_writes_its_rth_of_the_runs_give_or_take_one(replicas
 
 
 def test_pipeline_stages_elect_among_their_own_replicas() -> None:
-    scene = Scene([mla_kind(layers=range(6))], Side(tp=4, edges=(0, 2, 6)), Side(tp=2, edges=(0, 3, 6)))
+    scene = Scene([mla_kind(layers=range(6))], InstanceSpec(tp=4, edges=(0, 2, 6)), InstanceSpec(tp=2, edges=(0, 3, 6)))
     runs = runs_by_writer(scene, scene.transfer())
     assert [runs[rank] for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
 
@@ -87,35 +89,35 @@ def test_pipeline_stages_elect_among_their_own_replicas() -> None:
 @pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 3, 3, 9), (0, 1, 2, 9)])
 def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
     kind = mla_kind(layers=(1, 4, 7), scales=1)
-    moved(kind, Side(tp=2, edges=edges), Side(), 9)
-    moved(kind, Side(descending=True), Side(tp=2, edges=edges), 9)
-    moved(kind, Side(edges=edges, descending=True), Side(edges=(0, 5, 9)), 9)
+    moved(kind, InstanceSpec(tp=2, edges=edges), InstanceSpec(), 9)
+    moved(kind, InstanceSpec(descending=True), InstanceSpec(tp=2, edges=edges), 9)
+    moved(kind, InstanceSpec(edges=edges, descending=True), InstanceSpec(edges=(0, 5, 9)), 9)
 
 
 def test_an_optional_draft_model_on_one_side_takes_no_part() -> None:
     """Case 23: P without the draft model, D with it, and the other way round; V of other layers stays what it was."""
     draft = mla_kind(name="draft", layers=(78,), optional=True)
     for source, destination in (
-        (Side(tp=2, without=frozenset({"draft"})), Side()),
-        (Side(tp=2), Side(without=frozenset({"draft"}))),
+        (InstanceSpec(tp=2, without=frozenset({"draft"})), InstanceSpec()),
+        (InstanceSpec(tp=2), InstanceSpec(without=frozenset({"draft"}))),
     ):
         scene = Scene([gqa_kind(), draft], source, destination)
         moves = scene.transfer(needs={"draft": (0, 0)})
         assert {move.component for move in moves} == {"kv"}
-    assert {move.component for move in moved([gqa_kind(), draft], Side(tp=2), Side())} == {"kv", "draft"}
+    assert {move.component for move in moved([gqa_kind(), draft], InstanceSpec(tp=2), InstanceSpec())} == {"kv", "draft"}
 
 
 def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
     """Case 23, where the draft was declared as required."""
     kinds = [gqa_kind(), mla_kind(name="draft", layers=(78,))]
-    scene = Scene(kinds, Side(without=frozenset({"draft"})), Side())
+    scene = Scene(kinds, InstanceSpec(without=frozenset({"draft"})), InstanceSpec())
     with pytest.raises(LayoutError, match="'draft': required"):
         elect(scene.source.table, scene.destination.table)
 
 
 def test_the_destination_may_have_allocated_ahead() -> None:
     """Lists of other lengths on the two sides: tokens are needed, pages are not counted."""
-    scene = Scene([mla_kind(form=pages(4))], Side(tp=2), Side())
+    scene = Scene([mla_kind(form=pages(4))], InstanceSpec(tp=2), InstanceSpec())
     request = scene.open(13, ahead=40, held={"mla": (0, 14)})
     check_every_row(scene, request)
     scene.run(request, scene.moves(request))

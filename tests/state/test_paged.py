@@ -148,8 +148,8 @@ def test_layouts_of_equal_shape_are_told_apart_by_their_declaration() -> None:
     tensors = {0: pair(5, 2, 2, 8)}
     nhd, hnd = gqa(tensors, axes=NHD).placement.tensor("k"), gqa(tensors, axes=HND).placement.tensor("k")
     assert (nhd.strides["token"], nhd.strides["kv_head"]) == (hnd.strides["kv_head"], hnd.strides["token"]) == (32, 16)
-    assert moved(heads=2, source=Side(page_size=2, axes=NHD), destination=Side(page_size=2, axes=HND)).difference() is None
-    assert moved(heads=2, source=Side(page_size=2, axes=HND), destination=Side(page_size=2, axes=NHD)).difference() is None
+    assert moved(heads=2, source=Side(page=2, axes=NHD), destination=Side(page=2, axes=HND)).difference() is None
+    assert moved(heads=2, source=Side(page=2, axes=HND), destination=Side(page=2, axes=NHD)).difference() is None
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
@@ -278,18 +278,18 @@ def test_pages_of_different_size_pair_by_token(source: int, destination: int) ->
     for num_tokens in (1, 63, 64, 65, 100):
         scene = moved(
             heads=8,
-            source=Side(tp=4, page_size=source),
-            destination=Side(tp=8, page_size=destination, axes=HND),
+            source=Side(tp=4, page=source),
+            destination=Side(tp=8, page=destination, axes=HND),
             num_tokens=num_tokens,
             dims={"k": 2, "v": 1},
         )
         assert scene.difference() is None
 
 
-@pytest.mark.parametrize(("source", "destination"), [(0, 300), (300, 0)])
+@pytest.mark.parametrize(("source", "destination"), [(32, 300), (300, 32)])
 def test_pools_of_different_size_are_no_obstacle(source: int, destination: int) -> None:
     """Case 25: TP 2 to 4."""
-    scene = moved(heads=4, source=Side(tp=2, spare_pages=source), destination=Side(tp=4, spare_pages=destination))
+    scene = moved(heads=4, source=Side(tp=2, num_pages=source), destination=Side(tp=4, num_pages=destination))
     assert scene.difference() is None
 
 
@@ -300,8 +300,8 @@ def test_a_prefix_hit_moves_only_what_is_missing(num_tokens: int, need: int, sou
     """Case 27: the destination holds tokens up to `need`, more or fewer than the source's own hit; complete hits too."""
     scene = moved(
         heads=2,
-        source=Side(tp=2, page_size=4),
-        destination=Side(page_size=4),
+        source=Side(tp=2, page=4),
+        destination=Side(page=4),
         num_tokens=num_tokens,
         need=max(need, source_first),
         source_first=source_first,
@@ -327,8 +327,8 @@ def test_a_larger_decode_page_with_a_partial_hit_and_an_unaligned_prompt(
     for source_tp, destination_tp in ((1, 1), (2, 1), (1, 2)):
         scene = moved(
             heads=2,
-            source=Side(tp=source_tp, page_size=source),
-            destination=Side(tp=destination_tp, page_size=destination),
+            source=Side(tp=source_tp, page=source),
+            destination=Side(tp=destination_tp, page=destination),
             num_tokens=num_tokens,
             need=16,
             source_first=source_first,
@@ -343,7 +343,7 @@ def test_context_parallel_instances_of_any_kind_exchange_requests(context: Conte
         scene = moved(
             heads=2,
             source=Side(cp=source, context=context),
-            destination=Side(cp=destination, context=theirs, page_size=8),
+            destination=Side(cp=destination, context=theirs, page=8),
             num_tokens=43,
             need=6,
         )

@@ -13,19 +13,9 @@ from disagg.layout.election import elect
 from disagg.state import sparse
 from disagg.testing.reference import Context
 from disagg.testing.reference_states import Form
-from tests.support.states import (
-    Kind,
-    Scene,
-    Side,
-    check_every_row,
-    compressed_kind,
-    gqa_kind,
-    index_kind,
-    mla_kind,
-    moved,
-    runs_by_writer,
-    tp_pairs,
-)
+from tests.support.instances import InstanceSpec
+from tests.support.kinds import Kind, compressed_kind, gqa_kind, index_kind, mla_kind
+from tests.support.states import Scene, check_every_row, moved, runs_by_writer, tp_pairs
 
 
 def one_page(page_size: int, *, rows: int = 40, gap: int = 0) -> Form:
@@ -50,7 +40,11 @@ def test_every_tp_to_every_tp_fills_every_copy() -> None:
 def test_keys_and_then_their_scales_in_one_page(source: int, destination: int, gap: int) -> None:
     """`B` keys of 128 bytes, then `B` scales of 4: with other pages the scales start elsewhere."""
     kind = index_kind(key_nbytes=128, scale_nbytes=4)
-    scene = Scene([kind], Side(forms={"index": one_page(source)}), Side(tp=2, forms={"index": one_page(destination, gap=gap)}))
+    scene = Scene(
+        [kind],
+        InstanceSpec(forms={"index": one_page(source)}),
+        InstanceSpec(tp=2, forms={"index": one_page(destination, gap=gap)}),
+    )
     for num_tokens, prefix in ((1, 0), (15, 0), (16, 9), (17, 16), (33, 33)):
         moves = scene.transfer(num_tokens, prefix=prefix)
         assert sum(move.copies.total_nbytes for move in moves) == (num_tokens - prefix) * 132 * 2 * 2
@@ -61,7 +55,7 @@ def test_keys_and_then_their_scales_in_one_page(source: int, destination: int, g
 def test_page_64_at_lengths_around_its_multiples(num_tokens: int, sampled: int) -> None:
     """Case 18: the prefill side lists a page for the token that was just sampled, decode has allocated ahead."""
     kinds = [mla_kind(form=Form(num_rows=9, page_size=64)), index_kind(form=one_page(64))]
-    scene = Scene(kinds, Side(tp=2), Side(tp=4))
+    scene = Scene(kinds, InstanceSpec(tp=2), InstanceSpec(tp=4))
     held = dict.fromkeys(("mla", "index"), (0, num_tokens + sampled))
     request = scene.open(num_tokens, held=held, ahead=100)
     check_every_row(scene, request)
@@ -74,7 +68,7 @@ def test_78_main_layers_and_21_index_layers() -> None:
     index_layers = (*range(3), *range(6, 78, 4))
     assert len(index_layers) == 21
     kinds = [mla_kind(dim=2, layers=range(78)), index_kind(key_nbytes=2, scale_nbytes=1, layers=index_layers)]
-    scene = Scene(kinds, Side(tp=2, edges=(0, 20, 78)), Side(edges=(0, 40, 61, 78), descending=True))
+    scene = Scene(kinds, InstanceSpec(tp=2, edges=(0, 20, 78)), InstanceSpec(edges=(0, 40, 61, 78), descending=True))
     runs = runs_by_writer(scene, scene.transfer(5))
     assert sum(runs.values()) == 99
     assert abs(runs[0] - runs[1]) <= 1
@@ -85,7 +79,7 @@ def test_layers_that_share_anothers_top_k_have_no_rows() -> None:
     """A stage whose layers all share has no pool of index keys at all."""
     kinds = [mla_kind(layers=range(6)), index_kind(layers=(0, 4))]
     for edges in ((0, 1, 4, 6), (0, 2, 4, 6)):
-        scene = Scene(kinds, Side(tp=2, edges=edges), Side(edges=(0, 3, 6)))
+        scene = Scene(kinds, InstanceSpec(tp=2, edges=edges), InstanceSpec(edges=(0, 3, 6)))
         assert any(not rank.memory["index"].buffers for rank in scene.source.ranks)
         scene.transfer(9)
 
@@ -94,15 +88,15 @@ def test_minimax_index_keys_have_no_scales() -> None:
     """One set per rank, in some layers, beside K and V by head."""
     kinds = [gqa_kind(num_kv_heads=4, layers=range(4)), index_kind(key_nbytes=16, scale_nbytes=0, layers=(1, 2))]
     for tp in ((1, 4), (8, 2), (3, 5)):
-        moved(kinds, Side(tp=tp[0], edges=(0, 1, 4)), Side(tp=tp[1], forms={"index": one_page(6)}), 17)
+        moved(kinds, InstanceSpec(tp=tp[0], edges=(0, 1, 4)), InstanceSpec(tp=tp[1], forms={"index": one_page(6)}), 17)
 
 
 @pytest.mark.parametrize("context", [Context.PAGE_BLOCKS, Context.PAGES_IN_TURN])
 def test_pages_of_pooled_keys_under_context_parallelism(context: Context) -> None:
     kind = index_kind(granule=2, form=one_page(4))
     for num_tokens in (1, 4, 17, 31):
-        moved(kind, Side(cp=3, context=context), Side(tp=2), num_tokens)
-        moved(kind, Side(tp=2), Side(cp=2, context=context), num_tokens)
+        moved(kind, InstanceSpec(cp=3, context=context), InstanceSpec(tp=2), num_tokens)
+        moved(kind, InstanceSpec(tp=2), InstanceSpec(cp=2, context=context), num_tokens)
 
 
 # ------------------------------------------------------------------------------------------------- pooled keys, open pools
@@ -113,7 +107,9 @@ def test_pages_of_pooled_keys_under_context_parallelism(context: Context) -> Non
 def test_pooled_keys_move_when_their_last_token_is_there(granule: int, source: int, destination: int) -> None:
     """`B/pool` keys per page and then as many scales; a key whose pool is open is no key yet."""
     kind = index_kind(granule=granule)
-    scene = Scene([kind], Side(tp=2, forms={"index": one_page(source)}), Side(forms={"index": one_page(destination)}))
+    scene = Scene(
+        [kind], InstanceSpec(tp=2, forms={"index": one_page(source)}), InstanceSpec(forms={"index": one_page(destination)})
+    )
     for num_tokens in range(1, 30):
         moves = scene.transfer(num_tokens)
         assert sum(move.copies.total_nbytes for move in moves) == num_tokens // granule * 8 * 2
@@ -121,7 +117,7 @@ def test_pooled_keys_move_when_their_last_token_is_there(granule: int, source: i
 
 def test_a_prefix_that_ends_inside_a_pool_leaves_that_pools_key_to_be_moved() -> None:
     """With 6 tokens there and pools of 4, the key of tokens 4 to 7 is needed, that of 0 to 3 is not."""
-    scene = Scene([index_kind(granule=4, form=one_page(8))], Side(), Side())
+    scene = Scene([index_kind(granule=4, form=one_page(8))], InstanceSpec(), InstanceSpec())
     for num_tokens, prefix in itertools.product((7, 8, 11, 12), range(7)):
         moves = scene.transfer(num_tokens, prefix=prefix)
         wanted = sum(prefix <= 4 * key + 3 < num_tokens for key in range(3))
@@ -133,7 +129,7 @@ def test_a_prefix_that_ends_inside_a_pool_leaves_that_pools_key_to_be_moved() ->
 def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> None:
     """`n = len % pool` live tokens from `(len - n) % tail`, wrapping; keys and scales in halves of a ring; 0 move nothing."""
     kind = index_kind(name="index_tail", form=tail(source))
-    scene = Scene([kind], Side(tp=2), Side(tp=3, forms={"index_tail": tail(destination)}))
+    scene = Scene([kind], InstanceSpec(tp=2), InstanceSpec(tp=3, forms={"index_tail": tail(destination)}))
     for num_tokens in range(1, 40):
         need = (num_tokens - num_tokens % pool, num_tokens)
         assert sparse.open_pool(num_tokens, pool) == need
@@ -143,7 +139,7 @@ def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> 
 
 def test_pooled_keys_and_their_open_pool_together_are_every_token() -> None:
     kinds = [index_kind(granule=4, form=one_page(8)), index_kind(name="index_tail", form=tail(5))]
-    scene = Scene(kinds, Side(tp=2), Side(forms={"index_tail": tail(7), "index": one_page(16)}))
+    scene = Scene(kinds, InstanceSpec(tp=2), InstanceSpec(forms={"index_tail": tail(7), "index": one_page(16)}))
     for num_tokens in range(1, 26):
         scene.transfer(num_tokens, needs={"index_tail": (num_tokens // 4 * 4, num_tokens)})
 
@@ -165,19 +161,19 @@ def deepseek_v4() -> list[Kind]:
 @pytest.mark.parametrize("edges", [(0, 9), (0, 2, 9), (0, 1, 2, 9)])
 def test_compressed_kv_is_grouped_by_kind(num_tokens: int, edges: tuple[int, ...]) -> None:
     other = {"kv_4": Form(num_rows=40, page_size=16), "kv_128": Form(num_rows=9, page_size=128), "index": one_page(32)}
-    moved(deepseek_v4(), Side(tp=2, edges=edges), Side(forms=other), num_tokens)
-    moved(deepseek_v4(), Side(forms=other), Side(tp=4, edges=edges), num_tokens, prefix=num_tokens // 2)
+    moved(deepseek_v4(), InstanceSpec(tp=2, edges=edges), InstanceSpec(forms=other), num_tokens)
+    moved(deepseek_v4(), InstanceSpec(forms=other), InstanceSpec(tp=4, edges=edges), num_tokens, prefix=num_tokens // 2)
 
 
 def test_a_ratio_is_one_entry_for_so_many_tokens() -> None:
-    scene = Scene(deepseek_v4(), Side(), Side())
+    scene = Scene(deepseek_v4(), InstanceSpec(), InstanceSpec())
     nbytes = {move.component: move.copies.total_nbytes for move in scene.transfer(259)}
     assert nbytes == {"kv_4": 64 * 3 * 2 * 3, "kv_128": 2 * 3 * 2 * 2, "index": 64 * 8 * 3, "window": 8 * 5 * 2 * 5}
 
 
 def test_ratios_that_differ_are_refused() -> None:
-    ours = Scene([compressed_kind(ratio=4, name="kv_c")], Side(), Side())
-    theirs = Scene([compressed_kind(ratio=8, name="kv_c")], Side(), Side())
+    ours = Scene([compressed_kind(ratio=4, name="kv_c")], InstanceSpec(), InstanceSpec())
+    theirs = Scene([compressed_kind(ratio=8, name="kv_c")], InstanceSpec(), InstanceSpec())
     with pytest.raises(LayoutError, match=r"'kv_c', tensor 'latent', axis 'token': granule: 4 here, 8 at the peer"):
         elect(ours.source.table, theirs.destination.table)
 

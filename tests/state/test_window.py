@@ -16,7 +16,9 @@ from disagg.state import window
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
 from disagg.testing.reference import Context, PageList, value
 from disagg.testing.reference_states import Form
-from tests.support.states import Kind, Scene, Side, check_every_row, gqa_kind, moved, tp_pairs
+from tests.support.instances import InstanceSpec
+from tests.support.kinds import Kind, gqa_kind
+from tests.support.states import Scene, check_every_row, moved, tp_pairs
 
 LENGTHS = (1, 6, 7, 8, 9, 31, 32, 33, 40)
 
@@ -26,9 +28,9 @@ def swa_kind(*, tokens: int = 8, heads: int = 4, form: Form | None = None, layer
     return gqa_kind(name="window", window=tokens, num_kv_heads=heads, form=form, layers=layers)
 
 
-def side(page_size: int, *, tp: int = 1, rows: int = 70, ring: bool = False, order: str | None = None) -> Side:
+def side(page_size: int, *, tp: int = 1, rows: int = 70, ring: bool = False, order: str | None = None) -> InstanceSpec:
     orders = {} if order is None else dict.fromkeys("kv", order)
-    return Side(tp=tp, forms={"window": Form(num_rows=rows, page_size=page_size, ring=ring, orders=orders)})
+    return InstanceSpec(tp=tp, forms={"window": Form(num_rows=rows, page_size=page_size, ring=ring, orders=orders)})
 
 
 # ------------------------------------------------------------------------------------------------------------------ pages
@@ -45,7 +47,7 @@ def test_every_tp_to_every_tp() -> None:
 def test_windows_beside_full_attention(source: int, destination: int) -> None:
     """Case 17, gpt-oss: alternating layers, 8 KV heads, each component with its own pool and ids."""
     kinds = [gqa_kind(num_kv_heads=8, layers=(1, 3, 5)), swa_kind(heads=8, layers=(0, 2, 4))]
-    ours, theirs = Side(tp=source, edges=(0, 3, 6)), Side(tp=destination)
+    ours, theirs = InstanceSpec(tp=source, edges=(0, 3, 6)), InstanceSpec(tp=destination)
     scene = Scene(kinds, ours, theirs)
     for num_tokens in (5, 8, 19, 33):
         moves = scene.transfer(num_tokens)
@@ -129,9 +131,9 @@ def test_the_prefill_side_may_hold_more_and_count_the_sampled_token() -> None:
 @pytest.mark.parametrize("context", [Context.PAGE_BLOCKS, Context.TOKENS_IN_TURN, Context.PAGES_IN_TURN])
 def test_context_parallel_ranks_hold_their_part_of_the_window(context: Context) -> None:
     for num_tokens in (3, 17, 40):
-        ours = Side(tp=2, cp=3, context=context)
-        moved(swa_kind(tokens=9), ours, Side(tp=1), num_tokens)
-        moved(swa_kind(tokens=9), Side(tp=1), ours, num_tokens)
+        ours = InstanceSpec(tp=2, cp=3, context=context)
+        moved(swa_kind(tokens=9), ours, InstanceSpec(tp=1), num_tokens)
+        moved(swa_kind(tokens=9), InstanceSpec(tp=1), ours, num_tokens)
 
 
 @pytest.mark.parametrize("prefix", [0, 3, 870, 900, 1000, 1200])

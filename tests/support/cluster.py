@@ -1,4 +1,4 @@
-"""Two instances in one process, with every rank's pools checked against the independent reference."""
+"""Two instances in one process; transfers are checked against the reference implementation."""
 
 from __future__ import annotations
 
@@ -13,48 +13,37 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.layout.placement import Component
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits
 from disagg.requests import Receiver, Sender
-from disagg.state import declare, paged
 from disagg.testing import reference
-from disagg.testing.reference import Context, KVModel, KVRank, PageList
+from disagg.testing.reference import KVModel, KVRank, PageList
+from disagg.testing.scene import Side
+
+__all__ = [
+    "DEADLINE_S",
+    "FAST",
+    "FAST_LINKS",
+    "Cluster",
+    "Rank",
+    "Side",
+    "clear",
+    "cluster",
+    "introduce",
+    "receive",
+    "send",
+    "start_side",
+    "wait_by_polling",
+]
 
 DEADLINE_S = 20.0
 FAST = Limits(retry_s=0.05, max_retry_s=0.2, drain_timeout_s=0.5)
 FAST_LINKS = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0)
 
-TOKENS: dict[Context, Callable[[int], declare.Rule]] = {
-    Context.WHOLE: lambda _: declare.all_tokens,
-    Context.PAGE_BLOCKS: declare.page_blocks,
-    Context.PAGES_IN_TURN: declare.pages_in_turn,
-    Context.TOKENS_IN_TURN: lambda _: declare.tokens_in_turn,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One instance: its topology sizes, its pages, its axis order, its stages (layer ids each)."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    page: int = 4
-    num_pages: int = 32
-    axes: str = "page token kv_head dim"
-    stages: tuple[tuple[int, ...], ...] | None = None
-    context: Context = Context.WHOLE
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp)
-
 
 @dataclass
 class Rank:
-    """One rank: its manager, its pools, and what the reference must know of it."""
+    """One rank: its manager, its pools, and its description for the reference."""
 
     topology: Topology
     spec: KVRank
@@ -64,7 +53,7 @@ class Rank:
 
 @dataclass
 class Cluster:
-    """Prefill and decode ranks, by instance rank."""
+    """A prefill and a decode instance: their ranks, in order."""
 
     model: KVModel
     prefill: list[Rank] = field(default_factory=list)
@@ -72,7 +61,7 @@ class Cluster:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def pages(self, rank: Rank, num_tokens: int, first_token: int = 0) -> PageList:
-        """Random pages for a rank's tokens of a request."""
+        """Choose random pages for a rank's tokens of a request."""
         count = reference.pages_needed(rank.spec, num_tokens=num_tokens, first_token=first_token)
         return PageList(tuple(self.rng.permutation(rank.spec.num_pages)[:count].tolist()), first_token)
 
@@ -90,36 +79,37 @@ class Cluster:
         send_first: bool = False,
         payload: bytes = b"token",
     ) -> list[Event]:
-        """Move one request and check every byte of every pool; `chunks` are the token positions where sends are cut."""
-        sources, sinks = self.group(self.prefill, source_group), self.group(self.decode, destination_group)
+        """Move one request and check every byte of the destination's pools. Sends are cut at the tokens in `chunks`."""
+        sources, destinations = self.group(self.prefill, source_group), self.group(self.decode, destination_group)
         request = new_request_id()
-        listed = [self.pages(rank, num_tokens) for rank in sources]
-        taken = [self.pages(rank, num_tokens, first_token) for rank in sinks]
-        for rank, pages in zip(sources, listed, strict=True):
+        source_pages = [self.pages(rank, num_tokens) for rank in sources]
+        destination_pages = [self.pages(rank, num_tokens, first_token) for rank in destinations]
+        for rank, pages in zip(sources, source_pages, strict=True):
             reference.fill(self.model, rank.spec, rank.pools, pages, num_tokens=num_tokens)
         steps: list[Callable[[], list[Receiver] | list[Sender]]] = [
             lambda: [
                 receive(rank, request, pages, need=(first_token, num_tokens), group=source_group)
-                for rank, pages in zip(sinks, taken, strict=True)
+                for rank, pages in zip(destinations, destination_pages, strict=True)
             ],
             lambda: [
-                send(rank, request, pages, num_tokens, chunks, payload) for rank, pages in zip(sources, listed, strict=True)
+                send(rank, request, pages, num_tokens, chunks, payload)
+                for rank, pages in zip(sources, source_pages, strict=True)
             ],
         ]
         handles = [handle for step in (reversed(steps) if send_first else steps) for handle in step()]
         events = [handle.wait(timeout_s=DEADLINE_S) for handle in handles]
-        for rank, pages in zip(sinks, taken, strict=True):
+        for rank, pages in zip(destinations, destination_pages, strict=True):
             need = (first_token, num_tokens)
             wanted = reference.expected(self.model, rank.spec, pages, num_tokens=num_tokens, need=need)
             if all(event.ok for event in events):
                 assert reference.first_difference(wanted, rank.pools) is None, rank.topology
-        for rank in sinks:
+        for rank in destinations:
             clear(rank.pools)
         return events
 
 
 def clear(pools: reference.Pools) -> None:
-    """Canary bytes everywhere."""
+    """Fill the pools with canary bytes."""
     for tensors in pools.values():
         for tensor in tensors:
             tensor.view(np.uint8)[...] = reference.CANARY
@@ -152,16 +142,19 @@ def send(
     return sender
 
 
-def ask_again_and_again(made: Cluster, *, by_events: bool) -> list[Event]:
-    """How a request ends on every rank, asked for by `events` or `poll` in a loop that keeps the interpreter otherwise."""
-    ranks, interval, request = (*made.decode, *made.prefill), sys.getswitchinterval(), new_request_id()
-    pages, found = iter([made.pages(rank, 61) for rank in ranks]), list[Event]()
+def wait_by_polling(instances: Cluster, *, by_events: bool) -> list[Event]:
+    """Move one request, and return its end on every rank.
+
+    Calls `events` or `poll` in a loop while Python switches threads only where one releases the GIL.
+    """
+    ranks, interval, request = (*instances.decode, *instances.prefill), sys.getswitchinterval(), new_request_id()
+    pages, found = iter([instances.pages(rank, 61) for rank in ranks]), list[Event]()
     for rank in ranks:
         rank.manager.events()
     sys.setswitchinterval(1000.0)
     try:
-        handles: list[Receiver | Sender] = [receive(each, request, next(pages), need=(0, 61)) for each in made.decode]
-        handles += [send(each, request, next(pages), 61) for each in made.prefill]
+        handles: list[Receiver | Sender] = [receive(rank, request, next(pages), need=(0, 61)) for rank in instances.decode]
+        handles += [send(rank, request, next(pages), 61) for rank in instances.prefill]
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < len(ranks) and time.monotonic() < deadline:
             if by_events:
@@ -174,37 +167,13 @@ def ask_again_and_again(made: Cluster, *, by_events: bool) -> list[Event]:
     return found
 
 
-def component(model: KVModel, side: Side, rank: Topology, pools: reference.Pools) -> Component:
-    """The KV component over a rank's pools."""
-    tensors = {layer: pair[0] if len(pair) == 1 else pair for layer, pair in pools.items()}
-    return paged.gqa(
-        tensors,
-        axes=side.axes,
-        num_kv_heads=model.num_kv_heads,
-        topology=rank,
-        layers_by_stage=side.stages,
-        tokens=TOKENS[side.context](side.page),
-    )
-
-
 def start_side(model: KVModel, side: Side, name: str, *, num_layers: int, settings: dict[str, Any] | None = None) -> list[Rank]:
-    """Every rank of an instance, started; `settings` go to `KVManager`."""
+    """Start every rank of an instance. `settings` are arguments of `KVManager`."""
     ranks: list[Rank] = []
     leader = None
     for number in range(side.topology.num_ranks):
         topology = side.topology.at(number)
-        layers = side.stages[topology.pp_rank] if side.stages else tuple(range(num_layers))
-        spec = KVRank(
-            layers=layers,
-            page_size=side.page,
-            num_pages=side.num_pages,
-            axes=side.axes,
-            tp=side.tp,
-            tp_rank=topology.tp_rank,
-            cp=side.cp,
-            cp_rank=topology.cp_rank,
-            context=side.context,
-        )
+        spec = side.rank(topology, num_layers=num_layers)
         pools = reference.allocate(model, spec)
         defaults: dict[str, Any] = {
             "model": ModelId("toy"),
@@ -215,7 +184,7 @@ def start_side(model: KVModel, side: Side, name: str, *, num_layers: int, settin
         manager = KVManager(
             name=name,
             topology=topology,
-            components=[component(model, side, topology, pools)],
+            components=[side.component(model, topology, pools)],
             leader=leader,
             **{**defaults, **(settings or {})},
         )
@@ -225,7 +194,7 @@ def start_side(model: KVModel, side: Side, name: str, *, num_layers: int, settin
 
 
 def introduce(prefill: list[Rank], decode: list[Rank]) -> None:
-    """Make two instances known to each other."""
+    """Give each instance the address of the other."""
     for rank in prefill:
         rank.manager.add_peer("decode-0", address=decode[0].manager.address)
     for rank in decode:
@@ -243,20 +212,20 @@ def cluster(
     dtype: str = "uint16",
     settings: dict[str, Any] | None = None,
 ) -> Iterator[Cluster]:
-    """Both instances, ready for each other; closed at the end, with no thread dead."""
+    """Start two connected instances. At the end, check their health and close them."""
     model = KVModel(num_kv_heads=num_kv_heads, dims=dict(zip("kv", dims, strict=True)), dtype=dtype)
-    made = Cluster(model)
+    instances = Cluster(model)
     try:
-        made.prefill = start_side(model, prefill, "prefill-0", num_layers=num_layers, settings=settings)
-        made.decode = start_side(model, decode, "decode-0", num_layers=num_layers, settings=settings)
-        introduce(made.prefill, made.decode)
-        for rank in made.prefill:
+        instances.prefill = start_side(model, prefill, "prefill-0", num_layers=num_layers, settings=settings)
+        instances.decode = start_side(model, decode, "decode-0", num_layers=num_layers, settings=settings)
+        introduce(instances.prefill, instances.decode)
+        for rank in instances.prefill:
             rank.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
-        for rank in made.decode:
+        for rank in instances.decode:
             rank.manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
-        yield made
-        for rank in made.prefill + made.decode:
+        yield instances
+        for rank in instances.prefill + instances.decode:
             assert rank.manager.health().ok, rank.manager.health().problem
     finally:
-        for rank in made.prefill + made.decode:
+        for rank in instances.prefill + instances.decode:
             rank.manager.close()

@@ -1,6 +1,4 @@
-"""What the whole-system tests run: models, engines and pairs of sides. The tests take their cases from here, and so does the
-support matrix of the documentation.
-"""
+"""Models, engines and pairs of sides of the whole-system tests and of the documentation's support matrix."""
 
 from __future__ import annotations
 
@@ -15,20 +13,20 @@ LOCAL_SIDES = [
     ("tp=1", "cp=3,page=8,context=pages"),
     ("cp=2,page=4,context=blocks", "cp=3,page=4"),
 ]
-"""Sides between which six KV heads in three layers move, in one process."""
+"""Pairs of sides in one process, for six KV heads in three layers."""
 
 ENGINE_SIDES = [
     ("tp=4,page=8", "tp=1"),
     ("tp=1", "tp=4,page=8"),
     ("tp=3,page=4,layout=hnd", "tp=2"),
 ]
-"""The same by every engine, between processes."""
+"""Pairs of sides in separate processes, for every engine and the same model."""
 
 CONTEXT_SIDES = [
     ("cp=2,context=blocks,page=8", "tp=1,cp=2,context=tokens"),
     ("pp=2,cp=2,context=pages", "tp=2,page=32,layout=hnd"),
 ]
-"""Qwen3-Next between context-parallel sides, by every engine."""
+"""Pairs of context-parallel sides for every engine, with Qwen3-Next."""
 
 LOCAL_PRESETS = [
     ("llama-3-8b", 2, "tp=4", "tp=2,page=64"),
@@ -43,7 +41,7 @@ LOCAL_PRESETS = [
     ("falcon-h1-7b", 2, "tp=1", "tp=2,pp=2,page=8"),
     ("jamba-mini", 5, "tp=4", "tp=2,page=64"),
 ]
-"""Every preset, cut after the first layer of its rarest kind."""
+"""Every preset with the number of layers up to the first of its rarest kind, and a pair of sides."""
 
 _SHAPES = [("tp=4", "tp=2,page=64"), ("tp=2,page=64", "tp=4,layout=hnd"), ("tp=1,pp=2", "tp=2,page=8")]
 _HYBRIDS = [("qwen3-next-80b", 4), ("gpt-oss-120b", 2), ("deepseek-v3.2", 2), ("falcon-h1-7b", 2), ("jamba-mini", 5)]
@@ -53,4 +51,4 @@ ENGINE_PRESETS = [
     for engine in ENGINES
     for number, (preset, layers) in enumerate(_HYBRIDS)
 ]
-"""Each model with several kinds of state by each engine in one of the shapes, in turn; `local` runs each in more."""
+"""Models with several kinds of state, for every engine, each with one of the pairs of sides in turn."""

@@ -24,7 +24,7 @@ HND = "page kv_head token dim"
 SIDES = [
     (Side(tp=2), Side(tp=1, page=16)),
     (Side(tp=1, axes=HND), Side(tp=4, page=8)),
-    (Side(tp=2, pp=2, stages=((0,), (1, 2))), Side(tp=2, axes=HND)),
+    (Side(tp=2, stages=((0,), (1, 2))), Side(tp=2, axes=HND)),
 ]
 
 

@@ -19,7 +19,7 @@ from disagg.state.declare import Role, State
 from disagg.state.window import ring_rows
 from disagg.testing import reference
 from disagg.testing.reference import KVRank
-from disagg.testing.reference_states import GlobalAxis, Part, Place, fused, per_head, replicated
+from disagg.testing.state_models import GlobalAxis, Part, Place, fused, per_head, replicated
 
 Ints = npt.NDArray[np.int64]
 
