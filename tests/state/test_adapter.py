@@ -162,6 +162,6 @@ def test_tokens_routed_elsewhere_have_a_separate_bucket(num_tokens: int) -> None
 
 
 @pytest.mark.parametrize("wrong", [-2, 5])
-def test_ids_of_no_expert_are_rejected(wrong: int) -> None:
+def test_unknown_expert_ids_are_rejected(wrong: int) -> None:
     with pytest.raises(ConfigError, match="expert ids: expected -1 to 4"):
         adapter.group_by_expert([0, wrong], num_experts=5)

@@ -131,7 +131,7 @@ def test_a_prefix_that_ends_inside_a_pool_needs_that_pools_key() -> None:
 @pytest.mark.parametrize("pool", [4, 6])
 @pytest.mark.parametrize(("source", "destination"), [(6, 6), (6, 8), (8, 6), (11, 7)])
 def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> None:
-    """The `n = len % pool` open tokens start at `(len - n) % tail` and wrap. A ring has keys, then scales. 0 tokens move nothing."""
+    """The `n = len % pool` open tokens start at `(len - n) % tail` and wrap. A ring has keys, then scales. 0 move nothing."""
     kind = index_kind(name="index_tail", form=tail(source))
     scene = Scene([kind], Side(tp=2), Side(tp=3, forms={"index_tail": tail(destination)}))
     for num_tokens in range(1, 40):
