@@ -1,7 +1,9 @@
 """Models as the state that their requests leave, and the memory that a rank allocates for it.
 
-spec = load_model("config.json")
-pools = allocate(spec, topology, PoolShape(num_pages=4096))
+    spec = load_model("config.json")
+    pools = allocate(spec, topology, PoolShape(num_pages=4096))
+
+`spec.states` are the kinds of state. `pools.components` are the components for a manager.
 """
 
 from disagg.models.families import from_config
