@@ -16,25 +16,10 @@ from disagg.core.memory import CPU, ITEMSIZE, Device, RawTensor
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
 from disagg.models.spec import ModelSpec
-from disagg.models.stages import Stage, split_layers, stage_of
-from disagg.state.allocator import PoolExhausted, RowAllocator
+from disagg.models.stages import Stage, stage_of
 from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of
 from disagg.state.paged import ORDERS
 
-__all__ = [
-    "ORDERS",
-    "LayerCut",
-    "PoolExhausted",
-    "PoolLayout",
-    "PoolShape",
-    "RowAllocator",
-    "Stage",
-    "StagePools",
-    "allocate",
-    "lay_out",
-    "split_layers",
-    "stage_of",
-]
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes: a cache line, and enough for every dtype."""
@@ -42,8 +27,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
-    """How a rank's pools are divided: tokens per page, pages, slots (and rings: one per request), axis order of KV (`nhd`,
-    `hnd`), layers per stage, tokens per rank. `rows` overrides the number of rows by component.
+    """The sizes of a rank's pools and the order of their axes.
+
+    `page_size` is in tokens. `num_slots` counts rings too: a request has one of either. `rows` overrides the number of rows of
+    single components. `order` is the axis order of KV: `nhd` or `hnd`. `layer_counts` are layers per pipeline stage. `tokens`
+    says which tokens each rank owns.
     """
 
     page_size: int = 16

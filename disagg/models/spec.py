@@ -29,7 +29,7 @@ class ModelSpec:
         raise ConfigError(f"model {self.name!r}: expected one of {', '.join(s.name for s in self.states)}, found {name!r}")
 
     def nbytes(self, num_tokens: int, *, prefix: int = 0) -> int:
-        """Bytes that decode needs for a request of `num_tokens` if it already has the first `prefix`; replicas not counted."""
+        """Bytes that decode needs for a request of `num_tokens` if it has the first `prefix`, without replicas."""
         return sum(state.nbytes(num_tokens, prefix=prefix) for state in self.states)
 
 

@@ -1,1 +1,1 @@
-"""State kinds: each says which layouts its tensors have and which rows a request owns, and nothing else."""
+"""State kinds: each declares the layouts of its tensors. Also the allocation of rows."""

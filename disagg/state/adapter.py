@@ -1,7 +1,7 @@
 """LoRA adapters of mixture-of-experts layers, and expert tensors, under expert and tensor parallelism.
 
-Experts are split over `ep_rank`, the intermediate dimension over `moe_tp_rank`, never over `tp_rank`: with
-`1 < ep < tp` that would reach beyond the tensor. An adapter has one slot in each tensor.
+Experts are split over `ep_rank` and the intermediate dimension over `moe_tp_rank`. Splitting it over `tp_rank` would reach
+beyond the tensor with `1 < ep < tp`. An adapter has one slot in each tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def by_expert(num_experts: int) -> Inner:
 
 
 def by_moe_tp(size: int) -> Inner:
-    """An intermediate dimension split over the ranks that share an expert group."""
+    """An intermediate dimension split over the ranks that have the same experts."""
     return Inner(size, lambda rank: Intervals((split(size, rank.moe_tp, rank.moe_tp_rank),)))
 
 
@@ -44,9 +44,8 @@ def moe_lora(
 ) -> list[Component]:
     """LoRA matrices of expert modules: `modules` maps a role such as `"w13_a"` to its tensors by layer.
 
-    `axes[role]` names the axes in memory order, from `slot`, `expert`, `intermediate` and any others; `sizes[role]` gives
-    their global sizes. A module that a layer does not have has no tensor there; so each set of layers is a component of its
-    own, named `name.role`.
+    `axes[role]` names the axes in memory order, from `slot`, `expert`, `intermediate` and any others. `sizes[role]` gives their
+    global sizes. Layers may lack a module, so each role is a separate component, `name.role`, with its own layers.
     """
     components = []
     for role, tensors in modules.items():
@@ -70,10 +69,10 @@ def load_into_slot(
 ) -> tuple[str, ...]:
     """Write an adapter's matrices into `slot` of each pool tensor (`[slot, ...]`), by module and layer.
 
-    A module that the layer has and the adapter lacks is zero-filled, or the slot would keep the previous adapter's; one
-    that the layer does not have is skipped. Returns what was skipped, as `module@layer`.
+    A module that the adapter lacks is filled with zeros, since the slot may hold a previous adapter's. A module that the layer
+    lacks is skipped. Returns the skipped modules, as `module@layer`.
 
-    Raises `ConfigError`, with nothing written, for a slot outside a pool and for weights of another shape than a slot's.
+    Raises `ConfigError`, with nothing written, for a slot outside a pool and for weights that do not have a slot's shape.
     """
     for module, layers in pools.items():
         for layer, pool in layers.items():
@@ -88,17 +87,17 @@ def load_into_slot(
 
 
 def _check_fits(pool: Any, weights: Any, slot: int, what: str) -> None:
-    """That a slot is one of the pool's, and weights (none: zeros) are of a slot's shape."""
+    """Check that a slot is inside the pool, and that weights, if given, have a slot's shape."""
     if not 0 <= slot < pool.shape[0]:
-        raise ConfigError(f"{what}: expected a slot of 0 to {pool.shape[0] - 1}, found {slot}")
+        raise ConfigError(f"{what}: expected a slot from 0 to {pool.shape[0] - 1}, found {slot}")
     if weights is not None and tuple(weights.shape) != tuple(pool.shape[1:]):
         raise ConfigError(f"{what}: expected weights of shape {tuple(pool.shape[1:])}, found {tuple(weights.shape)}")
 
 
 def virtual_expert_ids(ids: npt.ArrayLike, slots: npt.ArrayLike, *, num_experts: int) -> Ints:
-    """Expert ids `id + slot * num_experts`, so that each adapter's experts are told apart; -1 (routed elsewhere) stays -1.
+    """Expert ids that are distinct between adapters: `id + slot * num_experts`. -1 (routed elsewhere) stays -1.
 
-    `ids` is `[tokens, top_k]`, `slots` `[tokens]`.
+    `ids` is `[tokens, top_k]` or `[tokens]`, `slots` is `[tokens]`.
     """
     chosen = np.asarray(ids, dtype=np.int64)
     offset = np.asarray(slots, dtype=np.int64).reshape(-1, *([1] * (chosen.ndim - 1))) * num_experts
@@ -106,9 +105,9 @@ def virtual_expert_ids(ids: npt.ArrayLike, slots: npt.ArrayLike, *, num_experts:
 
 
 def group_by_expert(ids: npt.ArrayLike, *, num_experts: int) -> tuple[Ints, Ints]:
-    """`(order, counts)`: the flat positions of `ids` sorted by expert, and how many each has.
+    """`(order, counts)`: the flat positions of `ids` sorted by expert, and the number of positions of each expert.
 
-    `counts` has `num_experts + 1` entries: ids of -1 are last, in a bucket that no expert processes. Raises `ConfigError`
+    `counts` has `num_experts + 1` entries. The last is for ids of -1, which no expert here processes. Raises `ConfigError`
     for an id outside -1 to `num_experts - 1`.
     """
     flat = np.asarray(ids, dtype=np.int64).ravel()

@@ -1,7 +1,7 @@
-"""Two bare lists of ids: cut them to one length, and find the runs in which both step by one.
+"""Alignment of two lists of ids, and grouping of the runs in which both increase by one.
 
-For servers that hand over nothing but a source list and a destination list (sliding windows, sparse-attention index
-keys). Arguments are never changed, and what is returned is never a view of them.
+For servers that only have a source list and a destination list (sliding windows, sparse-attention index keys). The functions
+do not change their arguments, and the arrays they return are not views of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LARGEST_ID = np.iinfo(np.int64).max
 def align_state_indices(
     source: npt.ArrayLike, destination: npt.ArrayLike, *, anchor: Literal["start", "end"] = "start"
 ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]]]:
-    """New arrays `(source, destination)` of the shorter one's length, each of its argument's dtype.
+    """New arrays `(source, destination)`, cut to the length of the shorter list. Each keeps its dtype.
 
-    The longer one is cut at its end, or at its start with `anchor="end"` (windows: the last positions match); a warning
-    is logged when that happens. Raises `ConfigError` for anything but two 1-D lists of integers, or for another anchor.
+    The longer list is cut at its end, or at its start with `anchor="end"` (for windows, whose last positions match). A cut is
+    logged as a warning. Raises `ConfigError` unless both are 1-D lists of integers and `anchor` is valid.
 
     >>> align_state_indices([4, 5, 6], [8, 9])
     (array([4, 5]), array([8, 9]))
@@ -48,23 +48,23 @@ def align_state_indices(
 
 
 def group_concurrent_contiguous(source: npt.ArrayLike, destination: npt.ArrayLike) -> tuple[Ids, Ids, Ids]:
-    """`(source_starts, destination_starts, lengths)`: one entry per maximal run in which both lists step by one, in order.
+    """`(source_starts, destination_starts, lengths)`: the maximal runs in which both lists increase by one, in order.
 
-    A pair with a negative id ("no page here") is in no run; empty on either side gives no runs. int64 and int32 arrays
-    without gaps are read in place. Raises `ValueError` where lengths differ, and `ConfigError` (a `ValueError` too) for
-    anything but two 1-D lists of integers that fit int64.
+    A pair with a negative id (no page) is in no run. If either list is empty there are no runs. Contiguous int64 and int32
+    arrays are read in place. Raises `ValueError` if lengths differ, and `ConfigError` (also a `ValueError`) unless both are
+    1-D lists of integers that fit int64.
 
     >>> group_concurrent_contiguous([4, 5, 6, 9], [0, 1, 7, 8])
     (array([4, 6, 9]), array([0, 7, 8]), array([2, 1, 1]))
     """
-    try:  # mostly arrays that the core takes as they are, for which looking at them would cost more than the work
+    try:  # most arrays need no conversion, and checking them would take longer than the work
         return _native.group_concurrent_contiguous(source, destination)  # type: ignore[arg-type]
     except TypeError:
         return _native.group_concurrent_contiguous(_core_ids(source, "source"), _core_ids(destination, "destination"))
 
 
 def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
-    """`values` as a 1-D integer array, itself if it is one. An empty sequence, which has no type, counts as integers."""
+    """`values` as a 1-D integer array, itself if it is one. An empty sequence has no type and is taken as integers."""
     array = np.asarray(values)
     if array.size == 0 and not hasattr(values, "dtype"):
         array = array.astype(np.int64)
@@ -76,7 +76,7 @@ def _integers(values: npt.ArrayLike, name: str) -> npt.NDArray[np.integer[Any]]:
 
 
 def _core_ids(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int64] | npt.NDArray[np.int32]:
-    """`values` as the compiled core takes them: int64 or int32, without gaps; copied only where they are not."""
+    """`values` as a contiguous int64 or int32 array, as the compiled core takes them. Copied only if necessary."""
     array = _integers(values, name)
     if array.dtype == np.int32:
         return np.ascontiguousarray(array, dtype=np.int32)

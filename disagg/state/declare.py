@@ -1,7 +1,6 @@
-"""What every state kind is made of: roles with declared axes, and who owns which positions of each axis.
+"""Declaration of state: roles with named axes, and a rule of ownership for each axis.
 
-A state kind names its roles, gives each inner axis a global size and an ownership rule, and calls `declare`. There is
-nothing else to write for a new one.
+A new kind of state names its roles, gives each inner axis a global size and an ownership rule, and calls `declare`.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ from disagg.layout.placement import Component, Placement, TensorPlacement, group
 from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
 
 Rule = Callable[[Topology], Owned]
-"""What a rank owns of an axis."""
+"""A function that gives the positions of an axis that a rank owns."""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """An axis of constant global `size`, and who owns what of it."""
+    """An axis of constant global `size`, and its ownership rule."""
 
     size: int
     owned: Rule
 
     def local_size(self, rank: Topology) -> int:
-        """How many positions `rank` holds."""
+        """The number of positions that `rank` owns."""
         return self.owned(rank).within(self.size).count_below(self.size)
 
 
 def whole(size: int) -> Inner:
-    """Every rank of the group holds the whole axis: replicas, or an axis that nothing splits."""
+    """An axis that every rank of the group owns whole."""
     return Inner(size, lambda _: EVERYTHING)
 
 
 def by_tp(size: int) -> Inner:
-    """Heads or channels split over tensor-parallel ranks, by `split`; replicas where there are more ranks than heads."""
+    """Heads or channels divided over tensor-parallel ranks by `split`. With more ranks than heads some ranks are replicas."""
     return Inner(size, lambda rank: Intervals((split(size, rank.tp, rank.tp_rank),)))
 
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-block of a fused axis: `units` of `width` positions, of which a rank holds whole units.
+    """A sub-block of a fused axis: `units` of `width` positions each. A rank owns whole units.
 
-    `groups`: shared by several heads, so that every rank holds all of them where they neither divide by the ranks nor
-    divide them.
+    With `groups` the units are shared by several heads. Then every rank owns all units, unless the number of units divides the
+    number of ranks or is divided by it.
     """
 
     units: int
@@ -62,7 +61,7 @@ class Block:
 
 
 def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
-    """A fused axis `x ‖ B ‖ C`: each block is split over tensor-parallel ranks on its own, in whole units, by `split`."""
+    """A fused axis `x ‖ B ‖ C`. Each block is divided over tensor-parallel ranks by `split`, in whole units."""
     parts = tuple(blocks)
 
     def owned(rank: Topology) -> Owned:
@@ -79,33 +78,33 @@ def blocks_by_tp(blocks: Iterable[Block]) -> Inner:
 
 
 def all_tokens(_: Topology) -> Owned:
-    """Every rank of the group holds every token: no context parallelism."""
+    """Every rank of the group owns every token: no context parallelism."""
     return EVERYTHING
 
 
 def page_blocks(page_size: int) -> Rule:
-    """Context parallel prefill by pages: each rank holds one block of neighbouring pages of `page_size` tokens."""
+    """Context-parallel prefill by pages: each rank owns one contiguous block of pages of `page_size` tokens."""
     return lambda rank: Share(rank.cp_rank, rank.cp, page_size)
 
 
 def pages_in_turn(page_size: int) -> Rule:
-    """Page-sharded KV: logical page `p` is on context-parallel rank `p % cp`, as its page `p // cp`."""
+    """Page-sharded KV: context-parallel rank `p % cp` owns logical page `p`, as its page `p // cp`."""
     return lambda rank: Periodic(rank.cp_rank * page_size, page_size, rank.cp * page_size)
 
 
 def tokens_in_turn(rank: Topology) -> Owned:
-    """Context parallel decode: token `t` is on rank `t % cp`, as its token `t // cp`."""
+    """Context-parallel decode: rank `t % cp` owns token `t`, as its token `t // cp`."""
     return Periodic(rank.cp_rank, 1, rank.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One tensor per layer. `axes` names its axes in memory order, `page` or `slot` among them; `inner` its other axes.
+    """A tensor that each layer has, such as K or V.
 
-    `granule` tokens share one position of its token axis; it moves if all of them are sent. (A block scale is there before: it
-    is a component of its own, whose need ends with the block, `docs/states.md`.) `dtype` is needed where a rank may have no
-    layer of it.
-    Without `tensors` it is the description that memory is allocated by.
+    `axes` names its axes in memory order, with `page` or `slot` among them. `inner` describes the axes of constant size.
+    `granule` tokens share one position of the token axis, which is moved once all of them are sent. (A block scale exists
+    earlier, so it is a separate component whose need ends with the block: `docs/states.md`.) `dtype` is required if a rank
+    may have no layer of the role. `tensors` are by layer. A role without tensors describes the memory to allocate.
     """
 
     name: str
@@ -116,16 +115,16 @@ class Role:
     tensors: Mapping[int, Any] = field(default_factory=dict)
 
     def of(self, tensors: Mapping[int, Any], *, axes: str | None = None) -> Role:
-        """The same role over a rank's tensors, by layer; `axes` where their memory order is another."""
+        """The role with a rank's tensors, by layer. `axes` gives their memory order if it differs."""
         return replace(self, tensors=tensors, axes=axes or self.axes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot, or of `granule` tokens, in one layer, undivided."""
+        """Bytes of one slot, or of `granule` tokens, in one layer, over all ranks and without replicas."""
         return math.prod(inner.size for inner in self.inner.values()) * ITEMSIZE[dtype_of(self, self.name)]
 
     def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
-        """The shape of one layer's tensor on `rank`: `rows` pages or slots, pages of `page_size` tokens."""
+        """The shape of one layer's tensor on `rank`, with `rows` pages of `page_size` tokens, or `rows` slots."""
         sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
         return tuple(self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis] for axis in self.axes.split())
 
@@ -141,10 +140,10 @@ def declare(
     page_size: int | None = None,
     optional: bool = False,
 ) -> Component:
-    """The component of `roles`: what each rank of the group owns, and where this rank's rows are.
+    """The component of `roles`: what each rank of the group owns, and where this rank's rows lie.
 
-    `layers_by_stage` is needed with pipeline parallelism; a stage without layers of this component gives no tensors.
-    Raises `ConfigError` where tensors contradict the declaration, naming layer, axis and both values.
+    `layers_by_stage` is required with pipeline parallelism. A stage without layers of this component gives no tensors. Raises
+    `ConfigError`, with the layer, the axis and both values, if tensors contradict the declaration.
     """
     what = f"component {name!r}"
     row_axis = "page" if rows == "pages" else "slot"
@@ -166,10 +165,10 @@ def declare(
         found.append((num_rows, size))
     _check_apart(given, what)
     if len(set(found)) > 1:
-        raise ConfigError(f"{what}: its tensors must have as many rows and tokens per page, found {sorted(set(found))}")
+        raise ConfigError(f"{what}: expected tensors with the same (rows, tokens per page), found {sorted(set(found))}")
     own = next((tuple(role.tensors) for role in roles if role.tensors), ())
     if any(tuple(role.tensors) != own for role in roles):
-        raise ConfigError(f"{what}: its tensors must be of the same layers, found {[tuple(r.tensors) for r in roles]}")
+        raise ConfigError(f"{what}: expected tensors of the same layers, found {[tuple(r.tensors) for r in roles]}")
     if page_size is not None and found and found[0][1] != page_size:
         raise ConfigError(f"{what}: expected pages of {page_size} tokens, found {found[0][1]}")
     stages = group_layers(topology, own, layers_by_stage, what=what)
@@ -186,11 +185,11 @@ def declare(
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One kind of state of a model, before anyone has memory for it: what `models` makes of a configuration.
+    """One kind of state of a model, without memory. `disagg.models` makes these from a config.
 
-    `layers` are the ids of the layers that have it. `window` tokens before the next one are needed (`None`: all);
-    `ring`: its rows are rings of that many tokens, one per request, addressed by `token % ring`. `packed`: its roles lie
-    behind each other in one page, each for all tokens of the page.
+    `layers` are the ids of the layers that have the state. Decode needs the last `window` tokens (`None`: all). With `ring` the
+    rows are rings of that many tokens, one per request, addressed by `token % ring`. With `packed` the roles follow each other
+    within a page, each with all tokens of the page.
     """
 
     name: str
@@ -203,24 +202,24 @@ class State:
     optional: bool = False
 
     def role(self, name: str) -> Role:
-        """The role of that name; raises `ConfigError` where there is none."""
+        """The role of that name. Raises `ConfigError` if there is none."""
         for role in self.roles:
             if role.name == name:
                 return role
         raise ConfigError(f"component {self.name!r}: expected one of {', '.join(r.name for r in self.roles)}, found {name!r}")
 
     def page_tokens(self, page_size: int) -> int:
-        """Tokens of one of its pages, beside pools with pages of `page_size`: a ring is one page, a granule is not cut."""
+        """Tokens per page, given `page_size` for ordinary pools. A ring is one page, and a granule is never split."""
         return self.ring or math.lcm(page_size, *(role.granule for role in self.roles))
 
     def nbytes(self, num_tokens: int, *, prefix: int = 0) -> int:
-        """Bytes that decode needs of a request of `num_tokens`, of which it has `prefix`: all layers and heads, no replicas."""
+        """Bytes that decode needs for a request of `num_tokens` if it has the first `prefix`, without replicas."""
         start, stop = self.needed(num_tokens, prefix=prefix)
         per_layer = sum((stop // role.granule - start // role.granule) * role.nbytes for role in self.roles)
         return len(self.layers) * per_layer
 
     def needed(self, num_tokens: int, *, prefix: int = 0) -> tuple[int, int]:
-        """The tokens that decode needs of `num_tokens`, of which it has `prefix`; a slot is needed whole."""
+        """The tokens `[start, stop)` that decode needs of `num_tokens` if it has the first `prefix`. `(0, 1)` for a slot."""
         if self.rows == "slot":
             return 0, 1
         start = 0 if self.window is None else num_tokens - self.window
@@ -235,10 +234,10 @@ class State:
         axes: Mapping[str, str] | None = None,
         tokens: Rule = all_tokens,
     ) -> Component:
-        """The component over this rank's `tensors`, by role and layer (none where its stage has no such layer); `axes` by
-        role where the memory order is another than the kind's usual one.
+        """The component over this rank's `tensors`, by role and layer.
 
-        Raises `ConfigError` where a role has no tensors, or they contradict it.
+        A role has no layers in `tensors` if the stage has none. `axes` gives memory orders that differ from the role's, by
+        role. Raises `ConfigError` if a role is missing, or if tensors contradict it.
         """
         expected = [role.name for role in self.roles]
         if sorted(expected) != sorted(tensors):
@@ -257,7 +256,7 @@ class State:
 
 
 def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
-    """The role's axes, each known and all there."""
+    """The role's axes. Raises `ConfigError` for unknown or missing ones."""
     expected = [row_axis, *([TOKEN] if row_axis == "page" else []), *role.inner]
     axes = parse_axes(role.axes, known=expected, what=what)
     missing = [axis for axis in expected if axis not in axes]
@@ -267,23 +266,23 @@ def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
 
 
 def _check_apart(given: Sequence[tuple[str, Mapping[int, RawTensor]]], what: str) -> None:
-    """That no two positions of a tensor are one place in memory, nor two tensors, of roles and layers, the same."""
+    """Check that positions of a tensor have separate memory, and so do the tensors of all roles and layers."""
     places: dict[tuple[int, tuple[int, ...]], str] = {}
     for role, tensors in given:
         for layer, tensor in tensors.items():
             where = f"tensor {role!r} of layer {layer}"
             if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
                 found = f"strides {tensor.strides} of shape {tensor.shape}"
-                raise ConfigError(f"{what}, {where}: expected a place for every position, found {found}")
+                raise ConfigError(f"{what}, {where}: expected separate memory for every position, found {found}")
             same = places.setdefault((tensor.pointer, tensor.strides), where)
             if same != where:
-                raise ConfigError(f"{what}, {where}: expected memory of its own, found that of {same}")
+                raise ConfigError(f"{what}, {where}: expected separate memory, found that of {same}")
 
 
 def _place(
     role: Role, tensors: Mapping[int, RawTensor], axes: tuple[str, ...], row_axis: str, topology: Topology, what: str
 ) -> tuple[TensorPlacement, int, Sequence[MemoryRegion]]:
-    """The role's placement, its number of rows, and its memory."""
+    """The role's placement, number of rows and memory."""
     sample = next(iter(tensors.values()))
     if role.dtype is not None and sample.dtype != role.dtype:
         raise ConfigError(f"{what}, tensor {role.name!r}: expected dtype {role.dtype}, found {sample.dtype}")
@@ -296,7 +295,7 @@ def _place(
 def _tensor_layouts(
     dtypes: Sequence[str], roles: Sequence[Role], rank: Topology, layers: Sequence[int], rows: RowKind, tokens: Rule
 ) -> tuple[TensorLayout, ...]:
-    """What `rank` owns of each role."""
+    """The layouts of all roles on `rank`."""
     tensors = []
     for role, dtype in zip(roles, dtypes, strict=True):
         axes = [Axis(LAYER, None, positions_to_intervals(layers))]
@@ -308,11 +307,11 @@ def _tensor_layouts(
 
 
 def dtype_of(role: Role, component: str) -> str:
-    """The dtype of a role: as declared, or its tensors'; raises `ConfigError` where it has neither."""
+    """The dtype of a role's tensors, or the declared one. Raises `ConfigError` if there is neither."""
     for tensor in role.tensors.values():
         return raw_tensor(tensor).dtype
     if role.dtype is None:
         raise ConfigError(
-            f"component {component!r}, tensor {role.name!r}: this stage has no layer of it, so dtype must be said"
+            f"component {component!r}, tensor {role.name!r}: expected a dtype, since this stage has no layer of it, found none"
         )
     return role.dtype

@@ -1,8 +1,8 @@
 """Recurrent state: the convolution window and the temporal state of Mamba1, Mamba2, GDN, KDA and lightning attention.
 
-A request has one slot. `*_roles` describe a kind; `recurrent` binds them to a rank's tensors. Convolution and temporal
-state keep their own dtypes. Memory orders are declared (`"slot channel width"` or `"slot width channel"`), strides come
-from the tensors, so views of a larger slot page work. Slots are resolved when they are sent: give `Slot(id)` to `finish`.
+A request has one slot. The `*_roles` functions describe a kind, and `recurrent` binds it to a rank's tensors. Convolution and
+temporal state may have different dtypes. Memory orders are declared (`"slot channel width"` or `"slot width channel"`). Strides
+come from the tensors, so views of a larger slot page work. Give `Slot(id)` to `finish`: a slot is read when it is sent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def gdn_roles(
     kernel: int,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, Role]:
-    """Gated delta net (Qwen3-Next, Qwen3.5): `conv` over `q ‖ k ‖ v`, each split by heads, of `kernel - 1` columns, and
-    `temporal` per value head.
+    """Gated delta net (Qwen3-Next, Qwen3.5).
+
+    `conv` has `kernel - 1` columns over `q ‖ k ‖ v`, each divided by heads. `temporal` is per value head.
     """
     keys, values = Block(num_key_heads, key_head_dim), Block(num_value_heads, value_head_dim)
     inner = {"head": by_tp(num_value_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
@@ -44,8 +45,10 @@ def kda_roles(
     fused: bool = True,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, ...]:
-    """Kimi delta attention: `conv` over `q ‖ k ‖ v`, stored `[kernel - 1, channel]`, or `conv_q`, `conv_k`, `conv_v` where
-    they are not fused; and `temporal` per head.
+    """Kimi delta attention.
+
+    `conv` is over `q ‖ k ‖ v`, stored `[kernel - 1, channel]`. Without `fused` there are `conv_q`, `conv_k` and `conv_v`
+    instead. `temporal` is per head.
     """
     keys, values = Block(num_heads, key_head_dim), Block(num_heads, value_head_dim)
     axes = "slot width channel"
@@ -66,8 +69,10 @@ def mamba2_roles(
     kernel: int,
     dtypes: tuple[str | None, str | None] = (None, None),
 ) -> tuple[Role, Role]:
-    """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba): `conv` over `x ‖ B ‖ C`, `x` split by heads, `B` and `C` by groups;
-    where groups and ranks do not divide each other, every rank holds `B` and `C` whole. `temporal` per head.
+    """Mamba2 (Nemotron-H, Falcon-H1, Granite, Bamba).
+
+    `conv` is over `x ‖ B ‖ C`, with `x` divided by heads and `B` and `C` by groups. If the numbers of groups and ranks do not
+    divide each other, every rank owns `B` and `C` whole. `temporal` is per head.
     """
     group = Block(num_groups, state_size, groups=True)
     inner = {"head": by_tp(num_heads), "head_dim": whole(head_dim), "state": whole(state_size)}
@@ -80,7 +85,7 @@ def mamba2_roles(
 def mamba1_roles(
     *, inner_size: int, state_size: int, kernel: int, dtypes: tuple[str | None, str | None] = (None, None)
 ) -> tuple[Role, Role]:
-    """Mamba1 (Jamba): `conv` and `temporal`, both split by channel."""
+    """Mamba1 (Jamba): `conv` and `temporal`, both divided by channel."""
     inner = {"channel": by_tp(inner_size), "state": whole(state_size)}
     return (
         _conv((Block(inner_size, 1),), kernel, dtypes[0]),
@@ -89,7 +94,7 @@ def mamba1_roles(
 
 
 def lightning_roles(*, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str | None = None) -> tuple[Role]:
-    """Lightning attention (MiniMax): `temporal` per head, and no convolution."""
+    """Lightning attention (MiniMax): `temporal` per head, without a convolution."""
     inner = {"head": by_tp(num_heads), "key_dim": whole(key_head_dim), "value_dim": whole(value_head_dim)}
     return (Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtype),)
 
@@ -103,12 +108,12 @@ def recurrent(
     name: str = "ssm",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
 ) -> Component:
-    """The component of one kind over this rank's `tensors`, by role and layer; `axes` by role where the memory order is
-    another than the kind's usual one.
+    """The component of one kind over this rank's `tensors`, by role and layer.
 
         ssm = recurrent(gdn_roles(...), {"conv": conv, "temporal": temporal}, topology=topology)
 
-    Raises `ConfigError` where a role has no tensors, or they contradict it.
+    `axes` gives memory orders that differ from the kind's usual one, by role. Raises `ConfigError` if a role is missing, or if
+    tensors contradict it.
     """
     layers = next((tuple(by_layer) for by_layer in tensors.values()), ())
     state = State(name=name, rows="slot", layers=layers, roles=tuple(roles))

@@ -18,7 +18,7 @@ ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
 
 
 def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, axes: str = ORDERS["nhd"]) -> tuple[Role, Role]:
-    """K and V of `dims` elements per head and token, split over tensor-parallel ranks by head."""
+    """K and V of `dims` elements per head and token, divided over tensor-parallel ranks by head."""
     heads = by_tp(num_kv_heads)
     return (
         Role(name="k", axes=axes, inner={"kv_head": heads, "dim": whole(dims[0])}, dtype=dtype),
@@ -27,7 +27,7 @@ def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, ax
 
 
 def mla_roles(dim: int, *, dtype: str | None, scales: int = 0, scales_dtype: str | None = None) -> tuple[Role, ...]:
-    """The latent of `dim` elements per token, held whole by every rank, and `scales` block scales per token."""
+    """The latent of `dim` elements per token, and `scales` block scales per token. Every rank owns both whole."""
     latent = Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype)
     scale = Role(name="latent_scale", axes="page token dim", inner={"dim": whole(scales)}, dtype=scales_dtype)
     return (latent, scale) if scales else (latent,)
@@ -49,16 +49,16 @@ def gqa(
     tokens: Rule = all_tokens,
     optional: bool = False,
 ) -> Component:
-    """K and V of multi-head or grouped-query attention, sharded over tensor-parallel ranks by KV head.
+    """K and V of multi-head or grouped-query attention, divided over tensor-parallel ranks by KV head.
 
-    `tensors` maps each layer id of this rank to `(k, v)`, or to one tensor that packs both along a `kv` axis of size 2.
-    `axes` names their axes in memory order, from `page kv token kv_head dim`: `"page token kv_head dim"` is NHD,
-    `"page kv_head token dim"` HND. Total KV heads are given, never inferred: rank `r` of `T` owns
-    `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so ranks beyond `H` hold replicas. K and V may differ in `dim`.
-    `scales` are block scales beside them (FP8, MX): the same axes, with `scales_per_head` in place of `dim`.
-    `dims` (of K and V) and `dtype` are needed only where a stage may have no layer.
+    `tensors` maps each layer id of this rank to `(k, v)`, or to one tensor with both along a `kv` axis of size 2. `axes`
+    names their axes in memory order, from `page kv token kv_head dim`: `"page token kv_head dim"` is NHD, `"page kv_head
+    token dim"` is HND. `num_kv_heads` are the model's total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T),
+    max(start+1, floor((r+1)*H/T)))`, so with more than `H` ranks some are replicas. K and V may differ in `dim`. `scales` are
+    block scales (FP8, MX), with the same axes and `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are
+    required only if a stage may have no layer.
 
-    Raises `ConfigError` where a tensor contradicts that, naming layer, axis and both values.
+    Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
     """
     what = f"component {name!r}"
     names = parse_axes(axes, known=("page", "kv", TOKEN, "kv_head", "dim"), what=what)
@@ -93,10 +93,10 @@ def mla(
     tokens: Rule = all_tokens,
     optional: bool = False,
 ) -> Component:
-    """The latent of multi-head latent attention, `dim = kv_lora + rope` elements per token, the same on every rank of a group.
+    """The latent of multi-head latent attention: `dim = kv_lora + rope` elements per token, the same on every rank of a group.
 
-    `tensors` maps each layer id to one tensor; one elected rank writes each destination rank's copy. `scales` are block
-    scales of `scales_dim` per token, in tensors of the same axes. Raises `ConfigError` as `gqa` does.
+    `tensors` maps each layer id to one tensor. One elected rank writes each destination rank's copy. `scales` are block scales,
+    `scales_dim` per token, in tensors with the same axes. Raises `ConfigError` as `gqa` does.
     """
     declared = mla_roles(dim, dtype=dtype, scales=scales_dim if scales is not None else 0, scales_dtype=scales_dtype)
     roles = [role.of(given, axes=axes) for role, given in zip(declared, (tensors, scales or {}), strict=False)]
@@ -106,25 +106,27 @@ def mla(
 
 
 def _dim(by_layer: Mapping[int, RawTensor], axes: str, what: str) -> int:
-    """The size of `dim` in the first layer; 1 where the tensor has other axes, which `declare` then reports."""
+    """The size of `dim` in the first layer; 1 if the tensor has other axes, which `declare` then reports."""
     if not by_layer:
-        raise ConfigError(f"{what}: no layers are given, so dims and dtype must be said")
+        raise ConfigError(f"{what}: expected dims and dtype, since there are no layers, found none")
     return max(dict(zip(axes.split(), next(iter(by_layer.values())).shape, strict=False)).get("dim", 1), 1)
 
 
 def pairs(tensors: Mapping[int, Any], axes: Sequence[str], *, what: str) -> dict[str, dict[int, RawTensor]]:
-    """K and V by layer, from pairs or from tensors that pack both along `kv`."""
+    """K and V by layer, from pairs or from tensors with both along `kv`."""
     roles: dict[str, dict[int, RawTensor]] = {"k": {}, "v": {}}
     for layer, given in tensors.items():
         if "kv" in axes:
             packed, axis = raw_tensor(given), list(axes).index("kv")
             if len(packed.shape) != len(axes) or packed.shape[axis] != 2:
                 raise ConfigError(
-                    f"{what}, layer {layer}: axes {' '.join(axes)!r} expect 2 along 'kv', found shape {packed.shape}"
+                    f"{what}, layer {layer}: expected axes {' '.join(axes)!r} with 2 along 'kv', found shape {packed.shape}"
                 )
             pair: Sequence[Any] = [packed.select(axis, 0), packed.select(axis, 1)]
         elif not isinstance(given, tuple | list) or len(given) != 2:
-            raise ConfigError(f"{what}, layer {layer}: expected (k, v), or a 'kv' axis in {' '.join(axes)!r}")
+            raise ConfigError(
+                f"{what}, layer {layer}: expected (k, v), or a 'kv' axis in {' '.join(axes)!r}, found {type(given).__name__}"
+            )
         else:
             pair = given
         for role, tensor in zip(roles, pair, strict=True):

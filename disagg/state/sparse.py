@@ -1,4 +1,4 @@
-"""Sparse attention: index keys with their scales in one page (NSA, DSA), their open pools, and compressed KV by kind."""
+"""Sparse attention: index keys with their scales in one page (NSA, DSA), their open pools, and compressed KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.state.declare import Role, Rule, all_tokens, declare, whole
 
 
 def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key: int = 1) -> tuple[Role, ...]:
-    """Index keys and their scales, in bytes, held whole by every rank; one of each for `tokens_per_key` tokens."""
+    """Index keys and their scales, in bytes: one of each per `tokens_per_key` tokens. Every rank owns them whole."""
     sizes = {"key": key_nbytes, "scale": scale_nbytes}
     return tuple(
         Role(name=name, axes="page token byte", inner={"byte": whole(size)}, dtype="uint8", granule=tokens_per_key)
@@ -23,7 +23,7 @@ def index_roles(*, key_nbytes: int = 128, scale_nbytes: int = 4, tokens_per_key:
 
 
 def compressed_roles(dim: int, *, ratio: int, dtype: str | None) -> tuple[Role]:
-    """One entry of `dim` elements for `ratio` tokens, held whole by every rank."""
+    """One entry of `dim` elements per `ratio` tokens. Every rank owns it whole."""
     return (Role(name="latent", axes="page token dim", inner={"dim": whole(dim)}, dtype=dtype, granule=ratio),)
 
 
@@ -39,11 +39,10 @@ def index_keys(
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
 ) -> Component:
-    """Index keys: each layer's tensor is `[page, bytes]`, a page being `page_size / tokens_per_key` keys of `key_nbytes`
-    and *then* as many scales of `scale_nbytes` (0: none). The same on every rank. Layers that share another's top-k have
-    no rows: leave them out.
+    """Index keys, the same on every rank, from tensors `[page, bytes]` by layer.
 
-    Raises `ConfigError` where pages are too small for that.
+    A page has `page_size / tokens_per_key` keys of `key_nbytes`, *then* the same number of scales of `scale_nbytes` (0: none).
+    Leave out layers that use another layer's top-k: they have no rows. Raises `ConfigError` if pages are too small.
     """
     num_keys = page_size // tokens_per_key
     roles = index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes, tokens_per_key=tokens_per_key)
@@ -61,17 +60,17 @@ def index_tail(
     name: str = "index_tail",
     layers_by_stage: Sequence[Sequence[int]] | None = None,
 ) -> Component:
-    """The open pool of pooled index keys: each layer's tensor is `[ring, bytes]`, a ring being `tail` keys and then
-    `tail` scales; token `t` is at `t % tail`. `tail` may differ between the sides.
+    """The open pool of pooled index keys, from tensors `[ring, bytes]` by layer.
 
-    Of `n` tokens, `open_pool(n, tokens_per_key)` are needed; their rows are `window.ring_rows(ring, need=..., stride=tail)`.
+    A ring has `tail` keys, then `tail` scales. Token `t` is at `t % tail`. `tail` may differ between the sides. Of `n` tokens,
+    decode needs `open_pool(n, tokens_per_key)`, in the rows `window.ring_rows(ring, need=..., stride=tail)`.
     """
     bound = _halves(index_roles(key_nbytes=key_nbytes, scale_nbytes=scale_nbytes), rings, tail)
     return declare(name, bound, rows="pages", topology=topology, layers_by_stage=layers_by_stage)
 
 
 def open_pool(num_tokens: int, tokens_per_key: int) -> tuple[int, int]:
-    """The tokens that no pooled key covers yet: the last `num_tokens % tokens_per_key`."""
+    """The tokens without a pooled key: the last `num_tokens % tokens_per_key`."""
     return num_tokens - num_tokens % tokens_per_key, num_tokens
 
 
@@ -87,15 +86,16 @@ def compressed(
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
 ) -> Component:
-    """Compressed KV of one kind (DeepSeek-V4: ratio 4, ratio 128): one entry of `dim` elements for `ratio` tokens, the same
-    on every rank. Pages are counted in tokens: a tensor with `n` entries per page has pages of `n * ratio`.
+    """Compressed KV of one kind (DeepSeek-V4: ratio 4 or 128): one entry of `dim` elements per `ratio` tokens.
+
+    Every rank has the same entries. Page sizes are in tokens: a tensor with `n` entries per page has pages of `n * ratio`.
     """
     roles = [role.of(tensors, axes=axes) for role in compressed_roles(dim, ratio=ratio, dtype=dtype)]
     return declare(name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens)
 
 
 def _halves(roles: Sequence[Role], pages: Mapping[int, Any], num_keys: int) -> list[Role]:
-    """Roles over parts of pages that lie one behind the other: all keys, then all scales."""
+    """Roles over consecutive parts of pages: all keys, then all scales."""
     bound, start = [], 0
     total = num_keys * sum(role.inner["byte"].size for role in roles)
     for role in roles:

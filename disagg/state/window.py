@@ -1,4 +1,4 @@
-"""Sliding-window KV: its own pool and page ids, of which only the window's tokens are needed."""
+"""Sliding-window KV, with its own pool and page ids. Decode needs only the window's tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def swa(
     layers_by_stage: Sequence[Sequence[int]] | None = None,
     tokens: Rule = all_tokens,
 ) -> Component:
-    """K and V of sliding-window layers: as `paged.gqa`, under a name of its own. Say `needed(...)` to `receiver`."""
+    """K and V of sliding-window layers: `paged.gqa` with another name. Give `needed(...)` to `receiver`."""
     return paged.gqa(
         tensors,
         axes=axes,
@@ -44,19 +44,19 @@ def swa(
 def needed(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
     """The tokens that decode needs of `num_tokens`: `[max(prefix, num_tokens - window), num_tokens)`.
 
-    A model whose next token attends to itself and the `window - 1` before it needs `window - 1`.
+    If the model's next token attends to itself and the `window - 1` tokens before it, give `window - 1`.
     """
     return min(max(prefix, num_tokens - window, 0), num_tokens), num_tokens
 
 
 def ring_rows(slot: int, *, need: tuple[int, int], stride: int) -> Pages:
-    """The rows of a ring-addressed window: token `t` is row `slot * stride + t % stride`, so the ring is one page of
-    `stride` tokens that comes round again. Declare the pool with pages of `stride` tokens.
+    """The rows of a ring-addressed window, where token `t` is row `slot * stride + t % stride`.
 
-    Raises `LayoutError` where `need` is longer than the ring, since its tokens would overwrite each other.
+    The ring is one page of `stride` tokens, listed once for each time it wraps. Declare the pool with pages of `stride` tokens.
+    Raises `LayoutError` if `need` is longer than the ring, since its tokens would overwrite each other.
     """
     start, stop = need
     if not 0 <= start <= stop <= start + stride:
         raise LayoutError(f"ring of {stride} tokens: expected a range that fits, found [{start}, {stop})")
-    turns = -(-stop // stride) - start // stride
-    return Pages(np.full(turns, slot, dtype=np.int32), start // stride * stride)
+    num_wraps = -(-stop // stride) - start // stride
+    return Pages(np.full(num_wraps, slot, dtype=np.int32), start // stride * stride)

@@ -53,6 +53,11 @@ def test_concatenation_keeps_order(lists: list[Triples]) -> None:
     assert triples(CopyBatch.concatenate([batch(each) for each in lists])) == [t for each in lists for t in each]
 
 
+def test_a_batch_of_one_copy() -> None:
+    one = CopyBatch.one(8, 64, 3)
+    assert (one.source.tolist(), one.destination.tolist(), one.nbytes.tolist()) == ([8], [64], [3])
+
+
 def test_columns_are_read_only_and_the_callers_arrays_writable() -> None:
     mine = np.arange(3, dtype=np.uint64)
     copies = CopyBatch(mine, mine + np.uint64(8), np.ones(3, np.uint64))

@@ -103,9 +103,9 @@ def test_select_matches_numpy() -> None:
         for index in range(array.shape[axis]):
             view = array[tuple(index if i == axis else slice(None) for i in range(3))]
             assert raw_tensor(array).select(axis, index) == raw_tensor(view)
-        with pytest.raises(ConfigError, match=f"axis {axis}: index {array.shape[axis]}"):
+        with pytest.raises(ConfigError, match=f"axis {axis}: .*found {array.shape[axis]}"):
             raw_tensor(array).select(axis, array.shape[axis])
-        with pytest.raises(ConfigError, match=f"axis {axis}: index -1"):
+        with pytest.raises(ConfigError, match=f"axis {axis}: .*found -1"):
             raw_tensor(array).select(axis, -1)
 
 

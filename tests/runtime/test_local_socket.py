@@ -25,9 +25,9 @@ from disagg.runtime.completion_page import NUM_WORDS, CompletionPage, Completion
 from disagg.runtime.local_socket import (
     MAX_PACKET_NBYTES,
     MAX_UNAUTHENTICATED,
+    Invitation,
     LocalConnection,
     LocalListener,
-    Invitation,
     Source,
 )
 

@@ -43,7 +43,7 @@ def test_every_tp_and_ep_to_every_tp_and_ep(tp: int, ep: int) -> None:
     "destination", [InstanceSpec(tp=4, ep=1), InstanceSpec(tp=4, ep=4), InstanceSpec(tp=2), InstanceSpec(tp=2, ep=2)]
 )
 def test_tp4_ep2_to_other_sizes_and_back(destination: InstanceSpec) -> None:
-    """`1 < ep < tp`, where cutting by `tp_rank` reads beyond the tensor; no copy leaves the pools (checked by the scene)."""
+    """`1 < ep < tp`, where dividing by `tp_rank` reads beyond the tensor. The scene checks that copies stay in the pools."""
     for layers in ((0,), (0, 1, 5)):
         moved(modules(*layers), InstanceSpec(tp=4, ep=2), destination)
         moved(modules(*layers), destination, InstanceSpec(tp=4, ep=2))
@@ -59,7 +59,7 @@ def test_experts_and_intermediates_that_do_not_divide() -> None:
 
 
 def test_modules_and_layers_in_any_memory_order_and_stage() -> None:
-    """Layers differ in hybrid models: each module has its own layers, a stage may have none of a module."""
+    """Each module has its own layers, and a stage may have none of them."""
     orders = {"w2_a": "slot intermediate expert rank"}
     kinds = [
         adapter_kind("w13_b", order=MODULES["w13_b"][0], sizes=MODULES["w13_b"][1], layers=(0, 3)),
@@ -71,7 +71,7 @@ def test_modules_and_layers_in_any_memory_order_and_stage() -> None:
 
 
 def test_whole_experts_are_one_component() -> None:
-    """Expert tensors themselves: no rank axis, one slot."""
+    """Expert tensors, without a rank axis, in one slot."""
     kind = adapter_kind("w2", order="slot expert hidden intermediate", sizes={"expert": 8, "hidden": 3, "intermediate": 8})
     for ours, theirs in itertools.product(SIZES[:6], repeat=2):
         moved(kind, InstanceSpec(tp=ours[0], ep=ours[1]), InstanceSpec(tp=theirs[0], ep=theirs[1]))
@@ -83,7 +83,7 @@ def test_adapters_come_and_go_through_few_slots() -> None:
         scene.transfer()
 
 
-def test_the_number_of_experts_is_held_against_the_axis() -> None:
+def test_the_expert_axis_must_have_the_number_of_experts() -> None:
     with pytest.raises(ConfigError, match="axis 'expert': expected 8 experts, found 4"):
         adapter.moe_lora(
             {"w2": {0: np.zeros((2, 4, 3))}},
@@ -97,8 +97,8 @@ def test_the_number_of_experts_is_held_against_the_axis() -> None:
 # ------------------------------------------------------------------------------------------------------------------ slots
 
 
-def test_a_reused_slot_keeps_nothing_of_the_adapter_before() -> None:
-    """Load A, then B without one of A's modules into the same slot: zeros there, B elsewhere, other slots as they were."""
+def test_a_reused_slot_keeps_nothing_of_the_previous_adapter() -> None:
+    """Load A, then B without one of A's modules, into the same slot: zeros for that module, and other slots unchanged."""
     rng = np.random.default_rng(3)
     pools = {module: {layer: rng.random((3, 4, 2)) for layer in (0, 2)} for module in ("w13_a", "w2_a")}
     before = {module: {layer: pool.copy() for layer, pool in layers.items()} for module, layers in pools.items()}
@@ -116,13 +116,13 @@ def test_a_reused_slot_keeps_nothing_of_the_adapter_before() -> None:
         assert (pools[module][layer][slot] == before[module][layer][slot]).all()
 
 
-def test_an_adapter_without_a_module_altogether_leaves_zeros() -> None:
+def test_a_module_that_the_adapter_lacks_is_zero() -> None:
     pools = {"w13_a": {0: np.ones((2, 3))}}
     assert adapter.load_into_slot(pools, {}, slot=0) == ()
     assert pools["w13_a"][0].tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_a_module_that_the_layer_does_not_have_is_skipped_and_named() -> None:
+def test_a_module_that_the_layer_lacks_is_skipped_and_returned() -> None:
     """Hybrid layers, and a fused wrapper without a layer id."""
     pools = {"w13_a": {0: np.zeros((2, 3))}}
     given = {"w13_a": {0: np.ones(3), 1: np.ones(3)}, "q_proj": {0: np.ones(3)}, "experts": {None: np.ones(3)}}
@@ -132,8 +132,8 @@ def test_a_module_that_the_layer_does_not_have_is_skipped_and_named() -> None:
 
 
 @pytest.mark.parametrize(("slot", "shape"), [(-1, (4, 2)), (1, (1, 2)), (1, ())])
-def test_a_negative_slot_or_weights_of_another_shape_are_refused(slot: int, shape: tuple[int, ...]) -> None:
-    """A sentinel is never an address; a matrix of rank 1 must not be repeated over a pool of rank 4."""
+def test_a_negative_slot_or_weights_of_another_shape_are_rejected(slot: int, shape: tuple[int, ...]) -> None:
+    """A sentinel is not an index, and a matrix of rank 1 must not be broadcast over a pool of rank 4."""
     pools = {"w13_a": {0: np.zeros((3, 4, 2))}}
     with pytest.raises((ConfigError, IndexError, ValueError)):
         adapter.load_into_slot(pools, {"w13_a": {0: np.ones(shape)}}, slot=slot)
@@ -143,7 +143,7 @@ def test_a_negative_slot_or_weights_of_another_shape_are_refused(slot: int, shap
 # -------------------------------------------------------------------------------------------------------------------- ids
 
 
-def test_virtual_expert_ids_keep_what_is_routed_elsewhere() -> None:
+def test_virtual_expert_ids_keep_tokens_routed_elsewhere() -> None:
     rng = np.random.default_rng(4)
     ids = rng.integers(-1, 8, size=(50, 3))
     slots = rng.integers(0, 5, size=50)
@@ -158,7 +158,7 @@ def test_virtual_expert_ids_keep_what_is_routed_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
-def test_tokens_routed_elsewhere_have_a_bucket_of_their_own(num_tokens: int) -> None:
+def test_tokens_routed_elsewhere_have_a_separate_bucket(num_tokens: int) -> None:
     ids = np.random.default_rng(6).integers(-1, 5, size=(num_tokens, 2))
     order, counts = adapter.group_by_expert(ids, num_experts=5)
     flat = ids.ravel().tolist()
@@ -168,6 +168,6 @@ def test_tokens_routed_elsewhere_have_a_bucket_of_their_own(num_tokens: int) -> 
 
 
 @pytest.mark.parametrize("wrong", [-2, 5])
-def test_ids_of_no_expert_are_refused(wrong: int) -> None:
+def test_unknown_expert_ids_are_rejected(wrong: int) -> None:
     with pytest.raises(ConfigError, match="expert ids: expected -1 to 4"):
         adapter.group_by_expert([0, wrong], num_experts=5)

@@ -1,4 +1,4 @@
-"""Index alignment and run grouping, against a naive reference; the compiled core against its NumPy twin."""
+"""Index alignment and run grouping against a naive reference, and the compiled core against NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INT64_MAX = 2**63 - 1
 
 
 def naive_runs(source: list[int], destination: list[int]) -> list[Run]:
-    """The definition, one pair at a time."""
+    """The definition, pair by pair."""
     runs: list[Run] = []
     previous: tuple[int, int] | None = None
     for s, d in zip(source, destination, strict=True):
@@ -47,7 +47,7 @@ def as_runs(columns: tuple[npt.NDArray[np.int64], ...]) -> list[Run]:
 
 @st.composite
 def pairs_of_lists(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lists made of stretches that step by one on both sides, on one side, or on none, with sentinels among them."""
+    """Lists of stretches that increase by one on both sides, on one, or on neither, with sentinels in between."""
     source: list[int] = []
     destination: list[int] = []
     starts = st.integers(-3, 2**31 - 100) | st.integers(-3, 12)
@@ -59,7 +59,7 @@ def pairs_of_lists(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(pairs_of_lists(), st.sampled_from([np.int64, np.int32]), st.sampled_from([np.int64, np.int32]))
-def test_runs_are_those_of_the_definition(lists: tuple[list[int], list[int]], s_type: type, d_type: type) -> None:
+def test_runs_match_the_definition(lists: tuple[list[int], list[int]], s_type: type, d_type: type) -> None:
     source: npt.NDArray[Any] = np.array(lists[0], dtype=s_type)
     destination: npt.NDArray[Any] = np.array(lists[1], dtype=d_type)
     expected = naive_runs(*lists)
@@ -71,7 +71,7 @@ def test_runs_are_those_of_the_definition(lists: tuple[list[int], list[int]], s_
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), INT64_MAX), st.integers(-(2**63), INT64_MAX))))
-def test_any_int64_will_do(pairs: list[tuple[int, int]]) -> None:
+def test_any_int64(pairs: list[tuple[int, int]]) -> None:
     source, destination = [s for s, _ in pairs], [d for _, d in pairs]
     assert as_runs(group_concurrent_contiguous(source, destination)) == naive_runs(source, destination)
 
@@ -103,12 +103,12 @@ def test_edges(source: list[int], destination: list[int], runs: list[Run]) -> No
 
 
 @pytest.mark.parametrize("group", [group_concurrent_contiguous, group_concurrent_contiguous_numpy])
-def test_different_lengths_are_an_error_that_names_both(group: Any) -> None:
+def test_different_lengths_are_an_error_with_both(group: Any) -> None:
     with pytest.raises(ValueError, match=r"3 .* 2"):
         group([1, 2, 3], [1, 2])
 
 
-def test_other_integers_gaps_and_read_only_arrays() -> None:
+def test_other_integer_types_gaps_and_read_only_arrays() -> None:
     wide = np.arange(20)
     wide.flags.writeable = False
     for ids in (
@@ -124,7 +124,7 @@ def test_other_integers_gaps_and_read_only_arrays() -> None:
     assert as_runs(group_concurrent_contiguous(wide[::-1][:2], [4, 5])) == [(19, 4, 1), (18, 5, 1)]
 
 
-def test_int32_with_gaps_is_taken_as_it_is_meant() -> None:
+def test_int32_arrays_with_gaps() -> None:
     sparse = np.arange(20, dtype=np.int32)[::2]
     starts, to, lengths = group_concurrent_contiguous(sparse, sparse // 2)
     assert (starts.tolist(), to.tolist(), lengths.tolist()) == (sparse.tolist(), list(range(10)), [1] * 10)
@@ -132,7 +132,7 @@ def test_int32_with_gaps_is_taken_as_it_is_meant() -> None:
     assert (starts.tolist(), to.tolist(), lengths.tolist()) == ([0], [5], [20])
 
 
-def test_results_outlive_each_other() -> None:
+def test_results_are_independent_arrays() -> None:
     ids = np.arange(0, 4000, 2)
     _, destinations, _ = group_concurrent_contiguous(ids, ids)
     assert destinations.tolist() == ids.tolist()
@@ -151,7 +151,7 @@ def test_results_outlive_each_other() -> None:
         (np.empty(0), "destination indices: expected integers, found dtype float64"),
     ],
 )
-def test_what_is_not_a_list_of_integers(function: Any, ids: Any, message: str) -> None:
+def test_anything_but_a_list_of_integers_is_rejected(function: Any, ids: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         function([1], ids)
 
@@ -174,7 +174,7 @@ def test_alignment_cuts_the_longer_one(source: list[int], destination: list[int]
         assert arrays[side].tolist() == whole
 
 
-def test_a_cut_is_logged_and_only_a_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="disagg.state.align"):
         align_state_indices([1, 2], [3, 4])
         assert not caplog.records
@@ -206,7 +206,7 @@ def test_copy_batch_against_numpy(num_threads: int) -> None:
     np.testing.assert_array_equal(destination, np.concatenate([pieces[i] for i in order]))
 
 
-def test_copy_batch_refuses() -> None:
+def test_copy_batch_rejects_wrong_arguments() -> None:
     one, two = np.zeros(1, np.uint64), np.zeros(2, np.uint64)
     with pytest.raises(ValueError, match="source has 1 addresses, destination has 2, nbytes has 2"):
         _native.copy_batch(one, two, two)

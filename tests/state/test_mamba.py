@@ -1,4 +1,4 @@
-"""Recurrent state of every family, byte for byte: each sub-block cut on its own, whatever the memory order."""
+"""Recurrent state of every family, byte for byte: each sub-block is divided separately, in any memory order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[[int], Kind]] = {
     "mamba1": lambda heads: mamba1_kind(inner=2 * heads),
     "lightning": lambda heads: lightning_kind(num_heads=heads),
 }
-"""A model with so many heads, by family."""
+"""A model with this number of heads, by family."""
 
 
 # ------------------------------------------------------------------------------------------------------------ brute force
@@ -41,7 +41,7 @@ FAMILIES: dict[str, Callable[[int], Kind]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tp_to_every_tp(family: str) -> None:
-    """All sizes to 8, with as many heads as both divide: nothing, one head, or several per rank."""
+    """All sizes up to 8, with a number of heads that both divide."""
     for source, destination in tp_pairs():
         moved(FAMILIES[family](math.lcm(source.tp, destination.tp)), source, destination)
 
@@ -49,14 +49,14 @@ def test_every_tp_to_every_tp(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_fewer_heads_than_ranks_are_replicated(family: str, heads: int) -> None:
-    """Case 28: powers of two to 8, so that each head is on several ranks of one side or both."""
+    """Case 28: powers of two up to 8, so that several ranks of one side or both have the same head."""
     for source, destination in itertools.product((1, 2, 4, 8), repeat=2):
         moved(FAMILIES[family](heads), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
-def test_mamba2_groups_that_ranks_cannot_share_out_are_on_every_rank(groups: int) -> None:
-    """Cases 13 and 55: `n_groups` of 1, 2, 3, 5 and 8 on TP 1 to 8, both ways: fewer groups than ranks, and no divisors."""
+def test_every_rank_has_mamba2_groups_that_ranks_do_not_divide(groups: int) -> None:
+    """Cases 13 and 55: `n_groups` of 1, 2, 3, 5 and 8 with TP 1 to 8, in both directions."""
     for source, destination in tp_pairs():
         kind = mamba2_kind(num_heads=math.lcm(source.tp, destination.tp), num_groups=groups, head_dim=1, state_size=2)
         moved(kind, source, destination)
@@ -73,8 +73,8 @@ def test_gdn_with_fewer_key_heads_than_value_heads(keys: int, values: int) -> No
 
 
 @pytest.mark.parametrize(("source", "destination"), [(8, 1), (1, 4), (4, 2)])
-def test_gdn_conv_is_cut_by_q_k_and_v(source: int, destination: int) -> None:
-    """Case 11: neither a flat slice nor a write beyond the slot."""
+def test_gdn_conv_is_divided_by_q_k_and_v(source: int, destination: int) -> None:
+    """Case 11: no flat slice, and no write beyond the slot."""
     kind = gdn_kind(num_key_heads=16, num_value_heads=32, dims=(2, 2), layers=range(3))
     moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
     moved(kind, InstanceSpec(tp=source, edges=(0, 1, 3)), InstanceSpec(tp=destination))
@@ -82,13 +82,13 @@ def test_gdn_conv_is_cut_by_q_k_and_v(source: int, destination: int) -> None:
 
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (2, 4)])
 def test_mamba2_conv_of_256_32_32_channels(source: int, destination: int) -> None:
-    """Case 12: B and C are narrower than x; a flat cut gets 176 of 320 channels wrong on TP 2 to 1."""
+    """Case 12: B and C are narrower than x. Flat slices put 176 of 320 channels in the wrong place from TP 2 to 1."""
     kind = mamba2_kind(num_heads=16, head_dim=16, num_groups=4, state_size=8)
     moved(kind, InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
 
-def test_the_flat_cut_of_case_12_does_differ() -> None:
-    """The reference itself: concatenating the ranks' memories flat misplaces just those 176 channels."""
+def test_flat_slices_of_case_12_differ() -> None:
+    """In the reference, concatenating the ranks' memories misplaces exactly those 176 channels."""
     channels = state_models.fused(Part(16, 16), Part(4, 8, grouped=True), Part(4, 8, grouped=True))
     flat = [channel for rank in (0, 1) for channel in channels.held(Place(tp=2, tp_rank=rank))]
     assert sorted(flat) == list(range(320))
@@ -97,7 +97,7 @@ def test_the_flat_cut_of_case_12_does_differ() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), [(1, 8), (8, 1), (4, 8), (8, 2), (3, 4), (4, 3), (6, 4)])
 def test_mamba2_groups_not_divisible_by_tp(source: int, destination: int) -> None:
-    """Cases 13 and 55: one group on every rank, or two of eight ranks' worth, next to heads that are cut."""
+    """Cases 13 and 55: groups that the ranks do not divide, beside heads that they do."""
     for groups in (1, 2, 3, 5):
         moved(mamba2_kind(num_heads=24, num_groups=groups), InstanceSpec(tp=source), InstanceSpec(tp=destination))
 
@@ -105,7 +105,7 @@ def test_mamba2_groups_not_divisible_by_tp(source: int, destination: int) -> Non
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4), (4, 2)])
 def test_kda_conv_has_its_channels_last(separate: bool, source: int, destination: int) -> None:
-    """Cases 14 and 16: `[K-1, channels]`, one conv tensor or three, the temporal state in another dtype."""
+    """Cases 14 and 16: `[K-1, channels]`, in one conv tensor or three, and a temporal state in another dtype."""
     kind = kda_kind(num_heads=8, separate=separate, layers=(0, 1, 2, 4, 5, 6))
     assert len({tensor.dtype for tensor in kind.model.tensors}) == 2
     assert len(kind.model.tensors) == (4 if separate else 2)
@@ -115,7 +115,7 @@ def test_kda_conv_has_its_channels_last(separate: bool, source: int, destination
 @pytest.mark.parametrize("family", ["gdn", "mamba2", "kda", "kda in four tensors", "mamba1"])
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product((CHANNELS_FIRST, WIDTH_FIRST), repeat=2)))
 def test_the_memory_order_of_conv_is_declared(family: str, ours: str, theirs: str) -> None:
-    """Servers store it either way; both sides need not agree."""
+    """Servers store it either way, and the two sides may differ."""
     kind = FAMILIES[family](8)
     convs = [tensor.role for tensor in kind.model.tensors if tensor.role != "temporal"]
     forms = [Form(num_rows=5, orders=dict.fromkeys(convs, order)) for order in (ours, theirs)]
@@ -123,7 +123,7 @@ def test_the_memory_order_of_conv_is_declared(family: str, ours: str, theirs: st
         moved(kind, InstanceSpec(tp=source, forms={"ssm": forms[0]}), InstanceSpec(tp=destination, forms={"ssm": forms[1]}))
 
 
-def test_any_order_of_a_temporal_state_is_other_strides() -> None:
+def test_every_memory_order_of_a_temporal_state() -> None:
     orders = [f"slot {' '.join(inner)}" for inner in itertools.permutations(("head", "head_dim", "state"))]
     orders += ["head slot head_dim state", "state head head_dim slot"]
     for ours, theirs in itertools.product(orders, repeat=2):
@@ -138,7 +138,7 @@ def test_any_order_of_a_temporal_state_is_other_strides() -> None:
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (4, 1), (2, 8)])
 @pytest.mark.parametrize("gap", [0, 24])
 def test_conv_and_ssm_in_one_slot_page(family: str, source: int, destination: int, gap: int) -> None:
-    """Case 56: both are strided views of one page of bytes; the far side may keep them apart."""
+    """Case 56: both are strided views of one page of bytes. The other side may store them separately."""
     together, apart = Form(num_rows=4, one_page=True, gap=gap), Form(num_rows=6)
     for ours, theirs in ((together, together), (together, apart), (apart, together)):
         moved(
@@ -150,8 +150,8 @@ def test_conv_and_ssm_in_one_slot_page(family: str, source: int, destination: in
 
 @pytest.mark.parametrize("order", [CHANNELS_FIRST, WIDTH_FIRST])
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 3), (3, 0), (1, 4)])
-def test_other_numbers_of_speculative_tokens(order: str, ours: int, theirs: int) -> None:
-    """Case 57: the buffers are `K-1+n` wide, with other strides; the same K-1 columns are declared, the rest stays."""
+def test_different_numbers_of_speculative_tokens(order: str, ours: int, theirs: int) -> None:
+    """Case 57: buffers are `K-1+n` wide, with other strides. Only the K-1 declared columns move."""
     for source, destination in ((1, 1), (1, 4), (4, 2)):
         sides = [
             InstanceSpec(tp=tp, forms={"ssm": Form(num_rows=4, orders={"conv": order}, spare={"width": spare})})
@@ -170,7 +170,7 @@ def test_slots_of_padded_pools_keep_their_padding() -> None:
 
 @pytest.mark.parametrize("edges", [(0, 0, 9), (0, 9, 9), (0, 2, 9), (0, 3, 3, 9)])
 def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
-    """Linear-attention layers of a hybrid model: a stage's first one is not its first layer, a stage may have none."""
+    """Linear-attention layers of a hybrid model: a stage may start with another kind of layer, or have none."""
     for make in FAMILIES.values():
         kind = make(4)
         kind = Kind(model=kind.model, layers=(1, 2, 5, 7), build=kind.build, form=kind.form)
@@ -179,7 +179,7 @@ def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
         moved(kind, InstanceSpec(tp=4, edges=edges), InstanceSpec(tp=2, edges=(0, 6, 9), descending=True))
 
 
-def test_every_slot_to_every_slot_of_pools_of_other_sizes() -> None:
+def test_every_slot_to_every_slot_of_pools_of_different_sizes() -> None:
     kind = gdn_kind(layers=(3,))
     scene = Scene([kind], InstanceSpec(forms={"ssm": Form(num_rows=2)}), InstanceSpec(tp=2, forms={"ssm": Form(num_rows=7)}))
     for _ in range(20):
@@ -206,7 +206,7 @@ def test_dtypes_that_numpy_lacks_are_given_as_raw_tensors() -> None:
 
 
 @given(st.data())
-def test_any_mamba2_in_any_form(data: st.DataObject) -> None:
+def test_random_mamba2_in_random_forms(data: st.DataObject) -> None:
     source, destination = (data.draw(st.integers(1, 6)) for _ in range(2))
     heads = math.lcm(source, destination) * data.draw(st.integers(1, 2))
     kind = mamba2_kind(
@@ -234,7 +234,7 @@ def test_any_mamba2_in_any_form(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("family", ["gdn", "kda", "mamba2", "mamba1"])
-def test_heads_that_ranks_do_not_divide_are_cut_alike_in_conv_and_temporal(family: str) -> None:
+def test_conv_and_temporal_divide_uneven_heads_alike(family: str) -> None:
     """8 heads on TP 3: `[floor(r*H/T), floor((r+1)*H/T))` of the channels as of the temporal state."""
     moved(FAMILIES[family](8), InstanceSpec(tp=3), InstanceSpec(tp=2))
 
@@ -275,15 +275,15 @@ def test_a_slot_component_says_what_a_rank_allocates() -> None:
         ({}, {}, "expected tensors for conv, temporal, found none"),
         ({}, conv_and_temporal(channels=27), "'conv', layer 0, axis 'channel': expected 28 positions, found 27"),
         ({}, conv_and_temporal(heads=4), "'temporal', layer 0, axis 'head': expected 8 positions, found 4"),
-        ({}, conv_and_temporal(slots=(5, 6)), r"as many rows and tokens per page, found \[\(5, 1\), \(6, 1\)\]"),
+        ({}, conv_and_temporal(slots=(5, 6)), r"tokens per page\), found \[\(5, 1\), \(6, 1\)\]"),
         ({}, conv_and_temporal() | {"temporal": {}}, "of the same layers"),
         ({"axes": {"conv": "slot channel"}}, conv_and_temporal(), "axes 'slot channel' lack 'width'"),
         ({"axes": {"conv": "page channel width"}}, conv_and_temporal(), r"unknown \['page'\]"),
         ({"axes": {"conv": WIDTH_FIRST}}, conv_and_temporal(), "axis 'width': expected 3 positions, found 28"),
-        ({}, {"conv": {}, "temporal": {}}, "'conv': this stage has no layer of it, so dtype must be said"),
+        ({}, {"conv": {}, "temporal": {}}, "'conv': expected a dtype, since this stage has no layer of it"),
     ],
 )
-def test_tensors_that_contradict_the_declaration_are_refused(
+def test_tensors_that_contradict_the_declaration_are_rejected(
     changes: dict[str, object], tensors: dict[str, dict[int, np.ndarray]], message: str
 ) -> None:
     stages = ((0,), ()) if tensors and not any(tensors.values()) else None
@@ -292,21 +292,21 @@ def test_tensors_that_contradict_the_declaration_are_refused(
         mamba.recurrent(ROLES, tensors, topology=topology, layers_by_stage=stages, **changes)  # type: ignore[arg-type]
 
 
-def test_a_declared_dtype_is_held_against_the_tensors() -> None:
+def test_tensors_must_have_the_declared_dtype() -> None:
     roles = mamba.mamba2_roles(num_heads=8, head_dim=2, num_groups=2, state_size=3, kernel=4, dtypes=("uint16", "float16"))
     with pytest.raises(ConfigError, match="'temporal': expected dtype float16, found float32"):
         mamba.recurrent(roles, conv_and_temporal(), topology=Topology())
 
 
-def test_pages_must_have_the_size_that_was_said() -> None:
+def test_pages_must_have_the_declared_size() -> None:
     role = declare.Role(name="k", axes="page token dim", inner={"dim": declare.whole(2)}, tensors={0: np.zeros((3, 4, 2))})
     with pytest.raises(ConfigError, match="expected pages of 8 tokens, found 4"):
         declare.declare("kv", [role], rows="pages", topology=Topology(), page_size=8)
     assert declare.declare("kv", [role], rows="pages", topology=Topology(), page_size=4).placement is not None
 
 
-def test_what_a_kind_of_state_needs_of_a_request() -> None:
-    """Of `n` tokens and a prefix that is there: slots whole, pages from the prefix or the window on."""
+def test_needed_tokens_by_kind_of_state() -> None:
+    """Of `n` tokens and a prefix, decode needs slots whole, and pages from the prefix or the window on."""
     pages = declare.State(name="kv", rows="pages", layers=(0,), roles=())
     assert [pages.needed(9, prefix=prefix) for prefix in (0, 4, 9, 12)] == [(0, 9), (4, 9), (9, 9), (9, 9)]
     windowed = declare.State(name="swa", rows="pages", layers=(0,), roles=(), window=4)
@@ -322,8 +322,8 @@ def test_a_role_is_found_by_its_name() -> None:
         state.role("k")
 
 
-def test_a_state_knows_its_bytes_and_the_pages_that_fit_it() -> None:
-    """All layers and heads once, as the reference's global arrays have them; rings are one page, granules are not cut."""
+def test_bytes_and_page_sizes_of_a_state() -> None:
+    """All layers and heads once, as in the reference's global arrays. A ring is one page, and granules are not split."""
     kind = mamba2_kind()
     state = declare.State(name="ssm", rows="slot", layers=(0, 3), roles=ROLES_WITH_DTYPES)
     per_layer = sum(naive.global_array(kind.model, tensor, 0, request=0, num_entries=1).nbytes for tensor in kind.model.tensors)

@@ -1,4 +1,4 @@
-"""MLA latents and other state that every rank holds whole: one elected writer per copy, and the work shared out."""
+"""MLA latents and other replicated state: one elected writer per copy, with equal shares of the work."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def pages(size: int, rows: int = 40, **more: Any) -> Form:
 
 @pytest.mark.parametrize("scales", [0, 1, 3])
 def test_every_tp_to_every_tp_fills_every_copy(scales: int) -> None:
-    """Case 28: replicated state between groups of any size; block scales have their own dtype and travel with their pages."""
+    """Case 28: replicated state between groups of any size. Block scales have another dtype and move with their pages."""
     for source, destination in tp_pairs():
         moved(mla_kind(scales=scales, layers=(0, 4, 7)), source, destination)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-def test_block_scales_of_k_and_v_go_with_their_heads(heads: int) -> None:
-    """FP8 and MX scales are tensors of the same pages, by head, in their own dtype and memory."""
+def test_block_scales_of_k_and_v_move_with_their_heads(heads: int) -> None:
+    """FP8 and MX scales are tensors of the same pages, by head, in another dtype and other memory."""
     orders = dict.fromkeys(("k", "v", "k_scale", "v_scale"), "page kv_head token dim")
     for source, destination in itertools.product((1, 2, 3, 4, 8), repeat=2):
         theirs = InstanceSpec(tp=destination, forms={"kv": pages(6, orders=orders)})
@@ -42,14 +42,14 @@ def test_block_scales_of_k_and_v_go_with_their_heads(heads: int) -> None:
 
 
 @pytest.mark.parametrize(("source", "destination"), PAGES)
-def test_latents_and_scales_pair_by_token_whatever_the_page_size(source: int, destination: int) -> None:
+def test_latents_and_scales_are_paired_by_token_at_any_page_size(source: int, destination: int) -> None:
     kind = mla_kind(scales=2)
     for num_tokens, prefix in ((1, 0), (15, 0), (16, 7), (17, 16), (33, 33)):
         ours, theirs = InstanceSpec(tp=2, forms={"mla": pages(source)}), InstanceSpec(tp=3, forms={"mla": pages(destination)})
         moved(kind, ours, theirs, num_tokens, prefix=prefix)
 
 
-def test_another_memory_order_and_padded_rows_are_other_strides() -> None:
+def test_other_memory_orders_and_padded_rows() -> None:
     orders = {"latent": "page dim token", "latent_scale": "page dim token"}
     padded = Form(num_rows=9, page_size=4, spare={"dim": 3, "page": 1})
     kind = mla_kind(scales=2)
@@ -59,7 +59,7 @@ def test_another_memory_order_and_padded_rows_are_other_strides() -> None:
 
 @pytest.mark.parametrize("context", list(Context))
 @pytest.mark.parametrize(("source", "destination"), [(1, 2), (2, 1), (3, 2)])
-def test_context_parallel_ranks_share_out_the_tokens_of_a_latent(context: Context, source: int, destination: int) -> None:
+def test_context_parallel_ranks_divide_the_tokens_of_a_latent(context: Context, source: int, destination: int) -> None:
     kind = mla_kind(scales=1, form=pages(4))
     for theirs in Context:
         moved(kind, InstanceSpec(tp=2, cp=source, context=context), InstanceSpec(cp=destination, context=theirs), 23, prefix=5)
@@ -67,8 +67,8 @@ def test_context_parallel_ranks_share_out_the_tokens_of_a_latent(context: Contex
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])
-def test_each_of_r_replicas_writes_its_rth_of_the_runs_give_or_take_one(replicas: int, readers: int) -> None:
-    """Case 15, the MLA half: P larger than D, and smaller; told by the addresses that are read, not by the election."""
+def test_replicas_write_equal_shares(replicas: int, readers: int) -> None:
+    """Case 15, MLA: more replicas than readers, and fewer. Counted by the addresses read, not by the election."""
     for num_layers in (1, 2, 5, 8):
         kinds = [mla_kind(layers=range(num_layers), scales=1), index_kind(layers=range(0, num_layers, 2))]
         scene = Scene(kinds, InstanceSpec(tp=replicas), InstanceSpec(tp=readers))
@@ -80,7 +80,7 @@ def test_each_of_r_replicas_writes_its_rth_of_the_runs_give_or_take_one(replicas
         assert all(total // replicas <= count <= -(-total // replicas) for count in runs.values())
 
 
-def test_pipeline_stages_elect_among_their_own_replicas() -> None:
+def test_each_pipeline_stage_elects_among_its_replicas() -> None:
     scene = Scene([mla_kind(layers=range(6))], InstanceSpec(tp=4, edges=(0, 2, 6)), InstanceSpec(tp=2, edges=(0, 3, 6)))
     runs = runs_by_writer(scene, scene.transfer())
     assert [runs[rank] for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
@@ -94,8 +94,8 @@ def test_a_stage_may_have_any_layers_or_none(edges: tuple[int, ...]) -> None:
     moved(kind, InstanceSpec(edges=edges, descending=True), InstanceSpec(edges=(0, 5, 9)), 9)
 
 
-def test_an_optional_draft_model_on_one_side_takes_no_part() -> None:
-    """Case 23: P without the draft model, D with it, and the other way round; V of other layers stays what it was."""
+def test_an_optional_draft_model_on_one_side_is_left_out() -> None:
+    """Case 23: only prefill or only decode has the draft model. Its rows stay unchanged."""
     draft = mla_kind(name="draft", layers=(78,), optional=True)
     for source, destination in (
         (InstanceSpec(tp=2, without=frozenset({"draft"})), InstanceSpec()),
@@ -107,16 +107,16 @@ def test_an_optional_draft_model_on_one_side_takes_no_part() -> None:
     assert {move.component for move in moved([gqa_kind(), draft], InstanceSpec(tp=2), InstanceSpec())} == {"kv", "draft"}
 
 
-def test_a_required_component_that_one_side_lacks_is_refused_by_name() -> None:
-    """Case 23, where the draft was declared as required."""
+def test_a_required_component_that_one_side_lacks_is_named() -> None:
+    """Case 23, with a draft that is declared as required."""
     kinds = [gqa_kind(), mla_kind(name="draft", layers=(78,))]
     scene = Scene(kinds, InstanceSpec(without=frozenset({"draft"})), InstanceSpec())
     with pytest.raises(LayoutError, match="'draft': required"):
         elect(scene.source.table, scene.destination.table)
 
 
-def test_the_destination_may_have_allocated_ahead() -> None:
-    """Lists of other lengths on the two sides: tokens are needed, pages are not counted."""
+def test_the_destination_may_list_more_pages() -> None:
+    """The lists of the two sides differ in length. Tokens decide what moves, not the number of pages."""
     scene = Scene([mla_kind(form=pages(4))], InstanceSpec(tp=2), InstanceSpec())
     request = scene.open(13, ahead=40, held={"mla": (0, 14)})
     check_every_row(scene, request)
@@ -124,10 +124,10 @@ def test_the_destination_may_have_allocated_ahead() -> None:
     assert scene.difference(request) is None
 
 
-def test_a_stage_without_layers_must_be_told_dtypes() -> None:
+def test_a_stage_without_layers_needs_dtypes() -> None:
     topology = Topology(pp=2, pp_rank=1)
     stages = ((0, 1), ())
-    with pytest.raises(ConfigError, match="'latent': this stage has no layer of it, so dtype must be said"):
+    with pytest.raises(ConfigError, match="'latent': expected a dtype, since this stage has no layer of it"):
         paged.mla({}, dim=5, topology=topology, layers_by_stage=stages)
     found = paged.mla({}, dim=5, topology=topology, layers_by_stage=stages, dtype="uint16", scales={}, scales_dtype="float32")
     assert found.placement is None
@@ -146,11 +146,15 @@ def test_a_stage_without_layers_must_be_told_dtypes() -> None:
         ((4, 2, 5), {"axes": "slot token dim"}, r"unknown \['slot'\]"),
         ((4, 2), {}, "expected the 3 axes"),
         ((4, 2, 5), {"scales": {}}, "of the same layers"),
-        ((4, 2, 5), {"scales": {0: np.zeros((4, 3, 1), np.float32)}}, r"as many rows and tokens.*\(4, 2\), \(4, 3\)"),
+        (
+            (4, 2, 5),
+            {"scales": {0: np.zeros((4, 3, 1), np.float32)}},
+            r"expected tensors with the same .rows, tokens per page..*\(4, 2\), \(4, 3\)",
+        ),
         ((4, 2, 5), {"scales": {1: np.zeros((4, 2, 1), np.float32)}}, r"of the same layers, found \[\(0,\), \(1,\)\]"),
     ],
 )
-def test_latents_that_contradict_the_declaration_are_refused(
+def test_latents_that_contradict_the_declaration_are_rejected(
     latent: tuple[int, ...], changes: dict[str, object], message: str
 ) -> None:
     given = {"dtype": "uint16", "scales_dtype": "float32"} | changes

@@ -1,4 +1,4 @@
-"""Paged K and V: what a rank declares, and real configurations that broke other systems, byte for byte."""
+"""Paged K and V: declarations, and configurations that broke other systems, byte for byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank
 from disagg.layout.ownership import Interval, Periodic
 from disagg.state import paged
-from disagg.testing import reference
 from disagg.testing.reference import Context, KVModel
 from disagg.testing.scene import Case, Scene, Side
 from disagg.testing.strategies import AXES, HND, NHD
@@ -31,7 +30,7 @@ def gqa(tensors: Any, *, axes: str = NHD, num_kv_heads: int = 4, **changes: Any)
 # --------------------------------------------------------------------------------------------------------- declarations
 
 
-def test_a_component_names_every_ranks_heads_and_this_ranks_memory() -> None:
+def test_a_component_has_every_ranks_heads_and_this_ranks_memory() -> None:
     tensors = {3: pair(5, 16, 2, 8, value_dim=6), 1: pair(5, 16, 2, 8, value_dim=6)}
     found = gqa(tensors, topology=Topology(tp=2, tp_rank=1), optional=True, name="draft")
     assert [layout.tensor("k").axis("kv_head").owned.parts for layout in found.layouts] == [((0, 2),), ((2, 4),)]
@@ -45,7 +44,7 @@ def test_a_component_names_every_ranks_heads_and_this_ranks_memory() -> None:
     assert sum(region.nbytes for region in merge_regions(found.regions)) <= sum(a.nbytes for p in tensors.values() for a in p)
 
 
-def test_tokens_and_stages_are_asked_of_every_rank() -> None:
+def test_tokens_and_stages_of_every_rank() -> None:
     topology = Topology(tp=1, cp=2, pp=2, pp_rank=1)
     found = gqa(
         {2: pair(5, 4, 4, 8)},
@@ -57,7 +56,7 @@ def test_tokens_and_stages_are_asked_of_every_rank() -> None:
     assert [layout.tensor("k").token.owned for layout in found.layouts] == [Periodic(0, 1, 2), Periodic(1, 1, 2)] * 2
 
 
-def test_k_and_v_packed_in_one_tensor_are_two_roles_of_it() -> None:
+def test_k_and_v_in_one_tensor_are_two_roles() -> None:
     packed = np.zeros((5, 2, 16, 2, 8), np.float16)
     place = gqa({0: packed}, axes="page kv token kv_head dim").placement
     assert place.tensor("v").bases[0] - place.tensor("k").bases[0] == 16 * 2 * 8 * 2
@@ -67,17 +66,21 @@ def test_k_and_v_packed_in_one_tensor_are_two_roles_of_it() -> None:
 @pytest.mark.parametrize(
     ("tensors", "changes", "message"),
     [
-        ({}, {}, "no layers are given"),
+        ({}, {}, "expected dims and dtype"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token kv_head"}, "lack 'dim'"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token head dim"}, r"unknown \['head'\]"),
         ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 0}, "num_kv_heads: expected at least 1, found 0"),
         ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 8}, "axis 'kv_head': expected 4 positions, found 2"),
         ({0: pair(5, 16, 2, 8)[:1]}, {}, r"layer 0: expected \(k, v\)"),
         ({0: np.zeros((5, 16, 2, 8), np.float16)}, {}, r"layer 0: expected \(k, v\)"),
-        ({7: pair(5, 16, 2, 8)[0]}, {"axes": "page kv token kv_head dim"}, "layer 7.*expect 2 along 'kv'"),
-        ({7: np.zeros((5, 3, 16, 2, 8))}, {"axes": "page kv token kv_head dim"}, "layer 7.*expect 2 along 'kv'"),
-        ({0: (np.zeros((5, 16, 2, 8)), np.zeros((6, 16, 2, 8)))}, {}, r"as many rows and tokens.*\(5, 16\), \(6, 16\)"),
-        ({0: (np.zeros((5, 16, 2, 8)), np.zeros((5, 8, 2, 8)))}, {}, r"as many rows and tokens"),
+        ({7: pair(5, 16, 2, 8)[0]}, {"axes": "page kv token kv_head dim"}, "layer 7.*with 2 along 'kv'"),
+        ({7: np.zeros((5, 3, 16, 2, 8))}, {"axes": "page kv token kv_head dim"}, "layer 7.*with 2 along 'kv'"),
+        (
+            {0: (np.zeros((5, 16, 2, 8)), np.zeros((6, 16, 2, 8)))},
+            {},
+            r"expected tensors with the same .rows, tokens per page..*\(5, 16\), \(6, 16\)",
+        ),
+        ({0: (np.zeros((5, 16, 2, 8)), np.zeros((5, 8, 2, 8)))}, {}, r"expected tensors with the same .rows, tokens per page."),
         ({0: (np.zeros((5, 16, 2)), np.zeros((5, 16, 2, 8)))}, {}, "expected the 4 axes"),
         ({0: pair(5, 16, 2, 8), 1: pair(5, 16, 2, 9)}, {}, "layer 1, axis 'dim': expected 8 positions, found 9"),
         ({0: pair(5, 16, 2, 8), 1: pair(6, 16, 2, 8)}, {}, "layer 1, axis 'page': expected 5 positions, found 6"),
@@ -85,7 +88,7 @@ def test_k_and_v_packed_in_one_tensor_are_two_roles_of_it() -> None:
         ({0: pair(5, 16, 2, 8)}, {"topology": Topology(tp=2, pp=2)}, "expected layers_by_stage"),
     ],
 )
-def test_tensors_that_contradict_the_declaration_are_refused(tensors: Any, changes: dict[str, Any], message: str) -> None:
+def test_tensors_that_contradict_the_declaration_are_rejected(tensors: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gqa(tensors, **changes)
 
@@ -102,26 +105,26 @@ SHARED = np.zeros((5, 16, 2, 8), "float16")
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({0: (SHARED, SHARED)}, "'v' of layer 0: expected memory of its own, found that of tensor 'k' of layer 0"),
+        ({0: (SHARED, SHARED)}, "'v' of layer 0: expected separate memory, found that of tensor 'k' of layer 0"),
         (
             {0: (SHARED, SHARED.copy()), 1: (SHARED, SHARED.copy())},
-            "'k' of layer 1: expected memory of its own, found that of tensor 'k' of layer 0",
+            "'k' of layer 1: expected separate memory, found that of tensor 'k' of layer 0",
         ),
-        ({0: (np.broadcast_to(SHARED[:, :1], SHARED.shape), SHARED)}, "a place for every position|read-only"),
+        ({0: (np.broadcast_to(SHARED[:, :1], SHARED.shape), SHARED)}, "separate memory for every position|read-only"),
         (
             {0: (RawTensor(4096, (5, 16, 2, 8), (16, 0, 8, 1), "float16"), SHARED)},
-            r"'k' of layer 0: expected a place for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
+            r"layer 0: expected separate memory for every position, found strides \(16, 0, 8, 1\) of shape \(5, 16, 2, 8\)",
         ),
         ({0: (_read_only(), SHARED)}, "expected writable memory, found a read-only array"),
     ],
 )
-def test_memory_that_would_be_written_twice_or_not_at_all_is_refused(tensors: Any, message: str) -> None:
+def test_shared_or_read_only_memory_is_rejected(tensors: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gqa(tensors)
 
 
-def test_numbers_of_numpy_in_a_declaration_are_as_good_as_any() -> None:
-    """Also on the wire."""
+def test_a_declaration_may_have_numpy_integers() -> None:
+    """They can be encoded too."""
     tensors = {layer: pair(5, 16, 2, 8) for layer in np.arange(2)}
     num_kv_heads: Any = np.int64(4)
     found = gqa(tensors, num_kv_heads=num_kv_heads)
@@ -130,7 +133,7 @@ def test_numbers_of_numpy_in_a_declaration_are_as_good_as_any() -> None:
     assert tables[0].encode() == tables[1].encode()
 
 
-def test_what_is_no_integer_in_a_declaration_is_refused() -> None:
+def test_other_numbers_in_a_declaration_are_rejected() -> None:
     num_kv_heads: Any = Fraction(4)
     found = gqa({0: pair(5, 16, 2, 8)}, num_kv_heads=num_kv_heads)
     with pytest.raises(LayoutError, match=r"layouts: expected integers, found Fraction\(4, 1\), a Fraction"):
@@ -138,13 +141,13 @@ def test_what_is_no_integer_in_a_declaration_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
-def test_names_that_no_message_holds_are_refused(name: str) -> None:
+def test_empty_and_long_names_are_rejected(name: str) -> None:
     with pytest.raises(LayoutError, match="component: expected a name of 1 to 256 characters, found"):
         gqa({0: pair(5, 16, 2, 8)}, name=name)
 
 
-def test_layouts_of_equal_shape_are_told_apart_by_their_declaration() -> None:
-    """Case 26: two heads per rank and two tokens per page: NHD and HND pages have one shape."""
+def test_declarations_distinguish_layouts_of_equal_shape() -> None:
+    """Case 26: with two heads per rank and two tokens per page, NHD and HND pages have the same shape."""
     tensors = {0: pair(5, 2, 2, 8)}
     nhd, hnd = gqa(tensors, axes=NHD).placement.tensor("k"), gqa(tensors, axes=HND).placement.tensor("k")
     assert (nhd.strides["token"], nhd.strides["kv_head"]) == (hnd.strides["kv_head"], hnd.strides["token"]) == (32, 16)
@@ -156,7 +159,7 @@ def test_layouts_of_equal_shape_are_told_apart_by_their_declaration() -> None:
 
 
 def moved(*, heads: int, source: Side, destination: Side, num_tokens: int = 19, **changes: Any) -> Scene:
-    """The scene after its moves; K has 8 elements per head and V 8, unless `dims` says otherwise."""
+    """The scene after its transfers, checked. K and V have 8 elements per head unless `dims` is given."""
     dims = changes.pop("dims", {"k": 8, "v": 8})
     case = Case(
         model=KVModel(num_kv_heads=heads, dims=dims), source=source, destination=destination, num_tokens=num_tokens, **changes
@@ -167,7 +170,7 @@ def moved(*, heads: int, source: Side, destination: Side, num_tokens: int = 19, 
 
 
 def tp(source: int, destination: int, *, heads: int, **changes: Any) -> Scene:
-    """A change of tensor parallelism in NHD and in HND, with four layers; checked, the last scene returned."""
+    """Change tensor parallelism in NHD and in HND, with four layers. Checks both scenes and returns the last."""
     layers = (tuple(range(4)),)
     scenes = []
     for ours, theirs in ((NHD, NHD), (NHD, HND), (HND, HND)):
@@ -182,8 +185,8 @@ def tp(source: int, destination: int, *, heads: int, **changes: Any) -> Scene:
     return scenes[-1]
 
 
-def test_gqa_4_heads_tp8_to_tp1_every_replica_contributes() -> None:
-    """Case 1: two replicas of each head; both of each pair write, half of the layers each."""
+def test_gqa_4_heads_tp8_to_tp1_every_replica_writes() -> None:
+    """Case 1: there are two replicas of each head, and each writes half of the layers."""
     scene = tp(8, 1, heads=4)
     assert scene.election.writers(0) == tuple(range(8))
     nbytes = [move.copies.total_nbytes for move in scene.moves()]
@@ -197,7 +200,7 @@ def test_gqa_4_heads_tp2_to_tp8_each_reader_gets_its_head_from_its_owner() -> No
 
 
 def test_gqa_2_heads_tp4_to_tp1_has_two_heads_not_four() -> None:
-    """Case 3: heads are given, not computed as per-rank times TP."""
+    """Case 3: total heads are given, not computed as heads per rank times TP."""
     scene = tp(4, 1, heads=2)
     boxes = {flow.box[0] for flow in scene.election.flows}
     assert boxes == {Interval(0, 1), Interval(1, 2)}
@@ -251,16 +254,16 @@ def test_15_layers_in_uneven_pipeline_stages_to_one_stage_and_back(first: int, s
         assert scene.difference() is None
 
 
-def test_layer_ids_of_a_hybrid_model_pair_by_id_not_by_position() -> None:
-    """Case 9 again: only some ids have KV, stage 2's first is not its first layer, and memory orders differ."""
+def test_layers_of_a_hybrid_model_are_paired_by_id() -> None:
+    """Case 9 again: only some layers have KV, stage 2's first layer has none, and memory orders differ."""
     scene = moved(
         heads=2, source=Side(stages=((3, 7), (15, 11, 19))), destination=Side(stages=((19, 3, 11, 7, 15),)), num_tokens=9
     )
     assert scene.difference() is None
 
 
-def test_one_page_list_serves_two_destinations_and_is_never_shortened() -> None:
-    """Case 20: the first reader needs fewer tokens than the second; the second still gets all of its own."""
+def test_one_page_list_serves_two_destinations_unchanged() -> None:
+    """Case 20: the first reader needs fewer tokens than the second, which still gets all of its tokens."""
     scene = Scene(
         Case(model=KVModel(num_kv_heads=2, dims={"k": 4, "v": 4}), source=Side(), destination=Side(tp=2), num_tokens=19)
     )
@@ -273,7 +276,7 @@ def test_one_page_list_serves_two_destinations_and_is_never_shortened() -> None:
 
 
 @pytest.mark.parametrize(("source", "destination"), [(16, 64), (64, 16), (16, 48), (3, 8), (1, 16), (16, 1)])
-def test_pages_of_different_size_pair_by_token(source: int, destination: int) -> None:
+def test_pages_of_different_sizes_are_paired_by_token(source: int, destination: int) -> None:
     """Case 24: TP 4 to 8, physical and logical page sizes differ."""
     for num_tokens in (1, 63, 64, 65, 100):
         scene = moved(
@@ -287,7 +290,7 @@ def test_pages_of_different_size_pair_by_token(source: int, destination: int) ->
 
 
 @pytest.mark.parametrize(("source", "destination"), [(32, 300), (300, 32)])
-def test_pools_of_different_size_are_no_obstacle(source: int, destination: int) -> None:
+def test_pools_of_different_sizes(source: int, destination: int) -> None:
     """Case 25: TP 2 to 4."""
     scene = moved(heads=4, source=Side(tp=2, num_pages=source), destination=Side(tp=4, num_pages=destination))
     assert scene.difference() is None
@@ -297,7 +300,7 @@ def test_pools_of_different_size_are_no_obstacle(source: int, destination: int) 
 @pytest.mark.parametrize("need", [0, 16, 17, 39, 40])
 @pytest.mark.parametrize("source_first", [0, 16])
 def test_a_prefix_hit_moves_only_what_is_missing(num_tokens: int, need: int, source_first: int) -> None:
-    """Case 27: the destination holds tokens up to `need`, more or fewer than the source's own hit; complete hits too."""
+    """Case 27: the destination has the tokens before `need`, more or fewer than the source's own hit, or all."""
     scene = moved(
         heads=2,
         source=Side(tp=2, page=4),
@@ -310,7 +313,7 @@ def test_a_prefix_hit_moves_only_what_is_missing(num_tokens: int, need: int, sou
     assert sum(move.copies.total_nbytes for move in scene.moves()) == (num_tokens - max(need, source_first)) * 2 * 2 * 2 * 8 * 2
 
 
-def test_a_complete_prefix_hit_moves_nothing_and_is_no_error() -> None:
+def test_a_complete_prefix_hit_moves_nothing() -> None:
     """Case 27."""
     scene = moved(heads=2, source=Side(), destination=Side(), num_tokens=44, need=44, source_first=44)
     assert [len(move.copies) for move in scene.moves()] == [0]
@@ -323,7 +326,7 @@ def test_a_complete_prefix_hit_moves_nothing_and_is_no_error() -> None:
 def test_a_larger_decode_page_with_a_partial_hit_and_an_unaligned_prompt(
     num_tokens: int, source: int, destination: int, source_first: int
 ) -> None:
-    """Case 53: hit 16 of 40 or 44 tokens; pages pair by token, never by count from the tail."""
+    """Case 53: a hit of 16 of 40 or 44 tokens. Pages are paired by token, not by count from the end."""
     for source_tp, destination_tp in ((1, 1), (2, 1), (1, 2)):
         scene = moved(
             heads=2,
@@ -348,50 +351,3 @@ def test_context_parallel_instances_of_any_kind_exchange_requests(context: Conte
             need=6,
         )
         assert scene.difference() is None
-
-
-# -------------------------------------------------------------------------------------------------- the reference itself
-
-
-def test_the_reference_gives_every_byte_its_own_value() -> None:
-    tokens, heads, nbytes = np.array([0, 1, 2, 9, 700]), range(2, 6), 19
-    found = reference.rows("kv", "k", 3, tokens=tokens, heads=heads, nbytes=nbytes)
-    offsets = np.arange(nbytes)
-    assert (
-        found == reference.value("kv", "k", 3, token=tokens[:, None, None], head=np.array(heads)[None, :, None], offset=offsets)
-    ).all()
-    assert reference.value("kv", "k", 3, token=9, head=4, offset=18) == found[3, 2, 18]
-    assert not (found == reference.CANARY).any()
-    others = [("kv", "v", 3), ("kv", "k", 4), ("draft", "k", 3)]
-    whole = [found, *(reference.rows(*other, tokens=tokens, heads=heads, nbytes=nbytes) for other in others)]
-    words = np.concatenate([each[:, :, :16].reshape(-1) for each in whole]).view(np.uint64)
-    assert len(np.unique(words)) == len(words)
-
-
-def test_the_reference_knows_contexts_by_their_closed_formulas() -> None:
-    def tokens(context: Context, cp_rank: int) -> list[int]:
-        rank = reference.KVRank(layers=(0,), page_size=4, num_pages=9, cp=2, cp_rank=cp_rank, context=context)
-        return [int(token) for token in reference.tokens_of(rank, 18)]
-
-    assert tokens(Context.WHOLE, 1) == list(range(18))
-    assert [tokens(Context.PAGE_BLOCKS, rank) for rank in (0, 1)] == [list(range(12)), list(range(12, 18))]
-    assert [tokens(Context.TOKENS_IN_TURN, rank) for rank in (0, 1)] == [list(range(0, 18, 2)), list(range(1, 18, 2))]
-    assert tokens(Context.PAGES_IN_TURN, 1) == [4, 5, 6, 7, 12, 13, 14, 15]
-
-
-def test_the_reference_wants_a_page_for_every_needed_token_and_shows_differences() -> None:
-    model = KVModel(num_kv_heads=2, dims={"k": 2, "v": 3})
-    rank = reference.KVRank(layers=(4,), page_size=4, num_pages=9)
-    pages = reference.PageList((7, -1, 2))
-    with pytest.raises(IndexError):
-        reference.expected(model, rank, pages, num_tokens=16, need=(12, 16))
-    with pytest.raises(IndexError, match="sentinel"):
-        reference.expected(model, rank, pages, num_tokens=16, need=(3, 5))
-    with pytest.raises(IndexError, match="before the pages"):
-        reference.expected(model, rank, reference.PageList((7,), 8), num_tokens=12, need=(7, 12))
-    pools = reference.allocate(model, rank)
-    reference.fill(model, rank, pools, pages, num_tokens=16)
-    wanted = reference.expected(model, rank, pages, num_tokens=16, need=(0, 4))
-    assert "layer 4, tensor 0, 16 of" in str(reference.first_difference(wanted, pools))
-    assert reference.first_difference(pools, pools) is None
-    assert "layers" in str(reference.first_difference(pools, {}))

@@ -38,7 +38,7 @@ def test_every_tp_to_every_tp_fills_every_copy() -> None:
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product((1, 4, 6, 16), repeat=2)))
 @pytest.mark.parametrize("gap", [0, 5])
 def test_keys_and_then_their_scales_in_one_page(source: int, destination: int, gap: int) -> None:
-    """`B` keys of 128 bytes, then `B` scales of 4: with other pages the scales start elsewhere."""
+    """`B` keys of 128 bytes, then `B` scales of 4, so the scales start elsewhere with another page size."""
     kind = index_kind(key_nbytes=128, scale_nbytes=4)
     scene = Scene(
         [kind],
@@ -53,7 +53,7 @@ def test_keys_and_then_their_scales_in_one_page(source: int, destination: int, g
 @pytest.mark.parametrize("num_tokens", [64 * k + extra for k in (1, 2) for extra in (-1, 0, 1)])
 @pytest.mark.parametrize("sampled", [0, 1])
 def test_page_64_at_lengths_around_its_multiples(num_tokens: int, sampled: int) -> None:
-    """Case 18: the prefill side lists a page for the token that was just sampled, decode has allocated ahead."""
+    """Case 18: prefill lists a page for the token just sampled, and decode has allocated more pages."""
     kinds = [mla_kind(form=Form(num_rows=9, page_size=64)), index_kind(form=one_page(64))]
     scene = Scene(kinds, InstanceSpec(tp=2), InstanceSpec(tp=4))
     held = dict.fromkeys(("mla", "index"), (0, num_tokens + sampled))
@@ -64,7 +64,7 @@ def test_page_64_at_lengths_around_its_multiples(num_tokens: int, sampled: int) 
 
 
 def test_78_main_layers_and_21_index_layers() -> None:
-    """Case 21: each component pairs its own layers, by id, whatever the stages."""
+    """Case 21: each component pairs its own layers by id, with any stages."""
     index_layers = (*range(3), *range(6, 78, 4))
     assert len(index_layers) == 21
     kinds = [mla_kind(dim=2, layers=range(78)), index_kind(key_nbytes=2, scale_nbytes=1, layers=index_layers)]
@@ -75,8 +75,8 @@ def test_78_main_layers_and_21_index_layers() -> None:
     assert abs(runs[2] - runs[3]) <= 1
 
 
-def test_layers_that_share_anothers_top_k_have_no_rows() -> None:
-    """A stage whose layers all share has no pool of index keys at all."""
+def test_layers_that_use_anothers_top_k_have_no_rows() -> None:
+    """A stage with only such layers has no pool of index keys."""
     kinds = [mla_kind(layers=range(6)), index_kind(layers=(0, 4))]
     for edges in ((0, 1, 4, 6), (0, 2, 4, 6)):
         scene = Scene(kinds, InstanceSpec(tp=2, edges=edges), InstanceSpec(edges=(0, 3, 6)))
@@ -104,8 +104,8 @@ def test_pages_of_pooled_keys_under_context_parallelism(context: Context) -> Non
 
 @pytest.mark.parametrize("granule", [2, 4, 8])
 @pytest.mark.parametrize(("source", "destination"), [(8, 8), (8, 16), (24, 8)])
-def test_pooled_keys_move_when_their_last_token_is_there(granule: int, source: int, destination: int) -> None:
-    """`B/pool` keys per page and then as many scales; a key whose pool is open is no key yet."""
+def test_pooled_keys_move_once_their_last_token_exists(granule: int, source: int, destination: int) -> None:
+    """A page has `B/pool` keys, then as many scales. An open pool has no key yet."""
     kind = index_kind(granule=granule)
     scene = Scene(
         [kind], InstanceSpec(tp=2, forms={"index": one_page(source)}), InstanceSpec(forms={"index": one_page(destination)})
@@ -115,8 +115,8 @@ def test_pooled_keys_move_when_their_last_token_is_there(granule: int, source: i
         assert sum(move.copies.total_nbytes for move in moves) == num_tokens // granule * 8 * 2
 
 
-def test_a_prefix_that_ends_inside_a_pool_leaves_that_pools_key_to_be_moved() -> None:
-    """With 6 tokens there and pools of 4, the key of tokens 4 to 7 is needed, that of 0 to 3 is not."""
+def test_a_prefix_that_ends_inside_a_pool_needs_that_pools_key() -> None:
+    """With a prefix of 6 tokens and pools of 4, decode needs the key of tokens 4 to 7, not that of 0 to 3."""
     scene = Scene([index_kind(granule=4, form=one_page(8))], InstanceSpec(), InstanceSpec())
     for num_tokens, prefix in itertools.product((7, 8, 11, 12), range(7)):
         moves = scene.transfer(num_tokens, prefix=prefix)
@@ -127,7 +127,7 @@ def test_a_prefix_that_ends_inside_a_pool_leaves_that_pools_key_to_be_moved() ->
 @pytest.mark.parametrize("pool", [4, 6])
 @pytest.mark.parametrize(("source", "destination"), [(6, 6), (6, 8), (8, 6), (11, 7)])
 def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> None:
-    """`n = len % pool` live tokens from `(len - n) % tail`, wrapping; keys and scales in halves of a ring; 0 move nothing."""
+    """The `n = len % pool` open tokens start at `(len - n) % tail` and wrap. A ring has keys, then scales. 0 move nothing."""
     kind = index_kind(name="index_tail", form=tail(source))
     scene = Scene([kind], InstanceSpec(tp=2), InstanceSpec(tp=3, forms={"index_tail": tail(destination)}))
     for num_tokens in range(1, 40):
@@ -137,7 +137,7 @@ def test_open_pools_of_other_tails(pool: int, source: int, destination: int) -> 
         assert sum(move.copies.total_nbytes for move in moves) == num_tokens % pool * 8 * 2 * 3
 
 
-def test_pooled_keys_and_their_open_pool_together_are_every_token() -> None:
+def test_pooled_keys_and_the_open_pool_cover_every_token() -> None:
     kinds = [index_kind(granule=4, form=one_page(8)), index_kind(name="index_tail", form=tail(5))]
     scene = Scene(kinds, InstanceSpec(tp=2), InstanceSpec(forms={"index_tail": tail(7), "index": one_page(16)}))
     for num_tokens in range(1, 26):
@@ -148,7 +148,7 @@ def test_pooled_keys_and_their_open_pool_together_are_every_token() -> None:
 
 
 def deepseek_v4() -> list[Kind]:
-    """Compressed KV of ratio 4 and 128, index keys of ratio 4, a window of raw latents: each with its own layers."""
+    """Compressed KV of ratio 4 and 128, index keys of ratio 4 and a window of raw latents, each in some layers."""
     return [
         compressed_kind(ratio=4, name="kv_4", layers=(0, 2, 4), form=Form(num_rows=20, page_size=64)),
         compressed_kind(ratio=128, name="kv_128", layers=(1, 3), form=Form(num_rows=9, page_size=256)),
@@ -165,13 +165,13 @@ def test_compressed_kv_is_grouped_by_kind(num_tokens: int, edges: tuple[int, ...
     moved(deepseek_v4(), InstanceSpec(forms=other), InstanceSpec(tp=4, edges=edges), num_tokens, prefix=num_tokens // 2)
 
 
-def test_a_ratio_is_one_entry_for_so_many_tokens() -> None:
+def test_ratio_tokens_have_one_entry() -> None:
     scene = Scene(deepseek_v4(), InstanceSpec(), InstanceSpec())
     nbytes = {move.component: move.copies.total_nbytes for move in scene.transfer(259)}
     assert nbytes == {"kv_4": 64 * 3 * 2 * 3, "kv_128": 2 * 3 * 2 * 2, "index": 64 * 8 * 3, "window": 8 * 5 * 2 * 5}
 
 
-def test_ratios_that_differ_are_refused() -> None:
+def test_different_ratios_are_rejected() -> None:
     ours = Scene([compressed_kind(ratio=4, name="kv_c")], InstanceSpec(), InstanceSpec())
     theirs = Scene([compressed_kind(ratio=8, name="kv_c")], InstanceSpec(), InstanceSpec())
     with pytest.raises(LayoutError, match=r"'kv_c', tensor 'latent', axis 'token': granule: 4 here, 8 at the peer"):
@@ -181,7 +181,7 @@ def test_ratios_that_differ_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------------- declarations
 
 
-def test_pages_that_are_larger_than_their_keys_and_scales_will_do() -> None:
+def test_pages_may_be_larger_than_their_keys_and_scales() -> None:
     pages = {0: np.zeros((3, 50), np.uint8)}
     found = sparse.index_keys(pages, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)
     assert found.placement is not None
@@ -199,6 +199,6 @@ def test_pages_of_wider_elements_are_taken_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 31), (3,), (3, 4, 8)])
-def test_pages_too_small_for_their_keys_and_scales_are_refused(shape: tuple[int, ...]) -> None:
+def test_pages_too_small_for_their_keys_and_scales_are_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"index pages: expected \[page, at least 32 bytes\], found shape"):
         sparse.index_keys({0: np.zeros(shape, np.uint8)}, page_size=4, topology=Topology(), key_nbytes=6, scale_nbytes=2)

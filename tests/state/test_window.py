@@ -1,4 +1,4 @@
-"""Sliding windows: what is needed is a range of tokens, whichever pages, rings or bare lists say where it is."""
+"""Sliding windows: decode needs a range of tokens, in pages, in rings, or by lists of ids."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def side(page_size: int, *, tp: int = 1, rows: int = 70, ring: bool = False, ord
 
 
 def test_every_tp_to_every_tp() -> None:
-    """Case 17 in full: windows re-shard as full attention does."""
+    """Case 17: windows re-shard as full attention does."""
     for heads in (3, 8):
         for ours, theirs in tp_pairs():
             moved(swa_kind(heads=heads), ours, theirs, 11)
@@ -45,7 +45,7 @@ def test_every_tp_to_every_tp() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), [(1, 4), (4, 1), (4, 2), (2, 8)])
 def test_windows_beside_full_attention(source: int, destination: int) -> None:
-    """Case 17, gpt-oss: alternating layers, 8 KV heads, each component with its own pool and ids."""
+    """Case 17, gpt-oss: alternating layers, 8 KV heads, and separate pools and ids."""
     kinds = [gqa_kind(num_kv_heads=8, layers=(1, 3, 5)), swa_kind(heads=8, layers=(0, 2, 4))]
     ours, theirs = InstanceSpec(tp=source, edges=(0, 3, 6)), InstanceSpec(tp=destination)
     scene = Scene(kinds, ours, theirs)
@@ -60,8 +60,8 @@ def test_windows_beside_full_attention(source: int, destination: int) -> None:
 
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product((1, 3, 4, 8, 16), repeat=2)))
-def test_windows_pair_by_token_whatever_the_page_size(source: int, destination: int) -> None:
-    """Case 54, small: every length around the pages' edges, windows of other lengths, prefixes inside and outside."""
+def test_windows_are_paired_by_token_at_any_page_size(source: int, destination: int) -> None:
+    """Case 54, small: lengths around page boundaries, several windows, and prefixes inside and outside the window."""
     for tokens in (1, 5, 8, 16):
         scene = Scene([swa_kind(tokens=tokens, layers=(2,))], side(source, tp=2), side(destination))
         for num_tokens in LENGTHS:
@@ -72,15 +72,15 @@ def test_windows_pair_by_token_whatever_the_page_size(source: int, destination: 
 @pytest.mark.parametrize(("source", "destination"), [(16, 64), (64, 16), (16, 48), (16, 16), (128, 16)])
 @pytest.mark.parametrize("num_tokens", [1000, 1024])
 def test_a_window_of_128_of_a_thousand_tokens(source: int, destination: int, num_tokens: int) -> None:
-    """Case 54: the two lists start at different tokens, 832 and 864 of 1,000, and not one pair is shifted."""
+    """Case 54: the two lists start at different tokens, 832 and 864 of 1,000, and no token is shifted."""
     kind = swa_kind(tokens=128, layers=(0,), heads=1)
     scene = Scene([kind], side(source), side(destination))
     moves = scene.transfer(num_tokens)
     assert sum(move.copies.total_nbytes for move in moves) == 128 * (3 + 2) * 2
 
 
-def test_lists_of_other_pages_start_at_other_tokens() -> None:
-    """Of 1,000 tokens and a window of 128, pages of 64 are listed from 832 on, pages of 16 from 864: no error."""
+def test_lists_of_different_pages_start_at_different_tokens() -> None:
+    """Of 1,000 tokens and a window of 128, pages of 64 are listed from 832 on, and pages of 16 from 864 on."""
     scene = Scene([swa_kind(tokens=128, layers=(0,), heads=1)], side(64), side(16))
     request = scene.open(1000)
     for rows, page, first in ((request.source_rows, 64, 832), (request.destination_rows, 16, 864)):
@@ -93,7 +93,7 @@ def test_lists_of_other_pages_start_at_other_tokens() -> None:
 
 
 def test_evicted_pages_may_be_listed_as_sentinels() -> None:
-    """A list from token 0 on, with -1 where the window has moved on: never shifted, never addressed."""
+    """The list starts at token 0 and has -1 for pages before the window."""
     for ours, theirs in itertools.product((4, 8), repeat=2):
         scene = Scene([swa_kind(tokens=9)], side(ours, tp=2), side(theirs))
         request = scene.open(30)
@@ -107,7 +107,7 @@ def test_evicted_pages_may_be_listed_as_sentinels() -> None:
         assert scene.difference(request) is None
 
 
-def test_a_needed_token_in_a_sentinel_is_an_error_before_anything_moves() -> None:
+def test_a_needed_token_in_a_sentinel_is_an_error() -> None:
     scene = Scene([swa_kind(tokens=9)], side(4), side(4))
     request = scene.open(30)
     listed = request.source_rows[0]["window"]
@@ -118,7 +118,7 @@ def test_a_needed_token_in_a_sentinel_is_an_error_before_anything_moves() -> Non
 
 
 def test_the_prefill_side_may_hold_more_and_count_the_sampled_token() -> None:
-    """Case 18 for windows: lists of other lengths, at both ends."""
+    """Case 18 for windows: lists that differ in length at both ends."""
     scene = Scene([swa_kind(tokens=8)], side(4, tp=2), side(8))
     for num_tokens in LENGTHS[3:]:
         request = scene.open(num_tokens, held={"window": (num_tokens - 8, num_tokens + 1)}, ahead=17)
@@ -129,7 +129,7 @@ def test_the_prefill_side_may_hold_more_and_count_the_sampled_token() -> None:
 
 
 @pytest.mark.parametrize("context", [Context.PAGE_BLOCKS, Context.TOKENS_IN_TURN, Context.PAGES_IN_TURN])
-def test_context_parallel_ranks_hold_their_part_of_the_window(context: Context) -> None:
+def test_context_parallel_ranks_own_parts_of_the_window(context: Context) -> None:
     for num_tokens in (3, 17, 40):
         ours = InstanceSpec(tp=2, cp=3, context=context)
         moved(swa_kind(tokens=9), ours, InstanceSpec(tp=1), num_tokens)
@@ -137,7 +137,7 @@ def test_context_parallel_ranks_hold_their_part_of_the_window(context: Context) 
 
 
 @pytest.mark.parametrize("prefix", [0, 3, 870, 900, 1000, 1200])
-def test_needed_is_the_windows_range_after_the_prefix(prefix: int) -> None:
+def test_needed_is_the_window_after_the_prefix(prefix: int) -> None:
     assert window.needed(1000, window=128, prefix=prefix) == (min(max(prefix, 872), 1000), 1000)
     assert window.needed(100, window=128, prefix=prefix) == (min(prefix, 100), 100)
 
@@ -146,8 +146,8 @@ def test_needed_is_the_windows_range_after_the_prefix(prefix: int) -> None:
 
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product((8, 9, 12, 16), repeat=2)))
-def test_rings_of_other_strides(source: int, destination: int) -> None:
-    """Token `t` is row `request * stride + t % stride` on each side; a window of 8 wraps on either, both or none."""
+def test_rings_of_different_strides(source: int, destination: int) -> None:
+    """Token `t` is row `request * stride + t % stride` on each side. A window of 8 wraps on either side, both or none."""
     kind = swa_kind(tokens=8, layers=(2,))
     scene = Scene([kind], side(source, tp=2, rows=3, ring=True), side(destination, tp=4, rows=5, ring=True))
     for num_tokens in range(1, 26):
@@ -165,20 +165,20 @@ def test_rings_and_pages(ours: tuple[int, bool], theirs: tuple[int, bool]) -> No
 
 
 def test_a_ring_may_hold_more_than_is_needed() -> None:
-    """The prefill's ring has its last 16 tokens, the decode's needs 8 of them."""
+    """Prefill's ring has the last 16 tokens, and decode needs 8 of them."""
     scene = Scene([swa_kind(tokens=8)], side(16, ring=True), side(8, ring=True))
     for num_tokens in (16, 17, 31, 40):
         scene.transfer(num_tokens, held={"window": (num_tokens - 16, num_tokens)})
 
 
 @pytest.mark.parametrize("axes", ["page kv_head token dim", "page kv_head dim token"])
-def test_rings_in_other_memory_orders(axes: str) -> None:
+def test_rings_in_different_memory_orders(axes: str) -> None:
     scene = Scene([swa_kind(tokens=8)], side(9, ring=True, order=axes), side(8, tp=2, ring=True))
     for num_tokens in (5, 13, 24):
         scene.transfer(num_tokens)
 
 
-def test_ring_rows_are_the_closed_formula() -> None:
+def test_ring_rows_match_the_closed_formula() -> None:
     """Row `slot * stride + t % stride` for every token of every range that fits."""
     for stride, slot in itertools.product((1, 4, 6), (0, 3)):
         for start, stop in itertools.combinations_with_replacement(range(20), 2):
@@ -193,7 +193,7 @@ def test_ring_rows_are_the_closed_formula() -> None:
 
 
 @pytest.mark.parametrize("need", [(-1, 3), (5, 4)])
-def test_ranges_that_are_none_are_refused(need: tuple[int, int]) -> None:
+def test_invalid_ranges_are_rejected(need: tuple[int, int]) -> None:
     with pytest.raises(LayoutError, match="expected a range that fits"):
         window.ring_rows(0, need=need, stride=8)
 
@@ -202,14 +202,14 @@ def test_ranges_that_are_none_are_refused(need: tuple[int, int]) -> None:
 
 
 def listed(first: int, last: int, *, base: int) -> dict[int, int]:
-    """The ids of a request's pages `first` to `last`, by page number; those of two sides tell themselves apart."""
+    """The ids of a request's pages `first` to `last`, by page number. Ids of the two sides are distinct."""
     return {page: base + 7 * page % 64 for page in range(first, last)}
 
 
 @pytest.mark.parametrize("source_first", [0, 3, 10])
 @pytest.mark.parametrize("destination_first", [0, 3, 10])
-def test_bare_lists_of_a_window_align_at_their_end(source_first: int, destination_first: int) -> None:
-    """Case 19: longer on either side; both end with the same page, so ids pair by page number."""
+def test_id_lists_of_a_window_align_at_their_end(source_first: int, destination_first: int) -> None:
+    """Case 19: either list may be longer. Both end with the same page, so ids are paired by page number."""
     source, destination = listed(source_first, 14, base=100), listed(destination_first, 14, base=500)
     ours, theirs = align_state_indices([*source.values()], [*destination.values()], anchor="end")
     both = sorted(source.keys() & destination.keys())
@@ -218,8 +218,8 @@ def test_bare_lists_of_a_window_align_at_their_end(source_first: int, destinatio
 
 
 @pytest.mark.parametrize("lengths", [(64 * k + extra, k) for k in (1, 2, 391) for extra in (-1, 0, 1)])
-def test_bare_lists_of_index_keys_align_at_their_start(lengths: tuple[int, int]) -> None:
-    """Cases 18 and 19: page 64 at 64k-1, 64k and 64k+1 tokens; the prefill counts one more, or decode has 391 for 1."""
+def test_id_lists_of_index_keys_align_at_their_start(lengths: tuple[int, int]) -> None:
+    """Cases 18 and 19: pages of 64 at 64k-1, 64k and 64k+1 tokens. Prefill lists one more, or decode has 391 for 1."""
     num_tokens, _ = lengths
     needed, appended = -(-num_tokens // 64), -(-(num_tokens + 1) // 64)
     for source, destination in ((appended, needed), (needed, appended), (1, 391), (391, 1)):
@@ -229,8 +229,8 @@ def test_bare_lists_of_index_keys_align_at_their_start(lengths: tuple[int, int])
         assert [each.tolist() for each in found] == [[*side.values()][:common] for side in (ours, theirs)]
 
 
-def test_a_list_cut_for_one_peer_is_whole_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    """Case 20: two decode ranks; what is returned is new, what was given is never shortened, a cut is logged."""
+def test_a_cut_does_not_change_the_given_lists(caplog: pytest.LogCaptureFixture) -> None:
+    """Case 20: two decode ranks get new arrays from one list, and a cut is logged."""
     source = np.array([9, 8, 7, 6, 5], dtype=np.int32)
     with caplog.at_level(logging.WARNING):
         first, _ = align_state_indices(source, [1, 2], anchor="end")
@@ -243,15 +243,15 @@ def test_a_list_cut_for_one_peer_is_whole_for_the_next(caplog: pytest.LogCapture
     assert source.tolist() == [9, 8, 7, 6, 5]
 
 
-def test_empty_bare_lists_are_nothing_and_other_anchors_are_refused() -> None:
+def test_empty_id_lists_and_invalid_anchors() -> None:
     assert [side.tolist() for side in align_state_indices([], [1, 2], anchor="end")] == [[], []]
     assert [column.tolist() for column in group_concurrent_contiguous([], [])] == [[], [], []]
     with pytest.raises(ConfigError, match="anchor: expected 'start' or 'end', found 'middle'"):
         align_state_indices([1], [1], anchor="middle")  # type: ignore[arg-type]
 
 
-def test_bytes_of_pages_paired_by_bare_lists_are_those_of_the_token_ranges() -> None:
-    """A server with two bare lists, and one with token ranges, move the same bytes: whole pages by runs of ids."""
+def test_id_lists_and_token_ranges_move_the_same_bytes() -> None:
+    """Whole pages by runs of ids, compared with the copies of a token range."""
     page_nbytes, num_pages = 24, 14
     content = value("window", "k", 0, token=np.arange(num_pages)[:, None], head=0, offset=np.arange(page_nbytes))
     rng = np.random.default_rng(5)
@@ -266,8 +266,8 @@ def test_bytes_of_pages_paired_by_bare_lists_are_those_of_the_token_ranges() -> 
     assert (there == wanted).all()
 
 
-def test_one_request_serves_two_readers_with_windows_of_other_lengths() -> None:
-    """Case 20 by token ranges: the rows that the first reader was served from are the second's, unchanged."""
+def test_one_request_serves_two_readers_with_different_windows() -> None:
+    """Case 20 by token ranges: both readers are served from the same rows, which stay unchanged."""
     scene = Scene([swa_kind(tokens=12)], side(4), side(4, tp=2))
     request = scene.open(30)
     plan = scene._plan(request, 0, 0)["window"]

@@ -1,0 +1,129 @@
+"""Configs that are wrong or not supported, and unreadable files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.core.errors import ConfigError
+from disagg.models import load_model
+from tests.support.configs import DSA, FALCON, GPT_OSS, JAMBA, KIMI, LLAMA, MLA, NEMOTRON, SMALL, V4, spec_of, without
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("config", "named"),
+        [
+            ({**LLAMA, "model_type": "gpt2"}, "gpt2"),
+            (without(LLAMA, "model_type"), "model_type None"),
+            ({**LLAMA, "model_type": ["llama"]}, "llama"),
+            ({**LLAMA, "model_type": "t5", "text_config": dict(LLAMA)}, "t5"),
+            ({**LLAMA, "text_config": dict(LLAMA)}, "text_config"),
+            ({**LLAMA, "attention_chunk_size": 8192}, "attention_chunk_size: chunked attention"),
+            ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder: an encoder"),
+            ({**LLAMA, "cross_attention_layers": [1]}, "cross_attention_layers: cross-attention"),
+            ({**LLAMA, "add_cross_attention": True}, "add_cross_attention"),
+            ({**LLAMA, "num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+            ({**LLAMA, "sliding_window": 128}, "sliding_window: sliding-window attention"),
+            ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state: a recurrent state"),
+            ({**MLA, "index_topk": 2048}, "index_topk: index keys"),
+            ({**DSA, "index_topk_freq": 4}, "index_topk_freq"),
+            ({**LLAMA, "layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+            ({**GPT_OSS, "layer_types": ["sliding_attention", "linear_attention"] * 2}, "linear_attention"),
+            ({**NEMOTRON, "hybrid_override_pattern": "M-*X"}, "hybrid_override_pattern"),
+            (without(NEMOTRON, "hybrid_override_pattern"), "num_hidden_layers"),
+            ({**NEMOTRON, "num_hidden_layers": 8}, "num_hidden_layers: expected 7"),
+            ({**LLAMA, "layer_types": ["full_attention"] * 3}, "num_hidden_layers"),
+            ({**JAMBA, "layers_block_type": ["attention"] * 4}, "layers_block_type"),
+            ({**V4, "compress_ratios": [0, 4, 16, 4]}, "compress_ratios"),
+            ({**V4, "compress_ratios": [0, 4]}, "compress_ratios"),
+            ({**KIMI, "linear_attn_config": {**KIMI["linear_attn_config"], "kda_layers": [1, 1]}}, "linear_attn_config"),
+            ({**KIMI, "linear_attn_config": None}, "linear_attn_config"),
+            ({**KIMI, "linear_attn_config": [1]}, "linear_attn_config: expected an object"),
+            ({**FALCON, "mamba_d_head": 17}, "mamba_d_head"),
+            ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
+            ({**LLAMA, "hidden_size": 65}, "hidden_size: expected a multiple"),
+            ({**LLAMA, "dtype": "auto"}, "dtype"),
+            ({**LLAMA, "dtype": 16}, "dtype"),
+            ({**LLAMA, "tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+            ({"model_type": "nemotron_h", "hybrid_override_pattern": "-E-"}, "expected a layer with state"),
+            ({"model_type": "qwen3_5", "text_config": "text"}, "text_config"),
+        ],
+    )
+    def test_name_the_field_and_the_model(self, config: Mapping[str, Any], named: str) -> None:
+        with pytest.raises(ConfigError) as raised:
+            spec_of(config)
+        assert named in str(raised.value)
+        assert "'m'" in str(raised.value)
+
+    @pytest.mark.parametrize("config", [[], None, "llama", 3])
+    def test_config_is_not_an_object(self, config: Any) -> None:
+        with pytest.raises(ConfigError, match="JSON object"):
+            spec_of(config)
+
+    def test_unknown_names_and_unreadable_files(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="llama-3-8b"):
+            load_model("llama-9")
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ConfigError, match="expected a JSON file"):
+            load_model(str(tmp_path))
+        (tmp_path / "config.json").write_text("[" * 100_000)
+        with pytest.raises(ConfigError, match="expected a JSON file"):
+            load_model(str(tmp_path))
+        with pytest.raises(ConfigError):
+            load_model("x" * 5000)
+
+    def test_a_file_and_its_folder_give_the_same_model(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(dict(LLAMA)))
+        assert load_model(str(tmp_path)).nbytes(7) == load_model(str(tmp_path / "config.json")).nbytes(7)
+        assert load_model(str(tmp_path), num_layers=1).num_layers == 1
+        with pytest.raises(ConfigError, match="layers"):
+            load_model(str(tmp_path), num_layers=5)
+
+    @pytest.mark.parametrize("config", SMALL, ids=lambda c: str(c["model_type"]))
+    @pytest.mark.parametrize("wrong", [None, -1, 0, 1.5, "4", True, 2**40, [], {}, float("nan")], ids=repr)
+    def test_every_number_is_checked(self, config: Mapping[str, Any], wrong: object) -> None:
+        """The error for a wrong number names its field. Some fields may be absent, and some may be 0."""
+        may_be_absent = {"num_key_value_heads", "num_nextn_predict_layers", "mtp_num_hidden_layers", "mamba_d_head"}
+        may_be_absent |= {"deepseek_v4": {"qk_rope_head_dim"}, "falcon_h1": {"head_dim"}}.get(config["model_type"], set())
+        may_be_zero = {"attn_layer_offset", "num_nextn_predict_layers", "mtp_num_hidden_layers"}
+        for key, value in config.items():
+            if not isinstance(value, int) or (wrong is None and key in may_be_absent) or (wrong == 0 and key in may_be_zero):
+                continue
+            with pytest.raises(ConfigError) as raised:
+                spec_of({**config, key: wrong})
+            assert key in str(raised.value) or (key, wrong) == ("mamba_d_ssm", None)
+
+    @given(
+        config=st.sampled_from(SMALL),
+        changes=st.dictionaries(
+            st.sampled_from(sorted({key for config in SMALL for key in config})),
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats()
+            | st.text(max_size=8)
+            | st.lists(st.sampled_from(["full_attention", "linear_attention", 0, 4, 128, None]), max_size=6)
+            | st.dictionaries(st.sampled_from(["head_dim", "kda_layers"]), st.integers(), max_size=2),
+            max_size=4,
+        ),
+        dropped=st.sets(st.integers(0, 20), max_size=3),
+        draft=st.booleans(),
+    )
+    def test_hostile_configs_give_a_model_or_a_config_error(
+        self, config: Mapping[str, Any], changes: dict[str, Any], dropped: set[int], draft: bool
+    ) -> None:
+        hostile = {key: value for i, (key, value) in enumerate({**config, **changes}.items()) if i not in dropped}
+        try:
+            spec = spec_of(hostile, draft_layers=draft)
+        except ConfigError:
+            return
+        assert spec.states
+        assert all(0 <= layer < spec.num_layers or state.optional for state in spec.states for layer in state.layers)
+        assert spec.nbytes(100) > 0 or spec.nbytes(10_000) > 0 or all(s.window == 0 for s in spec.states)
