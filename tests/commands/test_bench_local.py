@@ -205,7 +205,7 @@ def test_a_rank_ends_when_it_is_told_to(model: str) -> None:
     config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
     stop, said = threading.Event(), list[str]()
     stop.set()
-    serve(config, stop=stop, say=said.append)
+    serve(config, stop=stop, report=said.append)
     assert len(said) == 1
     assert "address=tcp://127.0.0.1:" in said[0]
 

@@ -1,4 +1,4 @@
-"""What a case comes to: a row of figures, as a line of a table and as JSON."""
+"""The result of a case: a row of figures, as a line of a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a case, in seconds and bytes. `latencies_s` are of each request, from its first `send` to its last success.
+    """One run of a case, in seconds and bytes. `latencies_s`: for each request, from its first `send` to its last success.
 
-    `seconds` are those of the rank that spent most in a stage; `problem` is empty where every byte was right.
+    `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
     """
 
     total_s: float
@@ -35,7 +35,7 @@ class Sample:
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
-        """The run that these reports of all ranks tell of, all on one clock."""
+        """The run that the reports of all ranks describe, all on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
         for report in sent:
@@ -63,8 +63,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Alone:
-    """The same bytes without the library: GB/s of the engine with one block per pair of ranks, and what all processes
-    computed for it; GB/s of a copy in memory by one thread, and of the mechanism that the transport rests on.
+    """The same bytes without the library: GB/s and CPU seconds of the engine with one block per pair of ranks; GB/s of a copy
+    in memory by one thread, and of the system mechanism below the transport.
     """
 
     gbps: float
@@ -74,7 +74,7 @@ class Alone:
 
     @classmethod
     def median(cls, found: Sequence[Self]) -> Self | None:
-        """The median of each figure; `None` of none."""
+        """The median of each figure; `None` if there are none."""
         if not found:
             return None
         raw = [each.raw_gbps for each in found if each.raw_gbps is not None]
@@ -87,7 +87,7 @@ class Alone:
 
 
 def mechanism_of(about: Description) -> Raw | None:
-    """What a rank's transport rests on, where the system offers it to everyone."""
+    """The system mechanism below a rank's transport, if programs can use it without the engine."""
     if about.backend == "local" or about.device != "cpu":
         return None
     if about.transport.startswith("shm"):
@@ -216,7 +216,7 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> bytes:
-    """A list of rows, readable by people too."""
+    """The rows as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(list(rows)), indent=2) + b"\n"
 
 
