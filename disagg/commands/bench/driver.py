@@ -231,34 +231,39 @@ def _raw(prepared: Prepared) -> float | None:
     mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
     if mechanism is None:
         return None
-    case, ranks = prepared.case, prepared.ranks
-    destinations = ranks.destinations
-    if mechanism is Raw.WRITEV:
-        if any(remote.about.boot_id != boot_id() for remote in ranks.all):
-            return None
-        return _moved(
-            prepared,
-            {
-                source: MoveRaw(blocks, case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
-                for source, blocks in prepared.blocks.items()
-            },
-        )
-    awaited: dict[int, list[tuple[int, int]]] = {}
+    if mechanism is Raw.SOCKET:
+        return _over_sockets(prepared)
+    if any(remote.about.boot_id != boot_id() for remote in prepared.ranks.all):
+        return None
+    destinations = prepared.ranks.destinations
+    return _moved(
+        prepared,
+        {
+            source: MoveRaw(blocks, prepared.case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
+            for source, blocks in prepared.blocks.items()
+        },
+    )
+
+
+def _over_sockets(prepared: Prepared) -> float:
+    """GB/s over plain sockets, one connection per block."""
+    destinations, timeout_s = prepared.ranks.destinations, prepared.case.timeout_s
+    expected: dict[int, list[tuple[int, int]]] = {}
     numbers: dict[Remote, list[int]] = {}
     for source, blocks in prepared.blocks.items():
         for block in blocks:
-            of = awaited.setdefault(block.rank, [])
-            numbers.setdefault(source, []).append(len(of))
-            of.append((block.destination, block.nbytes))
-    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in awaited}
-    asked = {destinations[rank]: Listen(hosts[rank], tuple(of), case.timeout_s) for rank, of in awaited.items()}
-    ports = {remote: reply.port for remote, reply in ranks.ask(asked, Listening).items()}
+            of_rank = expected.setdefault(block.rank, [])
+            numbers.setdefault(source, []).append(len(of_rank))
+            of_rank.append((block.destination, block.nbytes))
+    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in expected}
+    listens = {destinations[rank]: Listen(hosts[rank], tuple(blocks), timeout_s) for rank, blocks in expected.items()}
+    ports = {remote: reply.port for remote, reply in prepared.ranks.ask(listens, Listening).items()}
     return _moved(
         prepared,
         {
             source: MoveRaw(
                 blocks,
-                case.timeout_s,
+                timeout_s,
                 hosts=tuple(hosts[block.rank] for block in blocks),
                 ports=tuple(ports[destinations[block.rank]] for block in blocks),
                 numbers=tuple(numbers[source]),

@@ -100,14 +100,17 @@ def _succeeded(report: RunReport) -> Iterator[Result]:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case. `bytes` are those delivered in a run, `gbps` is `bytes` / 1e9 / `seconds["total"]`: first `send` to last
-    success in the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
-    instances. `pieces` are the plan's, neighbours joined; `posts` is what the engine was given for them, in slots where they
-    went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` (the engine alone, a block per pair of ranks),
-    `ratio`, `raw_gbps` (the mechanism `raw` alone, the same blocks) and `memcpy_gbps` (one thread) are `None` where not
-    measured. `core_s_per_gb` is what all ranks' processes computed for a GB delivered, `ceiling_core_s_per_gb` for one of
-    the ceiling's: where cores are the limit, their quotient bounds `ratio`. `thresholds` are in use where `pack_below` is
-    `None`: the size below which pieces went packed, for each pair of ranks, by whence it is known.
+    """One case, as a row of the table and of the JSON. Figures that were not measured are `None`.
+
+    * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
+      median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
+    * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
+    * `latency_ms`: over all requests of all runs.
+    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it. `raw_gbps`: the
+      system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
+    * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
+      Where cores are the limit, their quotient bounds `ratio`.
+    * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds of the pairs of ranks, by origin.
     """
 
     backend: str

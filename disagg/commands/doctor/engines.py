@@ -99,8 +99,8 @@ def _missing(name: str, machine: Machine) -> Iterator[Finding]:
     if not libraries:
         return
     try:
-        with child("libraries:" + ",".join(libraries), machine.environ) as asked:
-            found: dict[str, str] = asked.answer()["missing"]
+        with child("libraries:" + ",".join(libraries), machine.environ) as task:
+            found: dict[str, str] = task.answer()["missing"]
     except ChildFailed as error:
         yield Finding(
             name,
@@ -181,8 +181,8 @@ def nvlink(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
         return
     try:
-        with child("nvlink:", machine.environ) as asked:
-            asked.answer()
+        with child("nvlink:", machine.environ) as task:
+            task.answer()
     except ChildFailed as error:
         yield Finding(
             "nvlink",
@@ -200,8 +200,8 @@ def gpu_peers(machine: Machine) -> Iterator[Finding]:
     if len(machine.gpus) < 2:
         return
     try:
-        with child("gpus", machine.environ) as asked:
-            found = asked.answer()
+        with child("gpus", machine.environ) as task:
+            found = task.answer()
     except ChildFailed as error:
         yield Finding(
             "gpu", Level.ERROR, f"the CUDA driver does not respond: {error}", "GPU memory cannot be used", "nvidia-smi"
