@@ -107,7 +107,7 @@ def test_without_libibverbs_the_library_and_its_package_are_named(tmp_path: Path
     assert ended.returncode == 1
     assert "error    mooncake     engine 'mooncake' is installed, but libibverbs.so.1 cannot be loaded" in ended.stdout
     assert "fix: apt install libibverbs1 ibverbs-providers" in ended.stdout
-    assert "no engine works here, of mooncake" in ended.stdout
+    assert "no network engine works here, of mooncake" in ended.stdout
 
 
 def test_a_library_missing_only_at_engine_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def examine(
             yield finding
     if not worked:
         yield Finding(
-            "engines", Level.ERROR, f"no engine works here, of {', '.join(names)}",
-            "no state can be moved between processes", "apply the fix of one engine above, then run disagg doctor again",
+            "engines", Level.ERROR, f"no network engine works here, of {', '.join(names)}",
+            "no state can be moved between hosts", "apply the fix of one engine above, then run disagg doctor again",
         )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def cma_refused(why: str) -> Finding:
     """The finding that processes may not copy each other's memory."""
     return Finding(
         "cma", Level.WARNING, f"processes here may not copy each other's memory: {why}",
-        "backend 'nixl' uses TCP between processes of this host, at a fraction of the speed; require='shm' is refused",
+        "backend 'cma' cannot be used: processes of this host use a network engine, at a fraction of the speed",
         "sysctl -w kernel.yama.ptrace_scope=0; for containers: --cap-add SYS_PTRACE and a shared PID namespace",
     )  # fmt: skip
 
