@@ -147,5 +147,5 @@ def draw(folder: Path) -> None:
     for name, figure in (("heads", heads()), ("latents", latents()), ("convolution", convolution()), ("window", windows())):
         figure.savefig(folder / f"concepts-{name}.png", dpi=110)
     for name, (model, prefill, decode) in EXPLAINED.items():
-        case = Case(backend="nixl", model=model, tokens=4096, prefill=Side.parse(prefill), decode=Side.parse(decode))
+        case = Case(backend="cma", model=model, tokens=4096, prefill=Side.parse(prefill), decode=Side.parse(decode))
         plot(explain_request(ExplainRequest(case=case)), folder / f"{name}.png")

@@ -1,1 +1,1 @@
-"""The commands `disagg` and `disagg-bench`."""
+"""The programs `disagg` and `disagg-bench`."""

@@ -1,4 +1,4 @@
-"""`python -m disagg.commands` is the command `disagg`."""
+"""`python -m disagg.commands` runs `disagg`."""
 
 from __future__ import annotations
 

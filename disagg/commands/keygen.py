@@ -1,4 +1,4 @@
-"""`disagg keygen`: a CURVE key pair for an instance, as files."""
+"""`disagg keygen`: write a CURVE key pair for an instance to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Examples:
   disagg keygen --out keys --name prefill
   disagg keygen --out keys --name decode
 \b
-Every rank of an instance has the instance's pair, and its peers' public keys:
+Every rank of an instance uses the instance's pair and its peers' public keys:
   disagg prefill --keys keys/prefill.toml --peer decode=tcp://10.0.0.2:7100 \\
       --peer-key decode="$(cat keys/decode.pub)" ...
 """
@@ -25,33 +25,33 @@ Every rank of an instance has the instance's pair, and its peers' public keys:
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder to write to; made if need be."
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder to write to; created if missing."
 )
-@click.option("--name", default="disagg", help="Of the files: NAME.toml with both keys, NAME.pub with the public one.")
-@click.option("--force", is_flag=True, help="Replace files that are there. Peers that know the old key are locked out.")
+@click.option("--name", default="disagg", help="Name of the files: NAME.toml with both keys, NAME.pub with the public key.")
+@click.option("--force", is_flag=True, help="Replace existing files. Peers that use the old key can no longer connect.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def keygen(*, out: Path, name: str, force: bool) -> None:
-    """Make a key pair for an instance, and print its public key, which its peers need.
+    """Generate a key pair for an instance and print its public key, which the peers need.
 
-    NAME.toml holds the secret: only its owner can read it (0600). Give it to `--keys` on every rank of the instance.
+    NAME.toml holds the secret key; only its owner can read it (0600). Pass it to --keys on every rank of the instance.
     """
     print(write_pair(KeyPair.generate(), out, name=name, force=force))
 
 
 def write_pair(keys: KeyPair, folder: Path, *, name: str, force: bool) -> str:
-    """Write a pair as `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; the public key.
+    """Write a pair as `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; returns the public key.
 
-    Raises `ConfigError` for a name that is none, or where a file is there and `force` is not given: nothing is written.
+    Raises `ConfigError` for an invalid name, or if a file exists and `force` is false; then nothing is written.
     """
     if not name or name != Path(name).name:
-        raise ConfigError(f"name: expected the name of a file, found {name!r}")
+        raise ConfigError(f"name: expected a file name without a folder, found {name!r}")
     secret, public = folder / f"{name}.toml", folder / f"{name}.pub"
     there = [str(path) for path in (secret, public) if path.exists() or path.is_symlink()]
     if there and not force:
-        raise ConfigError(f"keygen: {' and '.join(there)} would be overwritten; expected no such file, or --force")
+        raise ConfigError(f"keygen: {' and '.join(there)} would be overwritten; use another name or --force")
     folder.mkdir(parents=True, exist_ok=True)
-    comment = "# The key pair of one instance. Whoever has the secret is this instance."
+    comment = "# The key pair of one instance. Anyone who has the secret key can act as this instance."
     text = f'{comment}\npublic = "{keys.public}"\nsecret = "{keys.secret}"\n'
     _replace(secret, text, mode=0o600)
     _replace(public, keys.public + "\n", mode=0o644)
@@ -59,7 +59,7 @@ def write_pair(keys: KeyPair, folder: Path, *, name: str, force: bool) -> str:
 
 
 def _replace(path: Path, text: str, *, mode: int) -> None:
-    """Write a file under another name first: nobody ever sees it half written, or with other permissions."""
+    """Write a file atomically, with its permissions, by renaming a temporary file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)

@@ -1,4 +1,4 @@
-"""The command `disagg`. Its subcommands are imported when they are used."""
+"""The program `disagg`. Its subcommands are imported when they are used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The command `disagg`."""
+    """Run `disagg`."""
     try:
         from disagg.commands.shell import errors
         from disagg.commands.shell.group import disagg

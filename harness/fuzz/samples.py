@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from disagg.commands.cases.instructions import (
-    AskHealth,
     Block,
     Check,
     Clear,
@@ -18,6 +17,7 @@ from disagg.commands.cases.instructions import (
     Item,
     Move,
     Peer,
+    ReadHealth,
     Start,
 )
 from disagg.commands.cases.sides import Side
@@ -128,5 +128,5 @@ def commands() -> list[msgspec.Struct]:
         Start(Direction.SEND, "decode-0", (item, item), window=2, deadline_s=1.0),
         Check((item,)),
         Move("decode-0", (Block(0, 0, 4096, 512),), timeout_s=1.0),
-        AskHealth(),
+        ReadHealth(),
     ]

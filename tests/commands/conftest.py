@@ -21,14 +21,14 @@ BYTES_PER_TOKEN = NUM_LAYERS * 2 * NUM_HEADS * HEAD_DIM * 2
 
 @pytest.fixture(params=sorted(ENGINES))
 def engine(request: pytest.FixtureRequest) -> str:
-    """Each real engine in turn; a skip where it is missing, or a failure where it is required."""
+    """Each real engine: skipped if it is missing, failed if it is required."""
     require_engine(*ENGINES[request.param])
     return str(request.param)
 
 
 @pytest.fixture
 def mooncake() -> str:
-    """The engine that starts quickest."""
+    """The engine that starts fastest."""
     require_engine(*ENGINES["mooncake"])
     return "mooncake"
 
@@ -81,7 +81,7 @@ Bench = Callable[..., Ended]
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Run `disagg-bench` in a process of its own."""
+    """Run `disagg-bench` in its own process."""
 
     def run(*arguments: str, timeout_s: float = 90) -> Ended:
         rows = tmp_path / "rows.json"

@@ -1,4 +1,4 @@
-"""Whole cases over backend `local`: every rank in a thread of this process, by the code that real processes run."""
+"""Whole cases over backend `local`: every rank in a thread of this process, with the same code as in real processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 75
 
 
 def ignore(_: str) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def case(model: str, prefill: str, decode: str, **settings: object) -> Case:
@@ -71,7 +71,7 @@ def test_the_ceiling_moves_the_same_bytes(model: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.BYTE, Fault.PAGES])
-def test_a_mistake_is_found(model: str, fault: Fault) -> None:
+def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
     row = moved(model, "tp=2", "tp=1,page=64", fault=fault)
     assert not row.verified
     assert "expected 0x" in row.problem
@@ -124,7 +124,7 @@ def test_small_pieces_are_packed_only_below_the_threshold(model: str) -> None:
 
 
 @pytest.mark.parametrize(("preset", "layers"), [(name, layers) for name, layers, *_ in LOCAL_PRESETS] + [("grouped", 4)])
-def test_any_wrong_byte_of_any_tensor_is_found(preset: str, layers: int, grouped: str) -> None:
+def test_any_wrong_byte_of_any_tensor_is_detected(preset: str, layers: int, grouped: str) -> None:
     model, side = grouped if preset == "grouped" else preset, Side(tp=2)
     wanted = case(model, "tp=2", "tp=1", num_layers=layers, tokens=40)
     spec = load_model(model, num_layers=layers)
@@ -153,13 +153,13 @@ def test_any_wrong_byte_of_any_tensor_is_found(preset: str, layers: int, grouped
         assert (arena == 0xA5).all()
 
 
-def test_a_case_that_cannot_be_is_refused_before_anything_starts(model: str) -> None:
+def test_an_impossible_case_is_refused_before_ranks_start(model: str) -> None:
     for settings, named in (
         ({"tokens": 0}, "tokens"),
         ({"prefix_hit": TOKENS}, "prefix-hit"),
         ({"chunk_tokens": -1}, "chunk-tokens"),
         ({"pack_below": -1}, "pack-below"),
-        ({"fault": Fault.KILL}, "no process"),
+        ({"fault": Fault.KILL}, "no separate process"),
         ({"device": "tpu"}, "device"),
         ({"num_layers": 99}, "layers"),
     ):
@@ -187,13 +187,13 @@ def ask(commands: Commands, data: bytes) -> AnyReply:
     return reply
 
 
-def test_what_is_no_command_is_answered_with_an_error(commands: Commands) -> None:
+def test_invalid_commands_get_an_error_reply(commands: Commands) -> None:
     for data in (b"", b"\xc1", b"rubbish", msgspec.msgpack.encode({"type": "Nothing"}), msgspec.msgpack.encode([1])):
         assert isinstance(ask(commands, data), Failed)
     assert isinstance(ask(commands, msgspec.msgpack.encode(Describe())), Description)
 
 
-def test_a_command_that_fails_leaves_the_rank_as_it_was(commands: Commands) -> None:
+def test_a_failed_command_leaves_the_rank_unchanged(commands: Commands) -> None:
     assert isinstance(ask(commands, msgspec.msgpack.encode(Collect())), Failed)
     reply = ask(commands, msgspec.msgpack.encode(Peer("decode", "tcp://127.0.0.1:1")))
     assert isinstance(reply, Failed)
@@ -201,16 +201,16 @@ def test_a_command_that_fails_leaves_the_rank_as_it_was(commands: Commands) -> N
     assert ask(commands, msgspec.msgpack.encode(Clear())) == Done()
 
 
-def test_a_rank_ends_when_it_is_told_to(model: str) -> None:
+def test_a_rank_ends_on_request(model: str) -> None:
     config = RankConfig(role="decode", name="decode", model=model, side=Side(), backend="local", num_pages=4)
-    stop, said = threading.Event(), list[str]()
+    stop, lines = threading.Event(), list[str]()
     stop.set()
-    serve(config, stop=stop, say=said.append)
-    assert len(said) == 1
-    assert "address=tcp://127.0.0.1:" in said[0]
+    serve(config, stop=stop, report=lines.append)
+    assert len(lines) == 1
+    assert "address=tcp://127.0.0.1:" in lines[0]
 
 
-def test_a_driver_uses_ranks_that_run_already(model: str) -> None:
+def test_a_driver_uses_running_ranks(model: str) -> None:
     wanted = case(model, "tp=2", "tp=1,page=8")
     ranks: list[RankThread] = []
     addresses = []

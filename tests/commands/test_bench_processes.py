@@ -1,4 +1,4 @@
-"""`disagg-bench` over real engines, every rank a process on loopback; and how it ends when something is wrong."""
+"""`disagg-bench` over real engines with one process per rank on loopback, and how it ends on errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_kind_of_state_arrives(bench: Bench, name: str, preset: str, layer
 
 
 @pytest.mark.parametrize(("prefill", "decode"), CONTEXT_SIDES)
-def test_context_parallel_sides_exchange_a_hybrids_state(bench: Bench, engine: str, prefill: str, decode: str) -> None:
+def test_context_parallel_sides_exchange_hybrid_state(bench: Bench, engine: str, prefill: str, decode: str) -> None:
     sides = ("--layers", "4", "--prefill", prefill, "--decode", decode)
     ended = bench("--backend", engine, "--model", "qwen3-next-80b", *QUICK, "--tokens", "150", *sides)
     assert ended.status == 0, ended.err
@@ -78,7 +78,7 @@ def test_two_cases_and_the_ceiling(bench: Bench, mooncake: str, model: str) -> N
 
 
 @pytest.mark.parametrize("fault", ["byte", "pages"])
-def test_a_mistake_is_found(bench: Bench, mooncake: str, model: str, fault: str) -> None:
+def test_an_injected_fault_is_detected(bench: Bench, mooncake: str, model: str, fault: str) -> None:
     ended = bench("--model", model, *SHORT, "--fault", fault)
     assert ended.status == 1
     assert [row["verified"] for row in ended.rows] == [False]
@@ -132,7 +132,7 @@ def test_ranks_do_not_outlive_their_driver(mooncake: str, model: str) -> None:
         (("--connect", "127.0.0.1"), "tcp://host:port"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(bench: Bench, arguments: tuple[str, ...], named: str) -> None:
+def test_errors_are_one_sentence(bench: Bench, arguments: tuple[str, ...], named: str) -> None:
     ended = bench("--model", "tiny", *SHORT, *arguments)
     assert ended.status == 2
     assert ended.out == ""
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_said_in_one_sentence(bench: Bench, arguments: tuple[s
     assert named in sentence
 
 
-def test_a_transport_that_is_not_there_ends_every_rank(bench: Bench, mooncake: str) -> None:
+def test_an_unavailable_transport_ends_every_rank(bench: Bench, mooncake: str) -> None:
     if Path("/sys/class/infiniband").is_dir():
         pytest.skip("this machine has RDMA devices")
     ended = bench("--model", "tiny", *SHORT, "--transport", "rdma")
@@ -188,7 +188,7 @@ def test_missing_packages_of_the_commands_are_named(tmp_path: Path, command: str
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Every command: help with examples, and wrong options and settings said in one sentence, with a traceback only on demand."""
+"""Every command: help with examples, and errors in one sentence, with a traceback only under `--debug`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL |= {f"disagg {name}": command for name in COMMANDS if (command := disagg.get
 
 
 def ended(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> tuple[object, str, str]:
-    """Status, output and errors of a command, run here as its program runs it."""
+    """Status, output and errors of a command, run in this process."""
     program, *words = name.split()
     before, sys.argv = sys.argv, [program, *words, *arguments]
     try:
@@ -48,7 +48,7 @@ def test_a_wrong_option_is_one_sentence(capsys: pytest.CaptureFixture[str], name
     (sentence,) = err.splitlines()
     assert sentence.startswith(f"{name}: ")
     assert "no-such-option" in sentence
-    assert sentence.endswith(f"{name} --help shows what there is")
+    assert sentence.endswith(f"; see {name} --help")
 
 
 FAILING = {
@@ -61,12 +61,12 @@ FAILING = {
 }
 
 
-def test_every_command_is_made_to_fail() -> None:
+def test_a_failure_is_tested_for_every_command() -> None:
     assert FAILING.keys() == ALL.keys() - {"disagg"}
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_failure_is_one_sentence_and_an_exception_on_demand(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_failure_is_one_sentence_or_an_exception_with_debug(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, _, err = ended(capsys, name, *FAILING[name])
     assert status in (1, 2)
     (sentence,) = err.splitlines()

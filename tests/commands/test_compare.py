@@ -1,4 +1,4 @@
-"""`disagg-bench --compare`: what became worse is named, and ends the command with 1."""
+"""`disagg-bench --compare`: regressions are named, and make the exit status 1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def changed(**fields: Any) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "expected"),
     [
         (changed(gbps=1.0, ratio=0.49), []),  # a slower machine, not slower code
         (changed(ratio=0.44), ["44% of the ceiling instead of 50%"]),
@@ -40,18 +40,18 @@ def changed(**fields: Any) -> Row:
         (changed(core_s_per_gb=2.0), []),
     ],
 )
-def test_what_became_worse_is_said(after: Row, said: list[str]) -> None:
+def test_regressions_are_named(after: Row, expected: list[str]) -> None:
     found = compare([ROW], [after], tolerance=0.1)
-    assert list(found[0].regressions) == said
+    assert list(found[0].regressions) == expected
     assert not any(each.regressions for each in found[1:])  # a new case is no regression
 
 
-def test_a_case_that_was_run_twice_is_compared_one_by_one() -> None:
+def test_repeated_cases_are_compared_in_order() -> None:
     found = compare([ROW, changed(ratio=0.9)], [ROW, ROW], tolerance=0.1)
     assert [bool(each.regressions) for each in found] == [False, True]
 
 
-def test_the_command_marks_regressions_and_ends_with_one(tmp_path: Path) -> None:
+def test_the_command_marks_regressions_and_exits_with_1(tmp_path: Path) -> None:
     before, after, wrong = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
     before.write_bytes(to_json([ROW, changed(tokens=128)]))
     after.write_bytes(to_json([changed(ratio=0.3), changed(tokens=128)]))

@@ -1,4 +1,4 @@
-"""Settings: from keywords, files and the environment, and what is said where one is wrong."""
+"""Settings from keywords, files and the environment, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ SAME = Config(
 )
 
 
-def test_all_three_ways_say_the_same(tmp_path: Path) -> None:
+def test_keywords_files_and_environment_are_equivalent(tmp_path: Path) -> None:
     (tmp_path / "rank.toml").write_text(FILE)
     assert Config.load(file=tmp_path / "rank.toml") == Config.load(environ=ENVIRON) == SAME
 
 
-def test_keywords_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+def test_keywords_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
     (tmp_path / "rank.toml").write_text(FILE)
     environ = {"DISAGG_PACK_BELOW": "1", "DISAGG_TRANSPORT": "shm"}
     found = Config.load(file=tmp_path / "rank.toml", environ=environ, pack_below=2)
@@ -88,7 +88,7 @@ def test_keywords_go_before_the_environment_and_that_before_the_file(tmp_path: P
         ({"name": 7}, ["'name'", "expected str", "7"]),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, given: dict[str, Any], parts: list[str]) -> None:
+def test_an_invalid_setting_is_named_with_its_place(tmp_path: Path, given: dict[str, Any], parts: list[str]) -> None:
     if "file" in given:
         (tmp_path / "rank.toml").write_text(given["file"])
         given = {**given, "file": tmp_path / "rank.toml"}
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, given: dict[str, 
         assert part in str(caught.value)
 
 
-def test_what_is_missing_is_named_with_the_places_that_were_looked_at(tmp_path: Path) -> None:
+def test_a_missing_setting_is_named_with_the_places_searched(tmp_path: Path) -> None:
     (tmp_path / "rank.toml").write_text("insecure = true")
     with pytest.raises(ConfigError, match=r"'name': expected str, found none: .*DISAGG_NAME, nor in .*rank.toml"):
         Config.load(file=tmp_path / "rank.toml")
@@ -107,7 +107,7 @@ def test_what_is_missing_is_named_with_the_places_that_were_looked_at(tmp_path: 
         Config(name="a", transport="pigeon")  # type: ignore[arg-type]
 
 
-def test_every_setting_says_what_it_means() -> None:
+def test_every_setting_has_a_description() -> None:
     for setting in settings(Config):
         assert setting.description.endswith("."), setting.key
     assert [setting.key for setting in settings(Config) if setting.required] == ["name"]
@@ -154,6 +154,6 @@ def test_a_manager_of_settings_moves_a_request() -> None:
         start(Config(name="decode", backend="local", peers={"decode": "tcp://127.0.0.1:1"}), pool())
 
 
-def test_arguments_are_all_that_the_manager_takes() -> None:
+def test_settings_cover_every_argument_of_the_manager() -> None:
     given = Config(name="a").manager_arguments().keys() | {"topology", "components", "model"}
     assert given == inspect.signature(KVManager).parameters.keys()

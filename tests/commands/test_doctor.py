@@ -1,4 +1,4 @@
-"""`disagg doctor`: what is wrong is simulated, found and explained."""
+"""`disagg doctor`: simulated problems are found and explained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.Co
 
 
 def put(root: Path, files: dict[str, str]) -> Machine:
-    """A machine whose kernel says what `files` say."""
+    """A machine with these files."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text + "\n")
@@ -43,7 +43,7 @@ def put(root: Path, files: dict[str, str]) -> Machine:
 
 
 def complete(finding: Finding) -> bool:
-    """Whatever is not well says what follows, and what to do."""
+    """Whether a finding that is not OK has a cause, a consequence and a fix."""
     return finding.level is Level.OK or bool(finding.cause and finding.consequence and finding.fix)
 
 
@@ -107,10 +107,10 @@ def test_without_libibverbs_the_library_and_its_package_are_named(tmp_path: Path
     assert ended.returncode == 1
     assert "error    mooncake     engine 'mooncake' is installed, but libibverbs.so.1 cannot be loaded" in ended.stdout
     assert "fix: apt install libibverbs1 ibverbs-providers" in ended.stdout
-    assert "none of the engines mooncake works here" in ended.stdout
+    assert "no network engine works here, of mooncake" in ended.stdout
 
 
-def test_a_library_that_only_the_engines_start_misses_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_missing_only_at_engine_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise children.ChildFailed(
             "BackendUnavailable: libnuma.so.1: cannot open shared object file: No such file or directory"
@@ -123,7 +123,7 @@ def test_a_library_that_only_the_engines_start_misses_is_named_too(monkeypatch: 
     assert finding.fix == "apt install libnuma1"
 
 
-def test_ucx_that_cannot_start_is_found_by_starting_it() -> None:
+def test_a_failing_start_of_ucx_is_found() -> None:
     require_engine("nixl._bindings", "nixl")
     ended = run("--engine", "nixl", environ={"UCX_TLS": "cma"})
     assert ended.returncode == 1
@@ -150,7 +150,7 @@ def test_two_wheels_with_one_import_name_are_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "named"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "by SIGSEGV"),
         ("raise SystemExit(3)", "with status 3"),
@@ -159,14 +159,14 @@ def test_two_wheels_with_one_import_name_are_named(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_child_that_crashes_or_hangs_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, named: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "child.py").write_text(script)
     (tmp_path / "python").write_text(f"#!/bin/sh\nexec {os.path.realpath('/proc/self/exe')} {tmp_path}/child.py\n")
     (tmp_path / "python").chmod(0o755)
-    timeout_s = 3 if "hangs" in said else 20
-    with children.child("owner:nixl", PLAIN, timeout_s=timeout_s) as started, pytest.raises(children.ChildFailed, match=said):
+    timeout_s = 3 if "hangs" in named else 20
+    with children.child("owner:nixl", PLAIN, timeout_s=timeout_s) as started, pytest.raises(children.ChildFailed, match=named):
         started.answer()
 
 
@@ -185,7 +185,7 @@ def test_every_library_has_a_fix(library: str, fix: str) -> None:
     assert fix in engines.library_fix(library)
 
 
-def test_what_nvlink_lacks_is_named_where_there_are_gpus(tmp_path: Path) -> None:
+def test_missing_nvlink_packages_are_named_on_machines_with_gpus(tmp_path: Path) -> None:
     assert list(engines.nvlink(put(tmp_path / "none", {"proc/modules": ""}))) == []
     if Machine().gpus:
         pytest.skip("this machine has GPUs: what is missing cannot be shown on it")
@@ -197,14 +197,14 @@ def test_what_nvlink_lacks_is_named_where_there_are_gpus(tmp_path: Path) -> None
     assert complete(finding)
 
 
-def test_cma_is_tried_between_two_processes() -> None:
+def test_cma_is_tested_between_two_processes() -> None:
     assert engines.cma(Machine(environ=PLAIN)).topic == "cma"
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def test_no_rdma_device_is_a_warning_and_an_error_where_it_is_required(tmp_path: Path) -> None:
+def test_no_rdma_device_is_a_warning_or_an_error_if_required(tmp_path: Path) -> None:
     machine = put(tmp_path, {})
     (warning,), (error,) = rdma(machine), rdma(machine, required=True)
     assert (warning.level, error.level) == (Level.WARNING, Level.ERROR)
@@ -215,7 +215,7 @@ def test_no_rdma_device_is_a_warning_and_an_error_where_it_is_required(tmp_path:
     assert error.fix in refusal
 
 
-def test_rdma_that_is_up_is_said_with_its_gids(tmp_path: Path) -> None:
+def test_working_rdma_is_reported_with_its_gids(tmp_path: Path) -> None:
     machine = unlimited(put(tmp_path, RDMA))
     assert rdma_refusal(machine=machine) is None
     (finding,) = rdma(machine)
@@ -232,7 +232,7 @@ def test_rdma_that_is_up_is_said_with_its_gids(tmp_path: Path) -> None:
         ({}, ("mlx5_7",), "'mlx5_7' was asked for, and this machine has mlx5_0"),
     ],
 )
-def test_rdma_that_cannot_be_used_says_why(
+def test_unusable_rdma_is_reported_with_the_reason(
     tmp_path: Path, change: dict[str, str], devices: tuple[str, ...], named: str
 ) -> None:
     zero = {path: text or "0000:0000:0000:0000:0000:0000:0000:0000" for path, text in change.items()}
@@ -241,7 +241,7 @@ def test_rdma_that_cannot_be_used_says_why(
     assert named in refusal
 
 
-def test_a_container_without_the_devices_files_and_with_a_low_limit(tmp_path: Path) -> None:
+def test_a_container_without_device_files_and_with_a_low_limit(tmp_path: Path) -> None:
     machine = put(tmp_path, {path: text for path, text in RDMA.items() if not path.startswith("dev/")})
     found = list(rdma(Machine(root=machine.root, environ={}, memlock=65536)))
     assert [f.level for f in found] == [Level.WARNING, Level.ERROR, Level.OK]
@@ -277,7 +277,7 @@ def test_gpus_peer_memory_and_expandable_segments(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def tiny_mount(folder: Path) -> Iterator[Path]:
-    """A shared-memory mount of 1 MiB; a skip where mounting is not allowed."""
+    """A shared-memory mount of 1 MiB; skipped if mounting is not allowed."""
     mount = folder / "shm"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False)
@@ -315,16 +315,16 @@ def test_ptrace_scope_and_congestion_control(tmp_path: Path) -> None:
     ("name", "value", "level", "named"),
     [
         ("UCX_TLS", "cma", Level.ERROR, "no active messages transport"),
-        ("UCX_TLS", "tcp", Level.WARNING, "leaves out shared memory"),
-        ("UCX_TLS", "^tcp", Level.ERROR, "leaves out tcp"),
+        ("UCX_TLS", "tcp", Level.WARNING, "excludes shared memory"),
+        ("UCX_TLS", "^tcp", Level.ERROR, "excludes tcp"),
         ("UCX_TLS", "tcp,shm,pigeon", Level.WARNING, "pigeon"),
-        ("UCX_TLS", "shm,tcp", Level.OK, "nothing speaks against it"),
+        ("UCX_TLS", "shm,tcp", Level.OK, "no problem found"),
         ("UCX_TLS", "all", Level.OK, ""),
         ("UCX_NET_DEVICES", "eth9", Level.ERROR, "no device eth9"),
         ("UCX_NET_DEVICES", "lo", Level.WARNING, "loopback only"),
         ("UCX_MODULES", "all", Level.WARNING, "SIGSEGV"),
         ("UCX_MODULES", "^ib", Level.OK, ""),
-        ("UCX_LOG_LEVEL", "info", Level.OK, "as it is"),
+        ("UCX_LOG_LEVEL", "info", Level.OK, "does not know it"),
         ("MC_TCP_PROTO", "1", Level.ERROR, "refuses to start"),
         ("MC_TCP_ENABLE_CONNECTION_POOL", "0", Level.ERROR, "refuses to start"),
         ("MC_TRANSFER_TIMEOUT", "30", Level.WARNING, "quarantined"),
@@ -346,12 +346,12 @@ def test_settings_of_engines(tmp_path: Path, name: str, value: str, level: Level
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
-        ("UCX_TLS", "tcp,shm", "leaves out ib"),
+        ("UCX_TLS", "tcp,shm", "excludes ib"),
         ("MC_FORCE_TCP", "1", "does not use mlx5_0"),
-        ("UCX_TLS", "ib,shm", "leaves out cuda"),
+        ("UCX_TLS", "ib,shm", "excludes cuda"),
     ],
 )
-def test_settings_that_leave_rdma_or_gpus_out(tmp_path: Path, name: str, value: str, named: str) -> None:
+def test_settings_that_exclude_rdma_or_gpus(tmp_path: Path, name: str, value: str, named: str) -> None:
     machine = put(tmp_path, {**RDMA, "proc/driver/nvidia/gpus/0000:01:00.0/information": ""})
     found = list(environment(Machine(root=machine.root, environ={name: value})))
     assert any(named in str(finding) for finding in found)
@@ -362,7 +362,7 @@ def test_settings_that_leave_rdma_or_gpus_out(tmp_path: Path, name: str, value: 
 
 @contextlib.contextmanager
 def closed_port() -> Iterator[int]:
-    """A port of loopback that nobody listens on and nobody else gets."""
+    """A loopback port that is reserved and has no listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
@@ -377,7 +377,7 @@ def test_a_closed_port_is_explained() -> None:
     assert complete(finding)
 
 
-def test_a_port_that_drops_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "CONNECT_S", 0.3)
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
@@ -393,7 +393,7 @@ def test_a_port_that_drops_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None
     assert "firewall" in finding.cause
 
 
-def test_a_control_port_answers_as_one_and_another_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_port_is_told_apart_from_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "GREETING_S", 0.5)
     channel = Channel("tcp://127.0.0.1:0")
     try:
@@ -413,10 +413,10 @@ def test_a_control_port_answers_as_one_and_another_does_not(monkeypatch: pytest.
         thread.join()
         assert finding.level is Level.WARNING
         assert "SSH-2.0" in finding.cause
-        assert "says nothing" in network.peer(f"127.0.0.1:{other.getsockname()[1]}").cause
+        assert "sent nothing" in network.peer(f"127.0.0.1:{other.getsockname()[1]}").cause
 
 
-def test_names_that_are_none() -> None:
+def test_invalid_names_and_addresses() -> None:
     assert "cannot be resolved" in network.peer("no-such-host.invalid:7000").cause
     with pytest.raises(ConfigError, match="nowhere"):
         network.peer("nowhere")

@@ -104,6 +104,8 @@ def test_bytes_and_runs_match_plans_bound_on_real_memory(model: str) -> None:
         ("local", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 8, "tokens": 300}),
         ("local", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "pack_below": 10000, "prefix_hit": 40}),
         ("local", "qwen3-next-80b", "tp=2", "tp=4,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 20000}),
+        ("cma", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "tokens": 300, "pack_below": 8192}),
+        ("cma", "llama-3-8b", "tp=4", "tp=8,page=32", {"num_layers": 2, "tokens": 600}),
         ("nixl", "tiny", "tp=4", "tp=2", {"pack_below": 65536}),
         ("nixl", "llama-3-8b", "tp=1", "tp=2", {"num_layers": 2, "tokens": 300, "pack_below": 8192}),
         ("nixl", "qwen3-next-80b", "tp=2", "tp=1,page=64", {"num_layers": 4, "tokens": 300, "pack_below": 65536}),
@@ -114,7 +116,7 @@ def test_bytes_and_runs_match_plans_bound_on_real_memory(model: str) -> None:
 def test_bytes_runs_and_descriptors_match_a_run(
     backend: str, model: str, prefill: str, decode: str, settings: dict[str, object]
 ) -> None:
-    if backend != "local":
+    if backend in ("nixl", "mooncake"):
         require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[backend], backend)
     asked = case(prefill, decode, model=model, **{"tokens": 700, "repeat": 1, "ceiling": False, **settings})
     asked = Case(**{**{f: getattr(asked, f) for f in asked.__dataclass_fields__}, "backend": backend})
@@ -144,17 +146,24 @@ def test_the_json_of_both_commands_agrees(tmp_path: Path) -> None:
     assert {pair["source"] for pair in found["pairs"]} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+@pytest.mark.parametrize("engine", ["cma", "nixl", "mooncake"])
 @pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
 def test_thresholds_are_those_the_engine_declares(engine: str, transport: str) -> None:
     if (engine, transport) == ("mooncake", "shm"):
         pytest.skip("mooncake has no shared memory")
-    require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[engine], engine)
+    if (engine, transport) == ("cma", "tcp"):
+        pytest.skip("cma has shared memory only")
+    if engine != "cma":
+        require_engine({"nixl": "nixl._bindings", "mooncake": "mooncake.engine"}[engine], engine)
     backend = load(engine, BackendOptions(transport=Transport(transport)))
     try:
         assert engine_of(engine, transport).staging == backend.staging
     finally:
         backend.close()
+
+
+def test_auto_is_cma_on_one_host_and_a_network_engine_otherwise() -> None:
+    assert [engine_of("auto", transport).name for transport in ("auto", "shm", "tcp", "rdma")] == ["cma", "cma", "nixl", "nixl"]
 
 
 def test_an_engine_with_a_fixed_transport_ignores_the_requested_one() -> None:
@@ -199,7 +208,7 @@ def test_counts_are_the_same_whether_copies_are_bound_at_once_or_layer_by_layer(
 @pytest.mark.parametrize(("page", "way"), [(16, "direct"), (8, "packed")])
 def test_the_engine_gathers_pieces_if_half_the_threshold_is_contiguous_at_the_destination(page: int, way: str) -> None:
     """Heads of 256 bytes, one per decode rank: 4 KiB or 2 KiB are contiguous in its pages, and the threshold is 8 KiB."""
-    spread = case(f"tp=4,page={page}", f"tp=8,page={page}", model="llama-3-8b", backend="nixl", transport="shm", tokens=256)
+    spread = case(f"tp=4,page={page}", f"tp=8,page={page}", model="llama-3-8b", backend="cma", tokens=256)
     parts = [pair.components[0] for pair in explain_request(ExplainRequest(case=spread)).summary.pairs]
     assert {part.way for part in parts} == {way}
     assert all(("gathers them" in part.reason) is (way == "direct") for part in parts)

@@ -22,7 +22,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_a_pair_is_written_that_a_rank_can_read(tmp_path: Path) -> None:
+def test_a_rank_can_read_the_written_pair(tmp_path: Path) -> None:
     ended = run("--out", str(tmp_path / "keys"), "--name", "prefill")
     assert ended.returncode == 0, ended.stderr
     secret, public = tmp_path / "keys/prefill.toml", tmp_path / "keys/prefill.pub"
@@ -34,7 +34,7 @@ def test_a_pair_is_written_that_a_rank_can_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in secret.parent.iterdir()) == ["prefill.pub", "prefill.toml"]
 
 
-def test_nothing_is_overwritten_unless_told(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     first = run("--out", str(tmp_path)).stdout
     before = (tmp_path / "disagg.toml").read_bytes()
     ended = run("--out", str(tmp_path))
@@ -62,11 +62,11 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b"])
 def test_a_name_is_a_file_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="name of a file"):
+    with pytest.raises(ConfigError, match="a file name without a folder"):
         write_pair(KeyPair.generate(), tmp_path, name=name, force=False)
 
 
-def test_two_pairs_let_their_owners_talk(tmp_path: Path) -> None:
+def test_two_instances_with_generated_pairs_can_connect(tmp_path: Path) -> None:
     pairs = []
     for name in ("prefill", "decode"):
         write_pair(KeyPair.generate(), tmp_path, name=name, force=False)
@@ -87,7 +87,7 @@ def test_two_pairs_let_their_owners_talk(tmp_path: Path) -> None:
         server.close()
 
 
-def test_the_help_has_examples_and_a_file_in_the_way_is_said(tmp_path: Path) -> None:
+def test_the_help_has_examples_and_an_existing_file_is_named(tmp_path: Path) -> None:
     assert "--peer-key" in run("--help").stdout
     (tmp_path / "file").write_text("")
     ended = run("--out", str(tmp_path / "file" / "keys"))

@@ -1,4 +1,4 @@
-"""Prefill and decode in network namespaces of their own: as on two hosts, over TCP and nothing else."""
+"""Prefill and decode in separate network namespaces: as on two hosts, over TCP only."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def ip(*arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two namespaces that reach each other, by the address that each has."""
+    """Two connected namespaces, by their addresses."""
 
     names: dict[str, str]
 
     def command(self, address: str, module: str, *arguments: str) -> list[str]:
-        """A command on the host with that address."""
+        """Run a command on the host with this address."""
         return ["ip", "netns", "exec", self.names[address], sys.executable, "-m", module, *arguments]
 
 
@@ -63,7 +63,7 @@ def hosts() -> Iterator[Hosts]:
 
 @contextlib.contextmanager
 def started(command: list[str]) -> Iterator[None]:
-    """A rank that is up; it must end well."""
+    """A running rank, which must end with status 0."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

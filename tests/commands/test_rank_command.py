@@ -1,4 +1,4 @@
-"""`disagg prefill` and `disagg decode`, as an operator starts them."""
+"""`disagg prefill` and `disagg decode`, started as by an operator."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMMAND = [sys.executable, "-X", "faulthandler", "-m", "disagg.commands"]
 
 
 class Rank(subprocess.Popen[str]):
-    """A rank as a process, which tells where its threads are when it does not end."""
+    """A rank as a process, which dumps its threads if it does not end."""
 
     def __init__(self, *arguments: str) -> None:
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
-        super().__init__([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=self.said, text=True)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
+        super().__init__([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=self.errors, text=True)
 
     def ended(self) -> int:
         """Its exit status."""
@@ -34,17 +34,17 @@ class Rank(subprocess.Popen[str]):
         except subprocess.TimeoutExpired:
             self.send_signal(signal.SIGABRT)
             self.wait(60)
-            self.said.seek(0)
-            pytest.fail(f"the rank did not end:\n{self.said.read()}")
+            self.errors.seek(0)
+            pytest.fail(f"the rank did not end:\n{self.errors.read()}")
 
     def kill(self) -> None:
         super().kill()
-        self.said.close()
+        self.errors.close()
 
 
 @contextlib.contextmanager
 def rank(*arguments: str) -> Iterator[Rank]:
-    """A rank that is up."""
+    """A running rank."""
     with Rank(*arguments) as process:
         try:
             yield process
@@ -81,7 +81,7 @@ def test_two_ranks_find_each_other_and_end_cleanly(tmp_path: Path, mooncake: str
             assert prefill.ended() == 0
 
 
-def test_readiness_is_said(mooncake: str, model: str) -> None:
+def test_a_ready_and_a_lost_peer_are_printed(mooncake: str, model: str) -> None:
     same = ("--model", model, "--backend", mooncake, "--pages", "8")
     with rank("decode", *same, "--listen", "tcp://127.0.0.1:0", "--until-stdin-ends") as probe:
         free = address(line(probe))
@@ -115,7 +115,7 @@ def test_readiness_is_said(mooncake: str, model: str) -> None:
         (("--layers", "9"), "layers"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(arguments: tuple[str, ...], named: str) -> None:
+def test_errors_are_one_sentence(arguments: tuple[str, ...], named: str) -> None:
     command = [*COMMAND, "prefill", "--model", "tiny", "--backend", "local", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode in (1, 2)
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_said_in_one_sentence(arguments: tuple[str, ...], name
     assert named in sentence
 
 
-def test_options_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+def test_options_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "rank.toml"
     path.write_text(
         'model = "tiny"\nside = "tp=2"\nrank = 1\npages = 3\nslots = 4\nlayers = 2\nname = "p0"\n'

@@ -102,7 +102,7 @@ def test_the_row_is_that_of_the_median_run() -> None:
     assert row(sample(1), sample(5), sample(2))["seconds"]["total"] == sample(2).total_s
 
 
-def test_what_cores_and_the_system_alone_did_stands_beside() -> None:
+def test_the_row_has_cpu_time_and_the_speed_of_the_system_alone() -> None:
     found = row(sample(1), sample(5), sample(2))
     assert found["core_s_per_gb"] == pytest.approx(2 * 4e-6 / 1000 * 1e9)
     assert found["ceiling_core_s_per_gb"] == pytest.approx(1e-6 / 1000 * 1e9)
@@ -123,11 +123,11 @@ def test_what_cores_and_the_system_alone_did_stands_beside() -> None:
         ("local", "tcp", None),
     ],
 )
-def test_what_a_transport_rests_on(backend: str, transport: str, raw: Raw | None) -> None:
+def test_the_system_mechanism_of_a_transport(backend: str, transport: str, raw: Raw | None) -> None:
     assert mechanism_of(msgspec.structs.replace(description("prefill"), backend=backend, transport=transport)) is raw
 
 
-def test_one_wrong_run_makes_the_row_wrong() -> None:
+def test_one_failed_run_fails_the_row() -> None:
     found = row(sample(), sample(problem="rank decode/0: layer 3"), sample())
     assert found["verified"] is False
     assert found["problem"] == "rank decode/0: layer 3"
@@ -139,7 +139,7 @@ def test_a_run_without_any_success_has_no_rate() -> None:
     assert found["way"] == "none"
 
 
-def test_several_ways_are_mixed() -> None:
+def test_several_paths_are_mixed() -> None:
     mixed = Sample(1.0, (1.0,), {}, 2, {"direct": 10, "packed": 20}, "")
     assert row(mixed)["way"] == "mixed"
 
@@ -159,5 +159,5 @@ def test_the_table_has_a_line_per_row() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (512, "512 B"), (16384, "16 KiB"), (33554432, "33.6 MB")])
-def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
+def test_sizes_have_readable_units(nbytes: int, text: str) -> None:
     assert size(nbytes) == text

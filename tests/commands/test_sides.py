@@ -10,7 +10,7 @@ from disagg.layout.ownership import EVERYTHING
 from disagg.testing.reference import Context, KVRank, tokens_of
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_missing_keys_have_defaults() -> None:
     assert Side.parse("tp=4") == Side(tp=4)
     assert Side.parse("") == Side()
     assert Side.parse(" tp=4 , page=64 ") == Side(tp=4, page=64)
@@ -49,7 +49,7 @@ def test_a_side_prints_as_it_is_written(text: str) -> None:
         ("tp=4,ep=3", "divisor"),
     ],
 )
-def test_a_wrong_side_is_quoted_and_what_is_allowed_is_named(text: str, named: str) -> None:
+def test_an_invalid_side_is_quoted_with_what_is_allowed(text: str, named: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Side.parse(text)
     assert repr(text) in str(raised.value)
@@ -58,7 +58,7 @@ def test_a_wrong_side_is_quoted_and_what_is_allowed_is_named(text: str, named: s
 
 @pytest.mark.parametrize("context", ["tokens", "pages", "blocks"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 40])
-def test_tokens_are_shared_as_the_reference_says(context: str, num_tokens: int) -> None:
+def test_tokens_are_divided_as_in_the_reference(context: str, num_tokens: int) -> None:
     side = Side(cp=3, page=4, context=context)
     for index in range(3):
         rank = side.topology(index)

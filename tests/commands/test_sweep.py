@@ -1,4 +1,4 @@
-"""Cases from lists of values, page ids in runs, and what the system alone gives."""
+"""Cases from lists of values, page ids in runs, and transfers by the system alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_combination_is_a_case() -> None:
     assert [c.decode.page for c in own] == [16, 64]
 
 
-def test_values_have_commas_between() -> None:
+def test_values_are_separated_by_commas() -> None:
     numbers = Several(click.IntRange(1))
     assert numbers.convert("1,16", None, None) == (1, 16)
     assert numbers.convert((4,), None, None) == (4,)
@@ -57,7 +57,7 @@ def test_pages_stay_together_in_runs() -> None:
         Case(backend="local", model="tiny", tokens=1, prefill=side, decode=side, warm_up=-1)
 
 
-def test_blocks_cross_plain_sockets_and_their_number_says_where_to() -> None:
+def test_blocks_cross_plain_sockets_to_the_place_of_their_number() -> None:
     arena, source = np.zeros(3_000_000, np.uint8), np.random.default_rng(0).integers(0, 256, 2_500_000, dtype=np.uint8)
     base = arena.ctypes.data
     sink = Sink("127.0.0.1", ((base + 10, 7), (base + 100, 2_500_000)), base=base, arena=arena, timeout_s=60)

@@ -1,4 +1,4 @@
-"""`python -m disagg.commands.bench` is the command `disagg-bench`."""
+"""`python -m disagg.commands.bench` runs `disagg-bench`."""
 
 from __future__ import annotations
 

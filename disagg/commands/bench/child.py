@@ -1,5 +1,6 @@
-"""Ranks that a driver starts as one process: their configurations, as JSON, are its one argument. It ends with standard
-input, or with the last rank.
+"""The process of one or several ranks that a driver starts. Its argument is their configurations as JSON.
+
+The process ends when its standard input ends, or with the last rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import click
 import msgspec
 
-from disagg.commands.rank.command import serve_until_told
+from disagg.commands.rank.command import serve_until_stopped
 from disagg.commands.rank.rank import RankConfig
 from disagg.commands.shell.errors import one_sentence
 
@@ -18,9 +19,9 @@ from disagg.commands.shell.errors import one_sentence
 @click.argument("configs")
 @one_sentence
 def child(*, configs: str) -> None:
-    """Serve one rank, or several that share a GPU."""
+    """Run one rank, or several that share a GPU."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    serve_until_told(msgspec.json.decode(configs, type=tuple[RankConfig, ...]), until_stdin_ends=True)
+    serve_until_stopped(msgspec.json.decode(configs, type=tuple[RankConfig, ...]), until_stdin_ends=True)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
 @click.option(
     "--backend",
     type=Several(click.STRING),
-    help="Engine (required for a run): nixl, mooncake, nvlink, local, auto, or a third party's.",
+    help="Engine (required for a run): cma, nixl, mooncake, nvlink, local, auto, or a third party's.",
 )
 @click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (required for a run).")
 @click.option("--tokens", type=COUNTS, help="Tokens of each request (required for a run).")

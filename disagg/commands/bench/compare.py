@@ -1,4 +1,4 @@
-"""Two runs of the benchmark side by side: which cases became slower, and by how much."""
+"""Comparison of two runs of the benchmark: which cases became slower, and by how much."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from disagg.commands.bench.report import Row
 from disagg.core.errors import ConfigError
 
 WIDTH = 140
-"""At least so wide, as where the output is no terminal."""
+"""Minimum width, also where the output is not a terminal."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that `--json` wrote. Raises `ConfigError` naming the file and the field that is not as expected."""
+    """The rows that `--json` wrote. Raises `ConfigError` naming the file and the invalid field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Row])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"compare: {path}: expected the rows that disagg-bench --json writes: {error}") from error
+        raise ConfigError(f"compare: {path}: expected rows written by disagg-bench --json: {error}") from error
 
 
 Key = tuple[object, ...]
 
 
 def _key(row: Row) -> Key:
-    """What makes two rows one case: everything that was asked for, and nothing that was found."""
+    """The identity of a row's case: its settings, without its results."""
     return (
         row.backend,
         row.device,
@@ -47,7 +47,7 @@ def _key(row: Row) -> Key:
 
 
 def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
-    """Rows by case; a case that was run several times has a number besides."""
+    """Rows by case, with a number for repeated cases."""
     seen: Counter[Key] = Counter()
     found: dict[Key, Row] = {}
     for row in rows:
@@ -59,7 +59,7 @@ def _numbered(rows: Iterable[Row]) -> dict[Key, Row]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in both runs, `None` where a run has it not; `regressions` say in words what became worse."""
+    """One case in both runs, `None` if a run does not have it; `regressions` are in words."""
 
     before: Row | None
     after: Row | None
@@ -75,8 +75,8 @@ class Comparison:
 def compare(before: Sequence[Row], after: Sequence[Row], *, tolerance: float) -> list[Comparison]:
     """Every case of either run, in order; worse by more than the share `tolerance` is a regression.
 
-    Speed is judged against the ceiling of the same run where both have one, since machines differ from hour to hour, else
-    by GB/s. A case that is no longer there or no longer right is a regression whatever the tolerance.
+    Speed is compared as a share of the same run's ceiling if both have one, since machines vary over time, else in GB/s.
+    A missing case, or one that is no longer verified, is always a regression.
     """
     ours, theirs = _numbered(before), _numbered(after)
     found = []
@@ -105,7 +105,7 @@ def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Ite
         yield f"{after.bytes} bytes delivered instead of {before.bytes}"
 
 
-# -- shown -------------------------------------------------------------------------------------------------------------
+# -- printing ----------------------------------------------------------------------------------------------------------
 
 
 def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str], tolerance: float) -> None:
@@ -148,7 +148,7 @@ FIGURES: tuple[tuple[Figure, Callable[[float], str]], ...] = (
 
 
 def _change(each: Comparison, figure: Figure, text: Callable[[float], str]) -> str:
-    """`1.20 -> 1.08 (-10%)`, without the share where it is none; a dash for what was not measured."""
+    """`1.20 -> 1.08 (-10%)`, without the share if it is zero; a dash for figures that were not measured."""
     before, after = (None if row is None else figure(row) for row in (each.before, each.after))
     if before is None and after is None:
         return "-"

@@ -1,4 +1,4 @@
-"""`make demo`: prefill and decode instances that divide a model differently, over real engines, each rank a process."""
+"""`make demo`: prefill and decode instances that divide a model differently, over real engines, one process per rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "transformers_pd" / "run.py"
 
 INTRODUCTION = """\
-disagg moves the state of LLM requests from the ranks that computed it (prefill) to the ranks that go on with it (decode).
-The two sides divide the model as each likes: here 4 prefill ranks feed 2 decode ranks and the other way round, with pages
-of other sizes, cut in another order. Every rank is a process of its own with memory of its own; the engines are
-NIXL (shared memory) and Mooncake (TCP). When a run ends, every byte of every decode rank's memory is compared with a
-reference that knows nothing of the library, also the bytes that nobody should have touched.
+disagg moves the state of LLM requests from the ranks that computed it (prefill) to the ranks that continue with it (decode).
+Each side divides the model in its own way: here 4 prefill ranks feed 2 decode ranks and vice versa, with different page
+sizes and axis orders. Every rank is a separate process with its own memory; the engines are NIXL (shared memory) and
+Mooncake (TCP). After each run, every byte of every decode rank's memory is compared with an independent reference,
+including the bytes that no request should have touched.
 """
 SETTINGS = (
     "--model",
@@ -36,7 +36,7 @@ BACKENDS = ("nixl", "mooncake")
 
 
 def main() -> None:
-    """Run the demonstration. The exit status is 0 only if all of it was verified."""
+    """Run the demonstration. The exit status is 0 only if every byte was verified."""
     try:
         from disagg.commands.bench.command import bench
     except ImportError as error:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _moves(backend: str, bench: Callable[..., object]) -> bool:
-    """Every pair of sides over one engine, as `disagg-bench` does it; whether all bytes were right."""
+    """Run `disagg-bench` for every pair of sides over one engine; returns whether all bytes were correct."""
     arguments = ["--backend", backend, *SETTINGS]
     for prefill, decode in SIDES:
         arguments += ["--prefill", prefill, "--decode", decode]
@@ -66,13 +66,13 @@ def _moves(backend: str, bench: Callable[..., object]) -> bool:
 
 
 def _example() -> int:
-    """The same with a real model's code, where that is installed: greedy tokens must not change. Its exit status."""
+    """Run the example with a real model's code if it is installed; returns its exit status. Greedy tokens must not change."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if not EXAMPLE.is_file() or missing:
         why = f"{', '.join(missing)} missing" if missing else "the examples are not installed"
-        print(f"Not shown here: the same with a real model's code ({why}).")
+        print(f"Skipped: the same with a real model's code ({why}).")
         return 0
-    print("The same with a real model's code, whose tokens must not change by it:", flush=True)
+    print("The same with a real model's code, which must produce the same tokens as without disagg:", flush=True)
     return subprocess.run([sys.executable, str(EXAMPLE)], check=False).returncode
 
 

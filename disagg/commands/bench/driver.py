@@ -1,4 +1,4 @@
-"""Drives resident ranks through a case: fill, run, verify every byte, measure the engine alone in between, and report."""
+"""Drives resident ranks through a case: fill, run, verify every byte, measure the engine alone, and report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from disagg.backends import registry as backends
 from disagg.commands.bench.fleet import Progress, Ranks, Remote, connected, rank_config, started
 from disagg.commands.bench.report import Alone, Row, Sample, mechanism_of, summarise
 from disagg.commands.cases.instructions import (
-    AskCpu,
     Block,
     Check,
     Clear,
@@ -36,6 +35,7 @@ from disagg.commands.cases.instructions import (
     MoveRaw,
     Peer,
     Raw,
+    ReadCpu,
     RunReport,
     Start,
     WaitReady,
@@ -50,11 +50,11 @@ from disagg.models import ModelSpec, load_model
 
 MIN_CEILINGS = 10
 LEAD_S = 0.02
-"""How long before a common beginning ranks are told of it."""
+"""Time between the command to start and the common start of all ranks."""
 
 
 def check_case(case: Case) -> None:
-    """Raises `ConfigError` for what no rank could do, before any is started."""
+    """Check a case before any rank is started. Raises `ConfigError` if no rank could run it."""
     load_model(case.model, num_layers=case.num_layers)
     if case.backend not in ("auto", *backends.available()):
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {case.backend!r}")
@@ -63,7 +63,7 @@ def check_case(case: Case) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case on ranks that know each other."""
+    """A case on connected ranks."""
 
     case: Case
     ranks: Ranks
@@ -74,17 +74,17 @@ class Prepared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be delivered in every run."""
+        """Bytes that every run delivers."""
         return sum(self.planned.nbytes.values())
 
     @property
     def names(self) -> tuple[str, str]:
-        """The prefill and the decode instance."""
+        """The names of the prefill and the decode instance."""
         return self.ranks.sources[0].about.name, self.ranks.destinations[0].about.name
 
 
 def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
-    """The case's row. Raises `RankFailed` or `RankDied` where a rank fails, `ConfigError` where the ranks do not fit."""
+    """The case's row. Raises `RankFailed` or `RankDied` if a rank fails, `ConfigError` if the ranks do not match the case."""
     prepared = _prepare(case, ranks, progress)
     samples: list[Sample] = []
     ceilings: list[Alone] = []
@@ -111,7 +111,7 @@ def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
 
 
 def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
-    """Introduce the sides to each other, deal out the requests, fill the sources."""
+    """Connect the sides, deal the requests, and fill the sources."""
     spec = load_model(case.model, num_layers=case.num_layers)
     for remotes, side in ((ranks.sources, case.prefill), (ranks.destinations, case.decode)):
         for remote in remotes:
@@ -120,9 +120,9 @@ def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
     sides = ((ranks.sources, destinations[0]), (ranks.destinations, sources[0]))
     progress("connecting")
     for remotes, peer in sides:
-        ranks.tell(remotes, Peer(peer.name, peer.address))
+        ranks.run(remotes, Peer(peer.name, peer.address))
     for remotes, peer in sides:
-        ranks.tell(remotes, WaitReady(peer.name, case.timeout_s))
+        ranks.run(remotes, WaitReady(peer.name, case.timeout_s))
     sent = _deal(case, spec, ranks.sources, case.prefill, case.decode, prefix=0)
     received = _deal(case, spec, ranks.destinations, case.decode, case.prefill, prefix=case.prefix_hit)
     plans = planned(spec, sources, destinations, sent=list(sent.values()), received=list(received.values()))
@@ -136,18 +136,18 @@ def _prepare(case: Case, ranks: Ranks, progress: Progress) -> Prepared:
 def _deal(
     case: Case, spec: ModelSpec, remotes: Sequence[Remote], side: Side, peer: Side, *, prefix: int
 ) -> dict[Remote, tuple[Item, ...]]:
-    """Every rank's requests, in the ranks' order."""
+    """The requests of each rank."""
     about = remotes[0].about
     dealt = items_of(spec, side, peer, case, name=about.name, pools=about.rows, prefix=prefix)
     return dict(zip(remotes, dealt, strict=True))
 
 
 def _measure(prepared: Prepared, *, last: bool) -> Sample:
-    """One run over every request, verified; the last one verifies the sources' memory too."""
+    """Run every request once and verify it; the last run verifies the sources' memory too."""
     case, ranks = prepared.case, prepared.ranks
     source, destination = prepared.names
     ids = [new_request_id() for _ in range(case.requests)]
-    ranks.tell(ranks.destinations, Clear())
+    ranks.run(ranks.destinations, Clear())
     receiving = {r: _start(case, Direction.RECEIVE, source, _named(items, ids)) for r, items in prepared.received.items()}
     ranks.ask(receiving, Done)
     killed = ranks.sources[-1] if case.fault is Fault.KILL else None
@@ -165,7 +165,7 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
         problem = _first_difference(ranks, prepared.sent)
     moved = sum(report.nbytes for report in reports.values())
     if not problem and moved != prepared.nbytes:
-        problem = f"{moved} bytes were written, {prepared.nbytes} are needed"
+        problem = f"expected {prepared.nbytes} bytes to be written, found {moved}"
     return Sample.of(
         sent=[_on_one_clock(reports[r], r) for r in ranks.sources],
         received=[_on_one_clock(reports[r], r) for r in ranks.destinations],
@@ -175,8 +175,8 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
 
 
 def _cpu_s(ranks: Ranks) -> float:
-    """What all ranks' processes have computed so far."""
-    return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, AskCpu()), Cpu).values())
+    """CPU seconds of all ranks' processes so far."""
+    return sum(reply.seconds for reply in ranks.ask(dict.fromkeys(ranks.all, ReadCpu()), Cpu).values())
 
 
 def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...], fault: Fault | None = None) -> Start:
@@ -184,12 +184,12 @@ def _start(case: Case, direction: Direction, peer: str, items: tuple[Item, ...],
 
 
 def _named(items: tuple[Item, ...], ids: Sequence[bytes]) -> tuple[Item, ...]:
-    """The same requests under new ids: an id is never used again."""
+    """The same requests with new ids: an id is never reused."""
     return tuple(msgspec.structs.replace(item, request_id=ids[item.number]) for item in items)
 
 
 def _on_one_clock(report: RunReport, remote: Remote) -> RunReport:
-    """The report with times of the driver's clock."""
+    """The report with times on the driver's clock."""
     moved = [
         msgspec.structs.replace(result, start=result.start - remote.offset_s, end=result.end - remote.offset_s)
         for result in report.results
@@ -213,8 +213,8 @@ def _first_difference(ranks: Ranks, items: Mapping[Remote, tuple[Item, ...]]) ->
 
 
 def _alone(prepared: Prepared) -> Alone:
-    """The same bytes per pair of ranks as one contiguous block per pair, all at once: by the engine alone, and by what its
-    transport rests on; and a copy in one rank's memory.
+    """Speeds without the library: one contiguous block per pair of ranks, all at once, by the engine alone and by the system
+    mechanism below its transport; and a copy in one rank's memory.
     """
     ranks, case = prepared.ranks, prepared.case
     _, destination = prepared.names
@@ -227,40 +227,43 @@ def _alone(prepared: Prepared) -> Alone:
 
 
 def _raw(prepared: Prepared) -> float | None:
-    """GB/s of the system's own mechanism; `None` where it is not known which one that is, for memory of GPUs, or where
-    ranks are not on one machine.
-    """
+    """GB/s of the system's mechanism; `None` if it is unknown, for GPU memory, or if the ranks are on several machines."""
     mechanism = mechanism_of(prepared.ranks.sources[0].about) if prepared.case.device == "cpu" else None
     if mechanism is None:
         return None
-    case, ranks = prepared.case, prepared.ranks
-    destinations = ranks.destinations
-    if mechanism is Raw.WRITEV:
-        if any(remote.about.boot_id != boot_id() for remote in ranks.all):
-            return None
-        return _moved(
-            prepared,
-            {
-                source: MoveRaw(blocks, case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
-                for source, blocks in prepared.blocks.items()
-            },
-        )
-    awaited: dict[int, list[tuple[int, int]]] = {}
+    if mechanism is Raw.SOCKET:
+        return _over_sockets(prepared)
+    if any(remote.about.boot_id != boot_id() for remote in prepared.ranks.all):
+        return None
+    destinations = prepared.ranks.destinations
+    return _moved(
+        prepared,
+        {
+            source: MoveRaw(blocks, prepared.case.timeout_s, pids=tuple(destinations[block.rank].about.pid for block in blocks))
+            for source, blocks in prepared.blocks.items()
+        },
+    )
+
+
+def _over_sockets(prepared: Prepared) -> float:
+    """GB/s over plain sockets, one connection per block."""
+    destinations, timeout_s = prepared.ranks.destinations, prepared.case.timeout_s
+    expected: dict[int, list[tuple[int, int]]] = {}
     numbers: dict[Remote, list[int]] = {}
     for source, blocks in prepared.blocks.items():
         for block in blocks:
-            of = awaited.setdefault(block.rank, [])
-            numbers.setdefault(source, []).append(len(of))
-            of.append((block.destination, block.nbytes))
-    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in awaited}
-    asked = {destinations[rank]: Listen(hosts[rank], tuple(of), case.timeout_s) for rank, of in awaited.items()}
-    ports = {remote: reply.port for remote, reply in ranks.ask(asked, Listening).items()}
+            of_rank = expected.setdefault(block.rank, [])
+            numbers.setdefault(source, []).append(len(of_rank))
+            of_rank.append((block.destination, block.nbytes))
+    hosts = {rank: parse_address(destinations[rank].about.address, what="address")[0] for rank in expected}
+    listens = {destinations[rank]: Listen(hosts[rank], tuple(blocks), timeout_s) for rank, blocks in expected.items()}
+    ports = {remote: reply.port for remote, reply in prepared.ranks.ask(listens, Listening).items()}
     return _moved(
         prepared,
         {
             source: MoveRaw(
                 blocks,
-                case.timeout_s,
+                timeout_s,
                 hosts=tuple(hosts[block.rank] for block in blocks),
                 ports=tuple(ports[destinations[block.rank]] for block in blocks),
                 numbers=tuple(numbers[source]),
@@ -271,7 +274,7 @@ def _raw(prepared: Prepared) -> float | None:
 
 
 def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> float:
-    """GB/s of commands that begin together."""
+    """GB/s of commands that start together."""
     soon = time.monotonic() + LEAD_S
     timed = {remote: msgspec.structs.replace(command, at=soon + remote.offset_s) for remote, command in commands.items()}
     moved = prepared.ranks.ask(timed, Moved)
@@ -281,7 +284,7 @@ def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> flo
 
 
 def run(case: Case, progress: Progress, *, connect: Sequence[str] = ()) -> Row:
-    """One case, on ranks of its own, or on running ones at their driver addresses."""
+    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`."""
     check_case(case)
     with connected(connect, timeout_s=case.timeout_s) if connect else started(case, progress) as ranks:
         return run_case(case, ranks, progress)

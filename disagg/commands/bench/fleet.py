@@ -1,4 +1,4 @@
-"""The ranks of a case as a driver has them: started for it or running already, told what to do, and watched."""
+"""The ranks of a case as the driver sees them: started for the case or already running, commanded and watched."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import load_model
 
 GPUS = {"prefill": 0, "decode": 1}
-"""Which GPU a side's pools are on, where they are on GPUs: source and destination never share one."""
-LOOK_S = 0.1
-"""How often a waiting driver looks whether its ranks are alive."""
+"""The GPU of each side's pools, if they are on GPUs: source and destination never share one."""
+CHECK_S = 0.1
+"""Interval in which a waiting driver checks whether its ranks are alive."""
 
-Told = TypeVar("Told", bound=Reply)
+AReply = TypeVar("AReply", bound=Reply)
 Progress = Callable[[str], None]
 
 
 class RankFailed(DisaggError):
-    """A rank could not carry out a command; the message says which rank, and why."""
+    """A rank could not carry out a command; the message names the rank and the reason."""
 
 
 class Remote:
-    """One rank, as the driver reaches it. `offset_s` is what its clock is ahead of the driver's."""
+    """One rank as the driver reaches it. `offset_s`: how far its clock is ahead of the driver's."""
 
     def __init__(self, address: str, started: StartedRank | None) -> None:
         parse_address(address, what="connect")
@@ -53,8 +53,8 @@ class Remote:
     def send(self, command: Command) -> None:
         self.socket.send(msgspec.msgpack.encode(command))
 
-    def receive(self, expected: type[Told]) -> Told:
-        """The reply that has arrived; raises `RankFailed` where the rank reports an error."""
+    def receive(self, expected: type[AReply]) -> AReply:
+        """The reply that has arrived. Raises `RankFailed` if the rank reports an error."""
         reply: AnyReply = _REPLIES.decode(self.socket.recv())
         if isinstance(reply, Failed):
             raise RankFailed(f"rank {self}: {reply.error}")
@@ -67,7 +67,7 @@ _REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 class Ranks:
-    """Every rank of both sides; what is asked of several is done by them at the same time."""
+    """Every rank of both sides; several ranks carry out a command at the same time."""
 
     def __init__(self, sources: Sequence[Remote], destinations: Sequence[Remote], *, timeout_s: float) -> None:
         self.sources = list(sources)
@@ -79,11 +79,11 @@ class Ranks:
         return [*self.sources, *self.destinations]
 
     def ask(
-        self, commands: Mapping[Remote, Command], expected: type[Told], *, timeout_s: float | None = None
-    ) -> dict[Remote, Told]:
-        """Send each rank its command, and wait for all replies.
+        self, commands: Mapping[Remote, Command], expected: type[AReply], *, timeout_s: float | None = None
+    ) -> dict[Remote, AReply]:
+        """Send each rank its command and wait for all replies.
 
-        Raises `RankFailed` at the first that reports an error or where time is up, and `RankDied` where one has ended.
+        Raises `RankFailed` for the first reported error or after `timeout_s`, and `RankDied` if a rank has ended.
         """
         for remote, command in commands.items():
             remote.send(command)
@@ -93,32 +93,32 @@ class Ranks:
         for remote in commands:
             poller.register(remote.socket, zmq.POLLIN)
         waiting = {remote.socket: remote for remote in commands}
-        replies: dict[Remote, Told] = {}
+        replies: dict[Remote, AReply] = {}
         while waiting:
-            for socket, _ in poller.poll(int(LOOK_S * 1000)):
+            for socket, _ in poller.poll(int(CHECK_S * 1000)):
                 remote = waiting.pop(socket)
                 poller.unregister(socket)
                 replies[remote] = remote.receive(expected)
             if waiting:
-                self._look()
+                self._check_alive()
             if waiting and time.monotonic() > deadline:
-                raise RankFailed(f"no answer from {', '.join(map(str, waiting.values()))} within {timeout_s:g} s")
+                raise RankFailed(f"no reply from {', '.join(map(str, waiting.values()))} within {timeout_s:g} s")
         return replies
 
-    def _look(self) -> None:
-        """Raises `RankDied` where one of the ranks started here has ended."""
+    def _check_alive(self) -> None:
+        """Raises `RankDied` if one of the ranks that this driver started has ended."""
         for remote in self.all:
             if remote.started is not None:
                 remote.started.check()
 
-    def tell(self, remotes: Sequence[Remote], command: Command) -> None:
-        """The same command for several ranks."""
+    def run(self, remotes: Sequence[Remote], command: Command) -> None:
+        """Run the same command on several ranks."""
         self.ask(dict.fromkeys(remotes, command), Done)
 
-    def introduce(self) -> None:
-        """Learn who the ranks are, put them in order, and set their clocks against this one's.
+    def describe(self) -> None:
+        """Fetch the ranks' descriptions, sort the ranks by number, and compare their clocks with the driver's.
 
-        Raises `ConfigError` where ranks are missing, or there twice.
+        Raises `ConfigError` if ranks are missing or duplicated.
         """
         for remote, about in self.ask(dict.fromkeys(self.all, Describe()), Description).items():
             remote.about = about
@@ -132,7 +132,7 @@ class Ranks:
             remote.offset_s = 0.0 if remote.about.boot_id == boot_id() else self._ahead(remote)
 
     def _ahead(self, remote: Remote) -> float:
-        """How far another machine's clock is ahead, by the quickest of a few questions."""
+        """How far another machine's clock is ahead, from the fastest of several round trips."""
         tries = []
         for _ in range(9):
             before = time.monotonic()
@@ -144,9 +144,9 @@ class Ranks:
 
 @contextmanager
 def started(case: Case, progress: Progress) -> Iterator[Ranks]:
-    """The ranks of a case, started for it and ended after it; none outlives the block.
+    """The ranks of a case, started for it and ended with the block.
 
-    Raises `RankDied` where one cannot start, or does not end with exit status 0.
+    Raises `RankDied` if one cannot start, or does not end with exit status 0.
     """
     children: list[StartedRank] = []
     with ExitStack() as opened:
@@ -158,7 +158,7 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
             for role, ranks in sides.items()
         }
         ranks = Ranks(remotes["prefill"], remotes["decode"], timeout_s=case.timeout_s)
-        ranks.introduce()
+        ranks.describe()
         yield ranks
         progress("ending the ranks")
         for remote in ranks.all:
@@ -168,7 +168,7 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
 
 
 def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
-    """Each rank in a process of its own; all that were started are in `children`, whatever happens."""
+    """Start each rank in its own process. `children` gets every started rank, even if a later one fails."""
     leaders = processes.start([rank_config(case, "prefill", 0, None), rank_config(case, "decode", 0, None)])
     children += leaders
     at = {"prefill": leaders[0].addresses()[0], "decode": leaders[1].addresses()[0]}
@@ -181,7 +181,7 @@ def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[Star
 
 
 def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
-    """The ranks of each side share a GPU, and so a process: two processes with a GPU each would take turns on it."""
+    """Start the ranks of each side in one process, since they share a GPU, which would switch between two processes."""
     sides = {"prefill": case.prefill, "decode": case.decode}
     configs = [[rank_config(case, role, rank, None) for rank in range(side.num_ranks)] for role, side in sides.items()]
     started = processes.start_together(configs)
@@ -191,9 +191,9 @@ def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[Sta
 
 @contextmanager
 def connected(addresses: Sequence[str], *, timeout_s: float) -> Iterator[Ranks]:
-    """Ranks that an operator has started, by their driver addresses; they stay up.
+    """Ranks that an operator has started, by their driver addresses; they keep running.
 
-    Raises `ConfigError` where they are not one prefill and one decode instance, complete.
+    Raises `ConfigError` unless they are exactly one complete prefill and one complete decode instance.
     """
     with ExitStack() as opened:
         remotes = [opened.enter_context(_closing(Remote(address, None))) for address in addresses]
@@ -202,7 +202,7 @@ def connected(addresses: Sequence[str], *, timeout_s: float) -> Iterator[Ranks]:
         if not all(by_role.values()):
             raise ConfigError(f"connect: expected prefill and decode ranks, found {Counter(a.role for a in about.values())}")
         ranks = Ranks(by_role["prefill"], by_role["decode"], timeout_s=timeout_s)
-        ranks.introduce()
+        ranks.describe()
         yield ranks
 
 
@@ -220,7 +220,7 @@ def _kill(children: Sequence[StartedRank]) -> None:
 
 
 def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankConfig:
-    """One rank of a case, on loopback; with pools on GPUs the sides have one each."""
+    """The settings of one rank of a case, on loopback; on GPUs, each side has its own GPU."""
     side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
     spec = load_model(case.model, num_layers=case.num_layers)
     return RankConfig.load(

@@ -1,4 +1,4 @@
-"""Benchmarks over real ranks. `disagg-bench` is `main`; its parts are imported when it runs."""
+"""The program `disagg-bench`. Its parts are imported when it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The command `disagg-bench`."""
+    """Run `disagg-bench`."""
     try:
         from disagg.commands.bench.command import bench
         from disagg.commands.shell import errors

@@ -1,4 +1,4 @@
-"""Rows as a picture: speed against the size of pieces, and where the time went."""
+"""A picture of rows: speed by piece size, and time by phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LABELS = 40
 
 
 def check_plot(path: Path) -> None:
-    """Raises `ConfigError` where no picture can be made, before anything is measured."""
+    """Check before measuring that a picture can be drawn. Raises `ConfigError` if not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -30,7 +30,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw `rows` into the file `path`."""
+    """Draw `rows` to the file `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, max(4.0, 1.5 + 0.4 * min(len(rows), MAX_LABELS))), layout="constrained")
@@ -41,7 +41,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
-    """GB/s against bytes per piece, a line per engine, transport and way, with the engine alone above."""
+    """Draw GB/s by bytes per piece, with a line per engine, transport and path, and the engine alone."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         engine = f"{row.backend}, {row.transport}"
@@ -59,7 +59,7 @@ def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _phases(axes: Axes, rows: Sequence[Row]) -> None:
-    """Milliseconds of the busiest rank in each phase. Phases overlap: bars stand side by side, and a mark says the total."""
+    """Draw the milliseconds of the busiest rank in each phase side by side, since phases overlap, and a mark at the total."""
     height = 0.8 / len(PHASES)
     for number, phase in enumerate(PHASES):
         places = [row + (number - (len(PHASES) - 1) / 2) * height for row in range(len(rows))]

@@ -1,4 +1,4 @@
-"""Ranks that a driver starts, one operating-system process each, or threads of its own process for the `local` backend."""
+"""Ranks that a driver starts: processes, or threads of the driver's process for the `local` backend."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ _ADDRESSES = re.compile(r"address=(\S+) driver=(\S+) ")
 
 
 class RankDied(DisaggError):
-    """A rank ended, or could not start; the message has its exit status and what it last said."""
+    """A rank ended, or could not start; the message has its exit status and its last output."""
 
 
 class StartedRank(Protocol):
-    """A rank that was started here."""
+    """A rank that this driver started."""
 
     name: str
 
     def addresses(self) -> tuple[str, str]:
-        """Its control address and its driver address, once it has them. Raises `RankDied`."""
+        """Wait for its control address and its driver address. Raises `RankDied`."""
 
     def check(self) -> None:
-        """Raises `RankDied` where it has ended."""
+        """Raises `RankDied` if it has ended."""
 
     def end(self) -> None:
-        """Wait until it has ended, by force if need be. Raises `RankDied` where its exit status was not 0."""
+        """Wait until it has ended, and kill it if it takes too long. Raises `RankDied` if its exit status is not 0."""
 
     def kill(self) -> None:
-        """End it now."""
+        """End it at once."""
 
 
 class RankProcess:
-    """A process of one rank, or of several of one instance, which ends when this one does: it watches its standard input."""
+    """A process of one or several ranks of one instance. It ends with this process, because its standard input ends."""
 
     def __init__(self, configs: Sequence[RankConfig]) -> None:
         self.name = ", ".join(f"{config.name}/{config.rank}" for config in configs)
         self.ranks = tuple(ProcessRank(self, config) for config in configs)
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
-        self._said = b""
+        self._output = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()],
             stdin=subprocess.PIPE,
@@ -67,20 +67,20 @@ class RankProcess:
         )
 
     def addresses(self, config: RankConfig) -> tuple[str, str]:
-        """What one of its ranks says."""
+        """Wait for the addresses that one of its ranks reports. Raises `RankDied`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         assert self._process.stdout is not None
         begins = f"{config.name} rank {config.rank} of "
         while True:
-            whole = self._said.decode(errors="replace").rpartition("\n")[0].splitlines()
+            whole = self._output.decode(errors="replace").rpartition("\n")[0].splitlines()
             found = next((_ADDRESSES.search(line) for line in whole if line.startswith(begins)), None)
             if found:
                 return found[1], found[2]
             if time.monotonic() > deadline:
-                raise RankDied(f"rank {self.name} has not said its address after {START_TIMEOUT_S} s{self._tail()}")
+                raise RankDied(f"rank {self.name} did not report its address within {START_TIMEOUT_S} s{self._tail()}")
             if select.select([self._process.stdout], [], [], 0.2)[0]:
                 chunk = os.read(self._process.stdout.fileno(), 4096)
-                self._said += chunk
+                self._output += chunk
                 if not chunk:
                     self._process.wait(EXIT_TIMEOUT_S)
             self.check()
@@ -97,7 +97,7 @@ class RankProcess:
         try:
             status = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            message = f"rank {self.name} had to be killed: it did not end within {EXIT_TIMEOUT_S} s{self._tail()}"
+            message = f"rank {self.name} was killed: it did not end within {EXIT_TIMEOUT_S} s{self._tail()}"
             self.kill()
             raise RankDied(message) from None
         message = f"rank {self.name} ended with {_status(status)}{self._tail()}" if status else ""
@@ -117,7 +117,7 @@ class RankProcess:
                     stream.close()
 
     def _tail(self) -> str:
-        """The last lines of its standard error, each on a line of its own."""
+        """The last lines of its standard error, each on its own line."""
         if self._errors.closed:
             return ""
         self._errors.seek(0)
@@ -154,36 +154,36 @@ def _status(status: int) -> str:
 
 
 class RankThread:
-    """A rank in a thread of this process: all that the `local` backend can serve."""
+    """A rank in a thread of this process, because the `local` backend cannot reach other processes."""
 
     def __init__(self, config: RankConfig) -> None:
         self.name = f"{config.name}/{config.rank}"
         self._config = config
         self._stop = threading.Event()
-        self._said: list[str] = []
-        self._speaks = threading.Event()
+        self._lines: list[str] = []
+        self._reported = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"rank-{self.name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            serve(self._config, stop=self._stop, say=self._say)
-        except (DisaggError, OSError) as error:  # `check` reports it; any other ends the thread loudly
+            serve(self._config, stop=self._stop, report=self._report)
+        except (DisaggError, OSError) as error:  # `check` raises it; any other error ends the thread with a traceback
             self._error = error
         finally:
-            self._speaks.set()
+            self._reported.set()
 
-    def _say(self, line: str) -> None:
-        self._said.append(line)
-        self._speaks.set()
+    def _report(self, line: str) -> None:
+        self._lines.append(line)
+        self._reported.set()
 
     def addresses(self) -> tuple[str, str]:
-        self._speaks.wait(START_TIMEOUT_S)
+        self._reported.wait(START_TIMEOUT_S)
         self.check()
-        found = _ADDRESSES.search(self._said[0]) if self._said else None
+        found = _ADDRESSES.search(self._lines[0]) if self._lines else None
         if found is None:
-            raise RankDied(f"rank {self.name} did not say its address")
+            raise RankDied(f"rank {self.name} did not report its address")
         return found[1], found[2]
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class RankThread:
     def end(self) -> None:
         self._thread.join(EXIT_TIMEOUT_S)
         if self._error is not None or self._thread.is_alive():
-            raise RankDied(f"rank {self.name} did not end well: {self._error or 'it still runs'}")
+            raise RankDied(f"rank {self.name} did not end cleanly: {self._error or 'it is still running'}")
 
     def kill(self) -> None:
         self._stop.set()
@@ -203,7 +203,7 @@ class RankThread:
 
 
 def start(configs: Sequence[RankConfig]) -> list[StartedRank]:
-    """Start ranks, all at once; kills those that did start where one cannot."""
+    """Start all ranks at once; if one fails to start, kill the others."""
     started: list[StartedRank] = []
     with ExitStack() as undo:
         for config in configs:
@@ -215,7 +215,7 @@ def start(configs: Sequence[RankConfig]) -> list[StartedRank]:
 
 
 def start_together(instances: Sequence[Sequence[RankConfig]]) -> list[list[StartedRank]]:
-    """Start the ranks of each instance in one process, where they share a GPU; the first of each leads the others."""
+    """Start the ranks of each instance in one process, in which they share a GPU; the first of each is the leader."""
     started: list[list[StartedRank]] = []
     with ExitStack() as undo:
         for configs in instances:

@@ -1,4 +1,4 @@
-"""What a case comes to: a row of figures, as a line of a table and as JSON."""
+"""The result of a case: a row of figures, as a line of a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a case, in seconds and bytes. `latencies_s` are of each request, from its first `send` to its last success.
+    """One run of a case, in seconds and bytes. `latencies_s`: for each request, from its first `send` to its last success.
 
-    `seconds` are those of the rank that spent most in a stage; `problem` is empty where every byte was right.
+    `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
     """
 
     total_s: float
@@ -35,7 +35,7 @@ class Sample:
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
-        """The run that these reports of all ranks tell of, all on one clock."""
+        """The run that the reports of all ranks describe, all on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
         for report in sent:
@@ -63,8 +63,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Alone:
-    """The same bytes without the library: GB/s of the engine with one block per pair of ranks, and what all processes
-    computed for it; GB/s of a copy in memory by one thread, and of the mechanism that the transport rests on.
+    """The same bytes without the library: GB/s and CPU seconds of the engine with one block per pair of ranks; GB/s of a copy
+    in memory by one thread, and of the system mechanism below the transport.
     """
 
     gbps: float
@@ -74,7 +74,7 @@ class Alone:
 
     @classmethod
     def median(cls, found: Sequence[Self]) -> Self | None:
-        """The median of each figure; `None` of none."""
+        """The median of each figure; `None` if there are none."""
         if not found:
             return None
         raw = [each.raw_gbps for each in found if each.raw_gbps is not None]
@@ -87,7 +87,7 @@ class Alone:
 
 
 def mechanism_of(about: Description) -> Raw | None:
-    """What a rank's transport rests on, where the system offers it to everyone."""
+    """The system mechanism below a rank's transport, if programs can use it without the engine."""
     if about.backend == "local" or about.device != "cpu":
         return None
     if about.transport.startswith("shm"):
@@ -100,14 +100,17 @@ def _succeeded(report: RunReport) -> Iterator[Result]:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case. `bytes` are those delivered in a run, `gbps` is `bytes` / 1e9 / `seconds["total"]`: first `send` to last
-    success in the median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of
-    instances. `pieces` are the plan's, neighbours joined; `posts` is what the engine was given for them, in slots where they
-    went packed. `latency_ms` is over all requests of all runs. `ceiling_gbps` (the engine alone, a block per pair of ranks),
-    `ratio`, `raw_gbps` (the mechanism `raw` alone, the same blocks) and `memcpy_gbps` (one thread) are `None` where not
-    measured. `core_s_per_gb` is what all ranks' processes computed for a GB delivered, `ceiling_core_s_per_gb` for one of
-    the ceiling's: where cores are the limit, their quotient bounds `ratio`. `thresholds` are in use where `pack_below` is
-    `None`: the size below which pieces went packed, for each pair of ranks, by whence it is known.
+    """One case, as a row of the table and of the JSON. Figures that were not measured are `None`.
+
+    * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
+      median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
+    * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
+    * `latency_ms`: over all requests of all runs.
+    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it. `raw_gbps`: the
+      system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
+    * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
+      Where cores are the limit, their quotient bounds `ratio`.
+    * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds of the pairs of ranks, by origin.
     """
 
     backend: str
@@ -216,7 +219,7 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def to_json(rows: Sequence[Row]) -> bytes:
-    """A list of rows, readable by people too."""
+    """The rows as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(list(rows)), indent=2) + b"\n"
 
 

@@ -1,1 +1,1 @@
-"""Cases of a benchmark: sides, workloads, contents, and what a rank is told about them."""
+"""Cases of a benchmark: sides, workloads, contents, and the commands that a rank receives about them."""

@@ -1,4 +1,4 @@
-"""One rank's memory against the reference: filled with what requests must hold there, and compared with it, every byte."""
+"""One rank's memory against the reference: filled with the requests' contents, and compared byte by byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from disagg.testing.reference import CANARY, Bytes, Pool
 
 
 class Content:
-    """What `pools` hold, and must hold. Every request has contents of its own, so that no two can be taken for each other."""
+    """The actual and expected contents of `pools`. Every request has different contents, so a mix-up is detected."""
 
     def __init__(
         self, model: ModelSpec, side: Side, topology: Topology, pools: StagePools, memory: Memory | None = None
@@ -37,17 +37,17 @@ class Content:
         self._wanted: tuple[tuple[Item, ...], Bytes] | None = None
 
     def clear(self) -> None:
-        """Canary everywhere."""
+        """Fill everything with the canary."""
         self._pools.arena.fill(CANARY)
         self._memory.push(self._pools.arena)
 
     def fill(self, items: Sequence[Item]) -> None:
-        """Canary everywhere, but all that `items` have here."""
+        """Write the contents of `items`, and the canary everywhere else."""
         self._write(self._pools.arena, items)
         self._memory.push(self._pools.arena)
 
     def flip_byte(self, item: Item) -> None:
-        """Make one byte wrong: the last of the last entry that the request has in this rank's first layer."""
+        """Flip the last byte of the last entry that the request has in this rank's first layer."""
         for state, role, _, view in self._tensors(self._pools.arena):
             _, row, offset = self._rank.entries(state, role, item)
             if len(row):
@@ -57,13 +57,13 @@ class Content:
                 return
 
     def page_range(self, item: Item, *, state: State, first_token: int, last_token: int) -> tuple[int, int]:
-        """Which of the item's pages `[start, stop)` hold this rank's tokens `[first_token, last_token)`."""
+        """The range `[start, stop)` of the item's pages that hold this rank's tokens `[first_token, last_token)`."""
         first, _ = self._rank.page_range(state, item.tokens, item.needs[state.name])
         start, stop = self._rank.page_range(state, item.tokens, (first_token, last_token))
         return start - first, stop - first
 
     def difference(self, items: Sequence[Item]) -> str | None:
-        """Where memory first differs from `items` in their places and canary everywhere else, in words."""
+        """The first difference from `items` in their places and canary everywhere else, in words; `None` if equal."""
         wanted, found = self._expected(tuple(items)), self._pools.arena
         self._memory.pull(found)
         if np.array_equal(_words(wanted), _words(found)):
@@ -71,10 +71,10 @@ class Content:
         for (state, role, layer, ours), (*_, theirs) in zip(self._tensors(wanted), self._tensors(found), strict=True):
             if (ours != theirs).any():
                 return _describe(state, f"layer {layer}, tensor {role.name!r}", ours, theirs, items=items)
-        return f"byte {int((wanted != found).argmax())} of the memory is part of no tensor, and was written"
+        return f"byte {int((wanted != found).argmax())} of the memory was written, but belongs to no tensor"
 
     def _expected(self, items: tuple[Item, ...]) -> Bytes:
-        """The whole memory as it must be. Kept, since every run of a case ends with the same."""
+        """The expected memory. Cached, because every run of a case ends with the same."""
         if self._wanted is None or self._wanted[0] != items:
             wanted = np.empty_like(self._pools.arena)
             self._write(wanted, items)
@@ -95,9 +95,9 @@ class Content:
                 view[row, offset] = content.view(view.dtype).reshape(len(entries), *view.shape[2:])
 
     def _runs(self, state: State, role: Role) -> tuple[list[range], int]:
-        """The rows of one entry of a tensor that this rank has, as runs of neighbours, and the bytes of each.
+        """The rows of one entry of a tensor that this rank holds, as runs of consecutive rows, and the bytes of each row.
 
-        A row is what lies along the last axis, which nothing splits; axes before it are counted through.
+        A row lies along the last axis, which no rank splits; the axes before it are numbered consecutively.
         """
         axes = [global_axis(state, role, axis) for axis in role.inner]
         nbytes = axes[-1].size * ITEMSIZE[dtype_of(role, state.name)]
@@ -109,9 +109,7 @@ class Content:
         return [range(int(run[0]) * below, (int(run[-1]) + 1) * below) for run in runs], nbytes
 
     def _tensors(self, arena: Bytes) -> Iterator[tuple[State, Role, int, Pool]]:
-        """Every tensor, in `arena` in place of this rank's, as `[row, token, *inner axes]` of unsigned integers; a slot has
-        one token.
-        """
+        """Every tensor as a view of `arena`, `[row, token, *inner axes]` of unsigned integers; a slot has one token."""
         for state in self.states:
             for layer, tensors in self._pools.tensors[state.name].items():
                 for role in state.roles:
@@ -127,25 +125,25 @@ class Content:
         expected = tuple(len(global_axis(state, role, axis).held(self._rank.place)) for axis in role.inner)
         if view.shape[2:] != expected:
             raise ConfigError(
-                f"component {state.name!r}, tensor {role.name!r}, axes {', '.join(role.inner)}: by the reference this rank "
-                f"holds {expected}, its memory is for {view.shape[2:]}"
+                f"component {state.name!r}, tensor {role.name!r}, axes {', '.join(role.inner)}: expected sizes {expected} by "
+                f"the reference, found {view.shape[2:]} in this rank's memory"
             )
         return view
 
 
 def _words(arena: Bytes) -> Pool:
-    """As few numbers as can be compared."""
+    """The arena as the widest integers that divide it, which compare fastest."""
     return arena.view(np.uint64) if arena.nbytes % 8 == 0 else arena
 
 
 def _describe(state: State, tensor: str, ours: Pool, theirs: Pool, *, items: Sequence[Item]) -> str:
-    """The first place where a tensor is not as it must be."""
+    """The first difference of a tensor, in words."""
     differs = ours != theirs
     at = np.unravel_index(int(differs.argmax()), differs.shape)
     row, inner = int(at[0]), tuple(int(index) for index in at[1:])
     owner = next((f"request {item.number}, " for item in items if row in item.rows[state.name]), "")
     kind = "page" if state.rows == "pages" else "slot"
     return (
-        f"{owner}component {state.name!r}: {tensor}, {kind} {row}{'' if owner else ', which belongs to no request'}, "
-        f"the first of {int(differs.sum())} elements at {inner}: expected {int(ours[at]):#x}, found {int(theirs[at]):#x}"
+        f"{owner}component {state.name!r}: {tensor}, {kind} {row}{'' if owner else ', which belongs to no request'}: "
+        f"{int(differs.sum())} elements differ, the first at {inner}: expected {int(ours[at]):#x}, found {int(theirs[at]):#x}"
     )

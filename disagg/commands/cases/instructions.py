@@ -1,6 +1,6 @@
-"""What a driver says to a resident rank, and what it answers: MessagePack of tagged types, one reply per command.
+"""Commands from a driver to a resident rank, and the replies: MessagePack of tagged types, one reply per command.
 
-Times are `time.monotonic()` of the rank's machine, in seconds; `Description.now` and `boot_id` let a driver compare them.
+Times are `time.monotonic()` of the rank's machine, in seconds; a driver compares clocks by `Description.now` and `boot_id`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import msgspec
 
 
 class Fault(enum.Enum):
-    """A deliberate mistake of a sending rank, to see that it is found."""
+    """A deliberate fault of a sending rank, to test that it is detected."""
 
     BYTE = "byte"
     """One byte of a request is wrong in the rank's memory."""
     PAGES = "pages"
-    """A request's first two pages are sent in each other's place."""
+    """A request's first two pages are swapped."""
     KILL = "kill"
-    """The process ends by SIGKILL once a run has begun."""
+    """The process is ended by SIGKILL once a run has begun."""
 
 
 class Direction(enum.Enum):
@@ -27,9 +27,10 @@ class Direction(enum.Enum):
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request as one rank has it. `needs` says, by component, which of its `tokens` this rank's memory must hold;
-    `rows` are its pages, from the page that holds token `needs[0]` on, or its one slot or ring. `group` is the peer's
-    (receiving); `request_id` is another one in every run.
+    """One request on one rank. `needs`: the range of its `tokens` that this rank's memory must hold, by component.
+
+    `rows` are its pages, from the page with token `needs[0]` on, or its one slot or ring. `group` is the peer's group if this
+    rank receives. Every run has a new `request_id`.
     """
 
     number: int
@@ -54,11 +55,11 @@ class Command(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Describe(Command, frozen=True):
-    """Who are you?"""
+    """Describe this rank."""
 
 
 class Peer(Command, frozen=True):
-    """Know a peer instance by its leader's control address."""
+    """Add a peer instance by its leader's control address."""
 
     name: str
     address: str
@@ -72,21 +73,21 @@ class WaitReady(Command, frozen=True):
 
 
 class Fill(Command, frozen=True):
-    """Canary everywhere, but all that `items` have here, as the reference has it."""
+    """Write the reference's contents of `items` to memory, and the canary everywhere else."""
 
     items: tuple[Item, ...]
     fault: Fault | None = None
 
 
 class Clear(Command, frozen=True):
-    """Canary everywhere."""
+    """Fill all memory with the canary."""
 
 
 class Start(Command, frozen=True):
-    """Begin to send or receive `items` in order, at most `window` at a time; answered once the first ones are on their way.
+    """Begin to send or receive `items` in order, up to `window` at a time. The reply comes once the first have started.
 
-    A sender sends chunks of `chunk_tokens` tokens, or all at once where it is 0. Nothing begins before `at`, so that
-    several ranks begin together.
+    A sender sends chunks of `chunk_tokens` tokens, or whole requests if it is 0. The rank waits until `at`, so that several
+    ranks start together.
     """
 
     direction: Direction
@@ -100,7 +101,7 @@ class Start(Command, frozen=True):
 
 
 class Collect(Command, frozen=True):
-    """Wait for the end of what `Start` began."""
+    """Wait until all requests of the last `Start` have ended."""
 
 
 class Check(Command, frozen=True):
@@ -110,7 +111,7 @@ class Check(Command, frozen=True):
 
 
 class Move(Command, frozen=True):
-    """Copy blocks to ranks of `peer`, all at once, by the engine alone, not before `at`."""
+    """Copy blocks to ranks of `peer`, all at once, with the engine alone; the rank waits until `at`."""
 
     peer: str
     blocks: tuple[Block, ...]
@@ -119,14 +120,14 @@ class Move(Command, frozen=True):
 
 
 class Raw(enum.Enum):
-    """What an engine's transport rests on."""
+    """The operating system's mechanism below an engine's transport."""
 
     WRITEV = "process_vm_writev"
     SOCKET = "socket"
 
 
 class Listen(Command, frozen=True):
-    """Take blocks `(address, nbytes)` of this rank's memory from plain sockets, a connection each."""
+    """Receive blocks `(address, nbytes)` of this rank's memory from plain sockets, one connection each."""
 
     host: str
     blocks: tuple[tuple[int, int], ...]
@@ -134,7 +135,7 @@ class Listen(Command, frozen=True):
 
 
 class MoveRaw(Command, frozen=True):
-    """As `Move`, without an engine: block `i` to process `pids[i]`, or as number `numbers[i]` to a socket."""
+    """Like `Move` without an engine: block `i` to process `pids[i]`, or to a socket as its block `numbers[i]`."""
 
     blocks: tuple[Block, ...]
     timeout_s: float
@@ -145,18 +146,18 @@ class MoveRaw(Command, frozen=True):
     at: float = 0.0
 
 
-class AskCpu(Command, frozen=True):
-    """How much has the process computed?"""
+class ReadCpu(Command, frozen=True):
+    """Return the CPU time of the process."""
 
 
 class Memcpy(Command, frozen=True):
-    """Copy `nbytes` within this rank's memory, by one thread."""
+    """Copy `nbytes` of this rank's memory with one thread."""
 
     nbytes: int
 
 
-class AskHealth(Command, frozen=True):
-    """How are you?"""
+class ReadHealth(Command, frozen=True):
+    """Return the manager's health."""
 
 
 class Exit(Command, frozen=True):
@@ -176,8 +177,8 @@ AnyCommand = (
     | MoveRaw
     | Listen
     | Memcpy
-    | AskCpu
-    | AskHealth
+    | ReadCpu
+    | ReadHealth
     | Exit
 )
 
@@ -187,19 +188,19 @@ class Reply(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Done(Reply, frozen=True):
-    """It is done."""
+    """The command succeeded."""
 
 
 class Failed(Reply, frozen=True):
-    """The command failed, and the rank goes on."""
+    """The command failed; the rank keeps running."""
 
     error: str
 
 
 class Description(Reply, frozen=True):
-    """A rank. `rows` are those of its pools by component, `table` its instance's layout table, `placements` say where its
-    rows lie; the arena is the memory of all its pools. `thresholds` say below which size pieces travel packed to each rank
-    that is connected, by whence that is known.
+    """A rank: the `rows` of its pools by component, its instance's layout `table`, the `placements` of its rows, and the
+    arena, which is the memory of all its pools. `thresholds` are the packing thresholds in bytes towards each connected rank,
+    by their origin.
     """
 
     name: str
@@ -224,7 +225,7 @@ class Description(Reply, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one request ended here. `start`: when it was handed to the manager; `end`: when its event came."""
+    """How one request ended on this rank. `start`: when the manager got it; `end`: when its event came."""
 
     number: int
     ok: bool
@@ -234,9 +235,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunReport(Reply, frozen=True):
-    """What became of a run: one result per request, and what the manager has counted meanwhile: `ways` are bytes by way,
-    `posts` what the engine was given.
-    """
+    """A run: one result per request, and the manager's counts: `ways` are bytes by path, `posts` descriptors for the engine."""
 
     results: tuple[Result, ...]
     nbytes: int
@@ -246,38 +245,38 @@ class RunReport(Reply, frozen=True):
 
 
 class Difference(Reply, frozen=True):
-    """Where memory first differs from the reference, in words; `None` where it does not."""
+    """The first difference of memory from the reference, in words; `None` if there is none."""
 
     where: str | None
 
 
 class Moved(Reply, frozen=True):
-    """When the first block was posted, and when the last one had ended."""
+    """When the first block was submitted, and when the last one had finished."""
 
     start: float
     end: float
 
 
 class Listening(Reply, frozen=True):
-    """Where blocks are awaited."""
+    """The port that receives blocks."""
 
     port: int
 
 
 class Copied(Reply, frozen=True):
-    """How fast a copy in memory was, in GB/s (1e9)."""
+    """The speed of a copy in memory, in GB/s (1e9)."""
 
     gbps: float
 
 
 class Cpu(Reply, frozen=True):
-    """What all threads of the process have computed since it began, in seconds."""
+    """CPU seconds of all threads since the process began."""
 
     seconds: float
 
 
 class HealthReport(Reply, frozen=True):
-    """What `KVManager.health` says, in words; `problem` is empty while all is well."""
+    """`KVManager.health` in words; `problem` is empty while all is well."""
 
     problem: str
     peers: dict[str, str]

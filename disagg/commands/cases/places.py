@@ -1,6 +1,6 @@
-"""Which tokens of a request a rank holds, in which rows, and what rows are in the library's words.
+"""The tokens of a request that a rank holds, the rows they are in, and the library's types for these rows.
 
-Who holds what follows from the formulas of models and servers, as the reference has them, and from nothing that plans.
+Ownership follows the formulas of models and servers, as in the reference. It does not use the library's plans.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from disagg.testing.state_models import GlobalAxis, Part, Place, fused, per_head
 Ints = npt.NDArray[np.int64]
 
 WHOLE = ("dim", "width", "byte", "state", "head_dim", "key_dim", "value_dim")
-"""Axes that nothing splits."""
+"""Axes that no parallelism splits."""
 
 
 def streams(state: State) -> bool:
-    """Whether its rows are sent as they are computed, in chunks; windows, rings and slots go with the end of a request."""
+    """Whether rows are sent in chunks as they are computed; windows, rings and slots are sent at the end of a request."""
     return state.rows == "pages" and state.window is None and state.ring is None
 
 
 def rows_of(state: State, item: Item) -> Rows:
-    """An item's rows of one state, as the library takes them."""
+    """An item's rows of one state, in the library's types."""
     ids, need = item.rows[state.name], item.needs[state.name]
     if state.rows == "slot":
         return Slot(ids[0])
@@ -51,7 +51,7 @@ class RankPlace:
 
     @property
     def place(self) -> Place:
-        """As the reference names it."""
+        """The rank's place in the reference's terms."""
         t = self.topology
         return Place(tp=t.tp, tp_rank=t.tp_rank, ep=t.ep, cp=t.cp, cp_rank=t.cp_rank, context=self.side.context_kind)
 
@@ -63,20 +63,20 @@ class RankPlace:
         return reference.tokens_of(rank, num_tokens)
 
     def page_range(self, state: State, num_tokens: int, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Which of the rank's pages of a request, `[start, stop)`, hold its tokens of a range."""
+        """The range `[start, stop)` of the rank's pages of a request that hold its tokens of a range."""
         mine, size = self.tokens(num_tokens), state.page_tokens(self.side.page)
         before, until = (int((mine < token).sum()) for token in tokens)
         return before // size, max(-(-until // size), before // size)
 
     def num_rows(self, state: State, num_tokens: int, need: tuple[int, int]) -> int:
-        """How many rows of a state's pool a request has here."""
+        """The number of rows that a request has in a state's pool on this rank."""
         if state.rows == "slot" or state.ring is not None:
             return 1
         start, stop = self.page_range(state, num_tokens, need)
         return stop - start
 
     def entries(self, state: State, role: Role, item: Item) -> tuple[Ints, Ints, Ints]:
-        """What an item has here of one tensor: entries of the global one, and for each its row and its place in the row."""
+        """An item's entries of one tensor on this rank: global entry numbers, and the row and offset of each."""
         ids, (start, stop) = np.asarray(item.rows[state.name], dtype=np.int64), item.needs[state.name]
         if state.rows == "slot":
             zero = np.zeros(1, dtype=np.int64)
@@ -93,7 +93,7 @@ class RankPlace:
 
 
 def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
-    """An axis of a tensor, and who holds what of it. Raises `ConfigError` for one that the reference does not know."""
+    """An axis of a tensor with its ownership. Raises `ConfigError` for an axis that the reference does not know."""
     size = role.inner[axis].size
     if axis in ("kv_head", "head"):
         return per_head(size)
@@ -105,7 +105,7 @@ def global_axis(state: State, role: Role, axis: str) -> GlobalAxis:
 
 
 def _channels(state: State, role: Role, size: int) -> GlobalAxis:
-    """The channels of a convolution, whose parts follow from the temporal state's sizes."""
+    """The channels of a convolution. The sizes of the temporal state determine its parts."""
     match {axis: inner.size for axis, inner in state.role("temporal").inner.items()}:
         case {"head": heads, "key_dim": key_dim, "value_dim": value_dim}:  # GDN, KDA: q, k, v
             keys = Part((size - heads * value_dim) // 2 // key_dim, key_dim)

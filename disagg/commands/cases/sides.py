@@ -13,7 +13,7 @@ from disagg.state.paged import ORDERS
 from disagg.testing.reference import Context
 
 CONTEXTS = {"tokens": Context.TOKENS_IN_TURN, "pages": Context.PAGES_IN_TURN, "blocks": Context.PAGE_BLOCKS}
-"""How context-parallel ranks share a request's tokens: token by token in turn, page by page in turn, or in blocks of pages."""
+"""How context-parallel ranks divide a request's tokens: round robin by token or by page, or in blocks of pages."""
 
 
 def _number(text: str) -> int:
@@ -40,7 +40,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One instance: parallel sizes, tokens per page, axis order of pages, and if wanted the layers of every stage."""
+    """One instance: parallel sizes, tokens per page, axis order of pages, and optionally the layers of every stage."""
 
     tp: int = 1
     pp: int = 1
@@ -59,9 +59,9 @@ class Side:
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        """The side that `text` describes; what it leaves out has its default.
+        """The side that `text` describes, with defaults for missing keys.
 
-        Raises `ConfigError` that quotes `text`, for an unknown key, a key given twice, or a value that cannot be.
+        Raises `ConfigError` that quotes `text` for an unknown key, a repeated key, or an invalid value.
 
             >>> Side.parse("tp=4,page=64")
             Side(tp=4, pp=1, dp=1, cp=1, ep=1, page=64, layout='nhd', context='tokens', layers=None)
@@ -83,13 +83,13 @@ class Side:
             raise ConfigError(f"side {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        """The shortest text that `parse` reads as this side, but for `tp` and `page`, which are always named."""
+        """A text that `parse` reads as this side: `tp` and `page`, and every other value that is not the default."""
         shown = [f for f in fields(self) if f.name in ("tp", "page") or getattr(self, f.name) != f.default]
         values = {f.name: getattr(self, f.name) for f in shown}
         return ",".join(f"{k}={'+'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in values.items())
 
     def topology(self, rank: int = 0) -> Topology:
-        """The instance, seen from `rank`."""
+        """The instance's topology at `rank`."""
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep).at(rank)
 
     @property
@@ -98,11 +98,11 @@ class Side:
 
     @property
     def context_kind(self) -> Context:
-        """How tokens are shared, as the reference names it."""
+        """How tokens are divided, in the reference's terms."""
         return CONTEXTS[self.context] if self.cp > 1 else Context.WHOLE
 
     def tokens(self, rank: Topology) -> Owned:
-        """How tokens are shared, as the library states it."""
+        """The tokens that a rank owns, in the library's types."""
         match self.context_kind:
             case Context.WHOLE:
                 return EVERYTHING
@@ -114,7 +114,7 @@ class Side:
                 return Share(rank.cp_rank, rank.cp, self.page)
 
     def pool_shape(self, num_pages: int, *, num_slots: int = 8, rows: Mapping[str, int] | None = None) -> PoolShape:
-        """How each rank's pools of `num_pages` pages and `num_slots` slots are cut; `rows` has other numbers by component."""
+        """The shape of each rank's pools of `num_pages` pages and `num_slots` slots; `rows` overrides both by component."""
         return PoolShape(
             page_size=self.page,
             num_pages=num_pages,

@@ -1,4 +1,4 @@
-"""What a benchmark case asks for: requests, the rows that each has on each side, and the bytes between every pair of ranks."""
+"""A benchmark case: its requests, the rows of each on each side, and the bytes between every pair of ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from disagg.protocol.messages import Verify
 from disagg.state.declare import State
 
 SPARE_ROWS = 3
-"""Pages or slots of every pool that no request has: they must stay untouched."""
+"""Unused pages or slots in every pool, which must stay untouched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of the result: what to run, and how often. `prefix_hit` tokens are at the decode side already.
+    """One line of the result: what to run, and how often. The decode side already has the first `prefix_hit` tokens.
 
-    `concurrency` requests of each rank are under way at a time. `chunk_tokens` 0 sends each request at once. Pieces below
-    `pack_below` bytes travel packed (`None`: as the engine's own threshold says). Page ids come in runs of `run_pages` that
-    follow each other. `warm_up` runs are not counted. `ceiling`: the engine alone, and the system alone, are measured too.
+    Each rank has up to `concurrency` requests in flight. `chunk_tokens` 0 sends whole requests. Pieces below `pack_below`
+    bytes travel packed (`None`: the engine's threshold). Page ids come in runs of `run_pages` consecutive ones. `warm_up` runs
+    are not counted. `ceiling`: also measure the engine alone and the system alone.
     """
 
     backend: str
@@ -72,13 +72,13 @@ class Case:
         if not 0 <= self.prefix_hit < self.tokens:
             raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
         if self.device == "cuda" and self.backend == "local":
-            raise ConfigError("device: backend 'local' moves host memory only ('cpu'), found 'cuda'")
+            raise ConfigError("device: expected 'cpu' with backend 'local', found 'cuda'")
         if self.fault is Fault.KILL and self.backend == "local":
-            raise ConfigError("fault: backend 'local' has no process of its own to kill")
+            raise ConfigError("fault: backend 'local' has no separate process to kill")
 
 
 def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
-    """Rows of one state that every rank of a side needs for its share of the case's requests, and some more."""
+    """Rows of one state that every rank of a side needs for its requests of the case, including `SPARE_ROWS`."""
     return -(-case.requests // side.dp) * _rows_per_request(state, side, case, prefix) + SPARE_ROWS
 
 
@@ -90,17 +90,17 @@ def _rows_per_request(state: State, side: Side, case: Case, prefix: int) -> int:
 def items_of(
     spec: ModelSpec, side: Side, peer: Side, case: Case, *, name: str, pools: Mapping[str, int], prefix: int
 ) -> list[tuple[Item, ...]]:
-    """Every rank's requests: request `i` is served by group `i mod dp` of each side, in random rows that are the same on all
-    ranks of a group. Pools are of `pools` rows by component; `prefix` tokens need not be held.
+    """Every rank's requests: group `i mod dp` of each side serves request `i`, in random rows that are the same on all ranks
+    of a group. `pools` are the rows of each component's pool; the first `prefix` tokens are not needed.
 
-    Raises `ConfigError` where a pool is too small.
+    Raises `ConfigError` if a pool is too small.
     """
     for state in spec.states:
         needed = rows_needed(state, side, case, prefix=prefix)
         if pools.get(state.name, 0) < needed:
             kind = "slots" if state.rows == "slot" else "pages"
             raise ConfigError(
-                f"{kind}: this case needs pools of {needed} for component {state.name!r} at {name!r}, "
+                f"{kind}: expected pools of at least {needed} for component {state.name!r} of {name!r}, "
                 f"found {pools.get(state.name, 0)}"
             )
     orders = {s.name: _order(f"{case.seed}/{name}/{s.name}", pools[s.name], case.run_pages) for s in spec.states}
@@ -126,20 +126,20 @@ def items_of(
 
 
 def _order(seed: str, count: int, run: int) -> list[int]:
-    """Numbers below `count` in an order of their own for every `seed`, but for runs of `run` that stay together."""
+    """The numbers below `count` in an order that depends on `seed`; runs of `run` consecutive numbers stay together."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
     starts = np.random.default_rng(number).permutation(-(-count // run)) * run
     order: list[int] = [start + i for start in starts.tolist() for i in range(run) if start + i < count]
     return order
 
 
-# -- what the plans say ------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a case comes to: bytes by (source rank, destination rank), and the pieces that they are in, neighbours joined:
-    what would have to be posted if nothing were packed. `plan_s` is what electing writers and planning took.
+    """The plans of a case: bytes by (source rank, destination rank), and the number of pieces with neighbours joined, which
+    are the descriptors if no piece is packed. `plan_s` is the time for electing writers and planning.
     """
 
     nbytes: Mapping[tuple[int, int], int]
@@ -155,7 +155,7 @@ def planned(
     sent: Sequence[Sequence[Item]],
     received: Sequence[Sequence[Item]],
 ) -> Planned:
-    """Plans between all ranks, bound to every request at once (chunks would cut some pieces)."""
+    """Plans between all ranks, bound to whole requests (chunks would split some pieces)."""
     tables = LayoutTable.decode(sources[0].table), LayoutTable.decode(destinations[0].table)
     placed = [[decode_placements(about.placements) for about in side] for side in (sources, destinations)]
     began = time.perf_counter()
@@ -182,7 +182,7 @@ def planned(
 
 
 def _bound(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item | None) -> Iterator[CopyBatch]:
-    """One request's copies between a pair of ranks, by component; none where they do not share it."""
+    """One request's copies between a pair of ranks, by component; none if only one of them serves it."""
     if destination is None:
         return
     for name, component in plan.components.items():
@@ -195,18 +195,17 @@ def _bound(spec: ModelSpec, plan: TransferPlan, source: Item, destination: Item 
 def blocks_of(
     pairs: Mapping[tuple[int, int], int], sources: Sequence[Description], destinations: Sequence[Description]
 ) -> dict[int, tuple[Block, ...]]:
-    """The same bytes per pair of ranks as one contiguous block each, by source rank.
+    """The bytes of each pair of ranks as one contiguous block, by source rank.
 
-    Blocks lie behind each other in both arenas. A source that writes the same bytes to several replicas may have less
-    memory than it sends: blocks that would not fit begin again at its start. Raises `DisaggError` where a block is larger
-    than an arena.
+    Blocks follow each other in both arenas. A source that writes the same bytes to several replicas may send more than its
+    memory holds: blocks that do not fit begin again at its start. Raises `DisaggError` if a block is larger than an arena.
     """
     ours, theirs = dict.fromkeys(range(len(sources)), 0), dict.fromkeys(range(len(destinations)), 0)
     blocks: dict[int, list[Block]] = {}
     for (source, destination), nbytes in sorted(pairs.items()):
         address, room = destinations[destination].arena
         if theirs[destination] + nbytes > room or nbytes > sources[source].arena[1]:
-            raise DisaggError(f"ceiling: {nbytes} bytes from rank {source} to rank {destination} do not fit their memory")
+            raise DisaggError(f"ceiling: {nbytes} bytes from rank {source} to rank {destination} do not fit into their memory")
         if ours[source] + nbytes > sources[source].arena[1]:
             ours[source] = 0
         blocks.setdefault(source, []).append(Block(destination, ours[source], address + theirs[destination], nbytes))
@@ -216,11 +215,11 @@ def blocks_of(
 
 
 def check_rank(case: Case, spec: ModelSpec, side: Side, found: Description) -> None:
-    """That a running rank is what the case says; raises `ConfigError` with both values where it is not."""
+    """Check that a running rank matches the case. Raises `ConfigError` with both values if not."""
     for what, expected, has in (
         ("model", f"{spec.name} with {spec.num_layers} layers", f"{found.model} with {found.num_layers} layers"),
         ("side", str(side), found.side),
         ("backend", found.backend if case.backend == "auto" else case.backend, found.backend),
     ):
         if expected != has:
-            raise ConfigError(f"{what}: expected {expected}, rank {found.name}/{found.rank} has {has}")
+            raise ConfigError(f"{what}: expected {expected}, found {has} at rank {found.name}/{found.rank}")

@@ -1,1 +1,1 @@
-"""`disagg doctor`: what a machine can do and what is wrong with it."""
+"""`disagg doctor`: what a machine supports, and what is wrong with it."""

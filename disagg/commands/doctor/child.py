@@ -1,9 +1,10 @@
-"""Tasks that `disagg doctor` runs in a child process, since they may hang or crash.
+"""Tasks that `disagg doctor` runs in a child process, because they may hang or crash.
 
 `python -m disagg.commands.doctor.child TASK ...`
 
-Each task writes lines of JSON. `owner` and `writer` are the two ends of an engine on loopback, `byte` and `copy` of a copy
-from process to process; what one of them writes the other one reads. `owner` and `byte` end with their standard input.
+Each task writes lines of JSON. `owner` and `writer` are the two ends of an engine on loopback; `byte` and `copy` are the two
+ends of a copy between processes. The second task of each pair reads the first one's line. `owner` and `byte` end when their
+standard input ends.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from disagg.machine.processes import copy_refusal
 BUFFER_NBYTES = 32 << 20
 SMALL_NBYTES = 4096
 SPEND_S = 0.6
-"""How long either measurement goes on."""
+"""Duration of each measurement."""
 TRANSFER_S = 10.0
 
 
-def _say(**found: Any) -> None:
+def _report(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
@@ -53,22 +54,22 @@ def _started(name: str) -> Iterator[tuple[Backend, int]]:
 
 
 def owner(name: str) -> None:
-    """Own a buffer that a `writer` may write to."""
+    """Own a buffer that a `writer` writes to."""
     with _started(name) as (backend, address):
-        _say(endpoint=backend.endpoint().hex(), address=address)
+        _report(endpoint=backend.endpoint().hex(), address=address)
         while os.read(0, 4096):
             pass
 
 
 def writer(name: str) -> None:
-    """Write into the buffer that the line on standard input tells of; say by what transport and how fast."""
+    """Write to the buffer described on standard input; report the transport, the speed and the latency."""
     with _started(name) as (backend, address):
-        told = json.loads(sys.stdin.readline())
-        peer = backend.connect(bytes.fromhex(told["endpoint"]), epoch=1)
-        there = int(told["address"])
-        large = [_write(backend, peer, address, there, BUFFER_NBYTES) for _ in _turns(SPEND_S)]
-        small = [_write(backend, peer, address, there, SMALL_NBYTES) for _ in _turns(SPEND_S)]
-        _say(
+        target = json.loads(sys.stdin.readline())
+        peer = backend.connect(bytes.fromhex(target["endpoint"]), epoch=1)
+        there = int(target["address"])
+        large = [_write(backend, peer, address, there, BUFFER_NBYTES) for _ in _rounds(SPEND_S)]
+        small = [_write(backend, peer, address, there, SMALL_NBYTES) for _ in _rounds(SPEND_S)]
+        _report(
             transport=backend.transport,
             gbps=BUFFER_NBYTES / statistics.median(large[1:] or large) / 1e9,
             latency_s=statistics.median(small),
@@ -76,22 +77,22 @@ def writer(name: str) -> None:
         backend.disconnect(peer)
 
 
-def _turns(spend_s: float) -> Iterator[None]:
-    """At least three, then for as long as there is time."""
-    stop, turns = time.perf_counter() + spend_s, 0
-    while turns < 3 or time.perf_counter() < stop:
-        turns += 1
+def _rounds(spend_s: float) -> Iterator[None]:
+    """At least three rounds, and more until `spend_s` has passed."""
+    stop, rounds = time.perf_counter() + spend_s, 0
+    while rounds < 3 or time.perf_counter() < stop:
+        rounds += 1
         yield
 
 
 def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: int) -> float:
-    """Seconds from posting until it is done."""
+    """Write once; returns the seconds from submit to done."""
     copies = CopyBatch(*(np.array([value], dtype=np.uint64) for value in (here, there, nbytes)))
     started = time.perf_counter()
     transfer = backend.submit(Op.WRITE, peer, copies)
     while (status := transfer.poll()) is TransferStatus.PENDING:
         if time.perf_counter() - started > TRANSFER_S:
-            raise TransferFailed(f"a write of {nbytes} bytes has not ended after {TRANSFER_S:g} s")
+            raise TransferFailed(f"a write of {nbytes} bytes did not finish within {TRANSFER_S:g} s")
         time.sleep(20e-6)
     if status is not TransferStatus.DONE:
         raise TransferFailed(f"a write of {nbytes} bytes: {status.value}: {transfer.error}")
@@ -101,63 +102,63 @@ def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: in
 
 
 def byte(_: str) -> None:
-    """Own a byte that a `copy` may read."""
+    """Own a byte that a `copy` reads."""
     held = ctypes.create_string_buffer(1)
-    _say(pid=os.getpid(), address=ctypes.addressof(held))
+    _report(pid=os.getpid(), address=ctypes.addressof(held))
     while os.read(0, 4096):
         pass
 
 
 def copy(_: str) -> None:
-    """Whether this process may copy from another one that is not its child."""
-    told = json.loads(sys.stdin.readline())
-    _say(refusal=copy_refusal(int(told["pid"]), int(told["address"])))
+    """Report whether this process may copy from a process that is not its child."""
+    source = json.loads(sys.stdin.readline())
+    _report(refusal=copy_refusal(int(source["pid"]), int(source["address"])))
 
 
 def libraries(names: str) -> None:
-    """Which shared libraries cannot be loaded, and why."""
+    """Report the shared libraries that cannot be loaded, with the reason."""
     missing = {}
     for name in names.split(","):
         try:
             ctypes.CDLL(name)
         except OSError as error:
             missing[name] = str(error)
-    _say(missing=missing)
+    _report(missing=missing)
 
 
 def gpus(_: str) -> None:
-    """Which GPUs cannot map each other's memory, by the driver."""
+    """Report the pairs of GPUs that cannot map each other's memory, according to the driver."""
     cuda = ctypes.CDLL("libcuda.so.1")
     count, able = ctypes.c_int(), ctypes.c_int()
     if status := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        _say(error=f"the CUDA driver answers with status {status}")
+        _report(error=f"the CUDA driver returned status {status}")
         return
     apart = [
         pair
         for pair in itertools.permutations(range(count.value), 2)
         if cuda.cuDeviceCanAccessPeer(ctypes.byref(able), *pair) or not able.value
     ]
-    _say(count=count.value, apart=apart)
+    _report(count=count.value, apart=apart)
 
 
 def nvlink(_: str) -> None:
-    """Start what backend `nvlink` needs: the driver and the bindings."""
+    """Load what backend `nvlink` needs: the driver and the bindings."""
     from disagg.backends.cuda.driver import load_bindings
 
     load_bindings()
-    _say(ok=True)
+    _report(ok=True)
 
 
 TASKS: dict[str, Callable[[str], None]] = {task.__name__: task for task in (owner, writer, byte, copy, libraries, gpus, nvlink)}
 
 
 def main() -> None:
-    """Do one task; an error is said too."""
+    """Run one task; an error is reported as a line too."""
     task, _, argument = sys.argv[1].partition(":")
     try:
         TASKS[task](argument)
     except (DisaggError, OSError, ValueError) as error:
-        _say(error=f"{type(error).__name__}: {error}")
+        _report(error=f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Starts tasks of `disagg.commands.doctor.child`, and never waits for them longer than it says."""
+"""Starts tasks of `disagg.commands.doctor.child` and waits for each up to a timeout."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIMEOUT_S = 25.0
 
 
 class ChildFailed(Exception):
-    """A task did not do what it should; the message says why, in its own words where it had any."""
+    """A task failed; the message is the task's error if it reported one."""
 
 
 class Child:
-    """One task in a process of its own."""
+    """One task in its own process."""
 
     def __init__(self, task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.task = task
@@ -37,7 +37,7 @@ class Child:
         self._rest = b""
 
     def answer(self) -> dict[str, Any]:
-        """Its next line of JSON; other lines are the engine's own talk. Raises `ChildFailed`."""
+        """Its next line of JSON; other lines come from the engine and are skipped. Raises `ChildFailed`."""
         while True:
             line, newline, self._rest = self._rest.partition(b"\n")
             if not newline:
@@ -53,27 +53,27 @@ class Child:
         assert self._process.stdout is not None
         left = self._deadline - time.monotonic()
         if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
-            raise ChildFailed("it hangs: nothing was heard of it in time")
+            raise ChildFailed("it hangs: no output before the timeout")
         data = os.read(self._process.stdout.fileno(), 65536)
         if not data:
-            raise ChildFailed(f"its process ended without a word, {self._ending()}")
+            raise ChildFailed(f"its process ended without output, {self._ending()}")
         return data
 
     def _ending(self) -> str:
         status = self._process.wait()
         return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Give it a line."""
+    def send(self, line: Mapping[str, Any]) -> None:
+        """Write a line of JSON to its standard input. Raises `ChildFailed`."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             raise ChildFailed(f"its process ended, {self._ending()}") from error
 
     def close(self) -> None:
-        """End it, by its standard input or by force; nothing of it is left."""
+        """End it by closing its standard input, or kill it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # it has ended with a line unread
@@ -88,7 +88,7 @@ class Child:
 
 @contextmanager
 def child(task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> Iterator[Child]:
-    """A task that ends with the block."""
+    """A task that is ended with the block."""
     started = Child(task, environ, timeout_s=timeout_s)
     try:
         yield started

@@ -1,4 +1,4 @@
-"""`disagg doctor`: what this machine can do, what is wrong, and what to do about it."""
+"""`disagg doctor`: what this machine supports, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ Examples:
   disagg doctor --peer 10.0.0.2:7100 --peer tcp://10.0.0.3:7100
   disagg doctor --require rdma --json findings.json
   disagg doctor --engine nixl
-  disagg doctor --no-engines                  (files and settings only, at once)
+  disagg doctor --no-engines                  (files and settings only, fast)
 """
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
-@click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A control address that must be reached from here.")
-@click.option("--engine", "names", multiple=True, type=click.Choice(list(ENGINES)), help="Only this engine; by default all.")
-@click.option("--engines/--no-engines", "start_engines", default=True, help="Start them in child processes, and measure.")
-@click.option("--require", type=click.Choice(["rdma"]), help="What must be there: its absence is an error, not a warning.")
-@click.option("--shm", type=click.Path(path_type=Path), default="/dev/shm", help="The shared-memory mount to look at.")  # noqa: S108
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there; - for the output.")
+@click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="A control address that must be reachable from here.")
+@click.option(
+    "--engine", "names", multiple=True, type=click.Choice(list(ENGINES)), help="Examine this engine only; default: all."
+)
+@click.option(
+    "--engines/--no-engines", "start_engines", default=True, help="Start engines in child processes and measure them."
+)
+@click.option("--require", type=click.Choice(["rdma"]), help="Report an error instead of a warning if this is missing.")
+@click.option("--shm", type=click.Path(path_type=Path), default="/dev/shm", help="The shared-memory mount to examine.")  # noqa: S108
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the findings as JSON; - for standard output.",
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def doctor(
@@ -42,8 +51,8 @@ def doctor(
     shm: Path,
     json_file: Path | None,
 ) -> None:
-    """Look at this machine, its limits and settings, start every engine in processes of its own, and say what is wrong: the
-    cause, what follows from it, and the command that fixes it. Exit status 1 if anything is an error.
+    """Examine this machine's hardware, limits and settings, start every engine in child processes, and report problems: the
+    cause, the consequence, and the command that fixes it. Exit status 1 if there is an error.
     """
     quiet = str(json_file) == "-"
     findings = []
@@ -70,7 +79,7 @@ def doctor(
 
 
 def lines(finding: Finding) -> list[str]:
-    """A finding for a person."""
+    """The lines of a finding."""
     found = [f"{finding.level.value:<7}  {finding.topic:<11}  {finding.cause}"]
     if finding.consequence:
         found.append(f"{'':22}so:  {finding.consequence}")

@@ -1,4 +1,4 @@
-"""Which engines there are, what they lack, and what they do when they are really started, in processes of their own."""
+"""Engines: which are installed, what they lack, and how they perform when started in child processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disagg.machine.findings import Finding, Level, Machine, ok
 
 @dataclass(frozen=True)
 class Distribution:
-    """How an engine is shipped: its packages, of which one is enough, and the shared libraries that it loads."""
+    """An engine's alternative packages, of which one is enough, and the shared libraries that it loads."""
 
     packages: tuple[str, ...]
     install: str
@@ -48,8 +48,8 @@ DEBIAN = {
 }
 """Debian's package for a shared library, by the name before `.so`."""
 NVIDIA = {
-    "libcuda": "it comes with NVIDIA's driver; a machine without one wants an engine's wheel without CUDA",
-    "libcudart": "it comes with CUDA of that major version: pip install nvidia-cuda-runtime-cu12, or another wheel",
+    "libcuda": "install NVIDIA's driver; on a machine without GPUs, install the engine's package without CUDA",
+    "libcudart": "install CUDA of that major version (pip install nvidia-cuda-runtime-cu12), or another package of the engine",
 }
 
 
@@ -58,11 +58,11 @@ def library_fix(library: str) -> str:
     stem = library.partition(".so")[0]
     if stem in NVIDIA:
         return NVIDIA[stem]
-    return f"apt install {DEBIAN[stem]}" if stem in DEBIAN else f"apt-file search {library}, and install what has it"
+    return f"apt install {DEBIAN[stem]}" if stem in DEBIAN else f"apt-file search {library}, then install a package it lists"
 
 
 def installed(engine: str) -> dict[str, str]:
-    """Versions of an engine's packages that are installed."""
+    """Versions of an engine's installed packages."""
     found = {}
     for package in ENGINES[engine].packages:
         try:
@@ -73,7 +73,7 @@ def installed(engine: str) -> dict[str, str]:
 
 
 def engine(name: str, machine: Machine) -> Iterator[Finding]:
-    """Everything about one engine; it is started twice and the two talk to each other, for about two seconds."""
+    """Every finding about one engine. It is started in two processes that transfer to each other for about two seconds."""
     shipped, found = ENGINES[name], installed(name)
     if not found:
         yield Finding(
@@ -84,7 +84,7 @@ def engine(name: str, machine: Machine) -> Iterator[Finding]:
     if shipped.exclusive and len(found) > 1:
         yield Finding(
             name, Level.WARNING, f"several packages with the same import name are installed: {packages}",
-            "which one is loaded depends on the order in which they were installed",
+            "the one that was installed last is loaded, perhaps with files of another",
             "pip uninstall all but one: " + " ".join(found),
         )  # fmt: skip
     missing = list(_missing(name, machine))
@@ -99,14 +99,14 @@ def _missing(name: str, machine: Machine) -> Iterator[Finding]:
     if not libraries:
         return
     try:
-        with child("libraries:" + ",".join(libraries), machine.environ) as asked:
-            found: dict[str, str] = asked.answer()["missing"]
+        with child("libraries:" + ",".join(libraries), machine.environ) as task:
+            found: dict[str, str] = task.answer()["missing"]
     except ChildFailed as error:
         yield Finding(
             name,
             Level.ERROR,
-            f"libraries of {name!r} could not be tried: {error}",
-            f"whether backend {name!r} can be used is not known",
+            f"the libraries of {name!r} could not be checked: {error}",
+            f"backend {name!r} may not be usable",
             "python -m disagg.commands.doctor.child libraries:libnuma.so.1",
         )
         return
@@ -117,7 +117,7 @@ def _missing(name: str, machine: Machine) -> Iterator[Finding]:
 def _library(name: str, library: str, reason: str) -> Finding:
     return Finding(
         name, Level.ERROR, f"engine {name!r} is installed, but {library} cannot be loaded: {reason}",
-        f"backend {name!r} cannot be used, over any transport", library_fix(library),
+        f"backend {name!r} cannot be used over any transport", library_fix(library),
     )  # fmt: skip
 
 
@@ -125,12 +125,12 @@ _LIBRARY = re.compile(r"(lib[\w+-]+\.so[.\d]*): ")
 
 
 def _measured(name: str, packages: str, machine: Machine) -> Finding:
-    """A buffer of 32 MiB written from one process into another's."""
+    """The speed of writing a buffer of 32 MiB from one process to another."""
     try:
         with child(f"owner:{name}", machine.environ) as owner:
-            told = owner.answer()
+            target = owner.answer()
             with child(f"writer:{name}", machine.environ) as writer:
-                writer.tell(told)
+                writer.send(target)
                 result = writer.answer()
     except ChildFailed as error:
         library = _LIBRARY.search(str(error))
@@ -138,29 +138,31 @@ def _measured(name: str, packages: str, machine: Machine) -> Finding:
             return _library(name, library[1], str(error))
         return Finding(
             name, Level.ERROR, f"engine {name!r} ({packages}) does not work between two processes here: {error}",
-            f"backend {name!r} cannot be used as it is", _fix(str(error), machine),
+            f"backend {name!r} cannot be used in this environment", _fix(str(error), machine),
         )  # fmt: skip
-    speed = f"{result['gbps']:.2f} GB/s for 32 MiB in one piece, {1e6 * result['latency_s']:.0f} us for 4 KiB from post to done"
+    speed = (
+        f"{result['gbps']:.2f} GB/s for 32 MiB in one piece, {1e6 * result['latency_s']:.0f} us for 4 KiB from submit to done"
+    )
     return ok(name, f"{packages}: started, 32 MiB registered, transport {result['transport']}; between two processes {speed}")
 
 
 def _fix(error: str, machine: Machine) -> str:
-    """What to try first."""
+    """The first thing to try."""
     suspects = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
     if suspects:
         return f"unset {' '.join(suspects)}, and try again"
     if "hangs" in error:
         return (
-            "try again with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake) and disagg-bench --backend NAME --debug"
+            "read the log of disagg-bench --backend NAME --debug with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake)"
         )
     return "pip install --force-reinstall the engine's package"
 
 
 def cma(machine: Machine) -> Finding:
-    """Whether processes here may copy each other's memory: tried between two that are no relatives' ancestors."""
+    """Whether processes here may copy each other's memory, tested between two siblings."""
     try:
         with child("byte", machine.environ) as owner, child("copy", machine.environ) as reader:
-            reader.tell(owner.answer())
+            reader.send(owner.answer())
             refusal = reader.answer()["refusal"]
     except ChildFailed as error:
         refusal = str(error)
@@ -175,36 +177,34 @@ def cma(machine: Machine) -> Finding:
 
 
 def nvlink(machine: Machine) -> Iterator[Finding]:
-    """Whether backend `nvlink` can start; asked only where there are GPUs. It writes between GPUs' pools, so that only a
-    server's own memory can show more.
-    """
+    """Whether backend `nvlink` can start, on machines with GPUs. Transfers are not tested: they need pools on two GPUs."""
     if not machine.gpus:
         return
     try:
-        with child("nvlink:", machine.environ) as asked:
-            asked.answer()
+        with child("nvlink:", machine.environ) as task:
+            task.answer()
     except ChildFailed as error:
         yield Finding(
             "nvlink",
             Level.WARNING,
             str(error),
-            "backend 'nvlink' cannot be used: bytes between GPUs of this host go another way",
-            "pip install cuda-bindings nvidia-cuda-nvrtc, of the driver's CUDA version; nvidia-smi shows the driver",
+            "backend 'nvlink' cannot be used: transfers between GPUs of this host use another engine",
+            "pip install cuda-bindings nvidia-cuda-nvrtc for the driver's CUDA version, which nvidia-smi shows",
         )
         return
-    yield ok("nvlink", "the driver and its bindings start")
+    yield ok("nvlink", "the driver and its bindings work")
 
 
 def gpu_peers(machine: Machine) -> Iterator[Finding]:
-    """Whether GPUs can map each other's memory; asked only where there are several."""
+    """Whether GPUs can map each other's memory, on machines with several GPUs."""
     if len(machine.gpus) < 2:
         return
     try:
-        with child("gpus", machine.environ) as asked:
-            found = asked.answer()
+        with child("gpus", machine.environ) as task:
+            found = task.answer()
     except ChildFailed as error:
         yield Finding(
-            "gpu", Level.ERROR, f"the CUDA driver does not answer: {error}", "GPU memory cannot be used", "nvidia-smi"
+            "gpu", Level.ERROR, f"the CUDA driver does not respond: {error}", "GPU memory cannot be used", "nvidia-smi"
         )
         return
     if not found["apart"]:
@@ -212,6 +212,6 @@ def gpu_peers(machine: Machine) -> Iterator[Finding]:
         return
     pairs = ", ".join(f"{ours}-{theirs}" for ours, theirs in found["apart"] if ours < theirs)
     yield Finding(
-        "gpu", Level.WARNING, f"GPUs {pairs} cannot map each other's memory", "between them bytes go through the host",
-        "nvidia-smi topo -p2p rw shows why; virtual machines need their NVLinks passed through, and ACS off",
+        "gpu", Level.WARNING, f"GPUs {pairs} cannot map each other's memory", "transfers between them go through the host",
+        "nvidia-smi topo -p2p rw shows the reason; in a virtual machine, pass NVLink through and disable ACS",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `UCX_*` and `MC_*` variables imply: engines read them when they start, and they win over what a server asks for."""
+"""Findings about `UCX_*` and `MC_*` variables: engines read them at start, and they override a server's settings."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _OFF = ("0", "false", "no", "n", "off")
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
-    """A finding for every variable of the engines that is set."""
+    """A finding for every engine variable that is set."""
     names = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
     if not names:
-        yield ok("environment", "no UCX_ or MC_ variable is set: engines choose for themselves")
+        yield ok("environment", "no UCX_ or MC_ variable is set: engines use their defaults")
     for name in names:
         value, found = machine.environ[name], 0
         for finding in _RULES.get(name, _as_it_is)(machine, name, value):
             yield finding
             found += 1
         if not found:
-            yield ok("environment", f"{name}={value!r} is set, and nothing speaks against it here")
+            yield ok("environment", f"{name}={value!r} is set: no problem found")
 
 
 def _as_it_is(_: Machine, name: str, value: str) -> Iterator[Finding]:
-    yield ok("environment", f"{name}={value!r} is set: the engine takes it as it is")
+    yield ok("environment", f"{name}={value!r} is set: the engine reads it, and this check does not know it")
 
 
 def _wrong(name: str, value: str, consequence: str, fix: str = "", *, level: Level = Level.ERROR, why: str = "") -> Finding:
@@ -54,13 +54,13 @@ def _wrong(name: str, value: str, consequence: str, fix: str = "", *, level: Lev
 
 
 def _tls(machine: Machine, name: str, value: str) -> Iterator[Finding]:
-    """UCX's list of transports: what it leaves out."""
+    """Transports that UCX needs and the list excludes."""
     negative = value.startswith("^")
     listed = {part.strip().partition(":")[0].lstrip("\\") for part in value.lstrip("^").split(",")} - {""}
     unknown = sorted(listed - _IB - _SHM - _OTHERS)
     if unknown:
-        yield _wrong(name, value, "UCX ignores what it does not know, and may be left with nothing", level=Level.WARNING,
-                     why=f"; UCX knows no transport {', '.join(unknown)}")  # fmt: skip
+        yield _wrong(name, value, "UCX ignores unknown transports, and may have none left", level=Level.WARNING,
+                     why=f"; UCX does not know the transport {', '.join(unknown)}")  # fmt: skip
 
     def has(kinds: set[str]) -> bool:
         return not kinds & listed if negative else bool(kinds & listed) or "all" in listed
@@ -70,23 +70,23 @@ def _tls(machine: Machine, name: str, value: str) -> Iterator[Finding]:
 
     if not has({"tcp"}) and not (has(_IB) and machine.rdma_devices):
         yield _wrong(
-            name, value, "UCX is left without a transport that carries its messages, so backend 'nixl' does not start "
-            "('no active messages transport')", f"unset {name}, or export {name}=shm,tcp", why=" and leaves out tcp",
+            name, value, "UCX has no transport for its messages, so backend 'nixl' does not start "
+            "('no active messages transport')", f"unset {name}, or export {name}=shm,tcp", why=" and excludes tcp",
         )  # fmt: skip
     if not has(_SHM):
         yield _wrong(
-            name, value, "processes of one host talk over the network stack, much slower, and never with require='shm'",
-            fix("shm"), level=Level.WARNING, why=" and leaves out shared memory (shm, cma)",
+            name, value, "processes of one host use the network stack, which is much slower; require='shm' is refused",
+            fix("shm"), level=Level.WARNING, why=" and excludes shared memory (shm, cma)",
         )  # fmt: skip
     if machine.rdma_devices and not has(_IB):
         yield _wrong(
             name, value, f"the RDMA devices {', '.join(machine.rdma_devices)} are not used; require='rdma' is refused",
-            fix("ib"), level=Level.WARNING, why=" and leaves out ib",
+            fix("ib"), level=Level.WARNING, why=" and excludes ib",
         )  # fmt: skip
     if machine.gpus and not has({"cuda", "cuda_copy"}):
         yield _wrong(
-            name, value, "on a machine with GPUs NIXL refuses a list without device memory",
-            fix("cuda"), why=" and leaves out cuda",
+            name, value, "on a machine with GPUs, NIXL refuses a list without device memory",
+            fix("cuda"), why=" and excludes cuda",
         )  # fmt: skip
 
 
@@ -96,18 +96,18 @@ def _net_devices(machine: Machine, name: str, value: str) -> Iterator[Finding]:
     missing = [device for device in wanted if device != "all" and device.partition(":")[0] not in present]
     if missing:
         yield _wrong(
-            name, value, "UCX starts without it, or not at all", f"unset {name}, or name some of {', '.join(sorted(present))}",
+            name, value, "UCX starts without it, or not at all", f"unset {name}, or choose from {', '.join(sorted(present))}",
             why=f", and there is no device {', '.join(missing)}",
         )  # fmt: skip
     if wanted == ["lo"]:
-        yield _wrong(name, value, "no other host can reach the engine", level=Level.WARNING, why=": loopback only")
+        yield _wrong(name, value, "other hosts cannot reach the engine", level=Level.WARNING, why=": loopback only")
 
 
 def _modules(machine: Machine, name: str, value: str) -> Iterator[Finding]:
     if not machine.rdma_devices and not (value.startswith("^") and "ib" in value.lstrip("^").split(",")):
         yield _wrong(
-            name, value, "without an RDMA device UCX's module 'ib' brings a second libnl: the process ends in SIGSEGV",
-            f"unset {name}, or export {name}=^ib", level=Level.WARNING, why=" and does not leave out ib",
+            name, value, "without an RDMA device, UCX's module 'ib' loads a second libnl, and the process ends by SIGSEGV",
+            f"unset {name}, or export {name}=^ib", level=Level.WARNING, why=" and does not exclude ib",
         )  # fmt: skip
 
 
@@ -120,30 +120,30 @@ def _force_tcp(machine: Machine, name: str, value: str) -> Iterator[Finding]:
 def _tcp_proto(_: Machine, name: str, value: str) -> Iterator[Finding]:
     if value == "1":
         yield _wrong(
-            name, value, "Mooncake reports a write as done before the peer has it: backend 'mooncake' refuses to start"
+            name, value, "Mooncake reports a write as done before it has arrived, so backend 'mooncake' refuses to start"
         )
 
 
 def _pool(_: Machine, name: str, value: str) -> Iterator[Finding]:
     if value.lower() in _OFF:
-        yield _wrong(name, value, "posting blocks and keeps no order: backend 'mooncake' refuses to start")
+        yield _wrong(name, value, "submitting blocks and does not keep the order, so backend 'mooncake' refuses to start")
 
 
 def _timeout(_: Machine, name: str, value: str) -> Iterator[Finding]:
     yield _wrong(
-        name, value, "Mooncake gives a batch up after that many seconds while it still runs, and its rows stay quarantined",
+        name, value, "Mooncake abandons a batch after that many seconds while it still runs, and its rows stay quarantined",
         level=Level.WARNING,
     )  # fmt: skip
 
 
 def _queue(_: Machine, name: str, value: str) -> Iterator[Finding]:
     if not value.isdecimal() or int(value) < 64:
-        yield _wrong(name, value, "few pieces are under way at a time: slow", level=Level.WARNING)
+        yield _wrong(name, value, "few pieces are in flight at a time, which is slow", level=Level.WARNING)
 
 
 def _nvlink(machine: Machine, name: str, value: str) -> Iterator[Finding]:
     if not machine.gpus:
-        yield _wrong(name, value, "Mooncake is started with protocol 'nvlink_intra', which needs GPUs: it does not start",
+        yield _wrong(name, value, "Mooncake does not start: protocol 'nvlink_intra' needs GPUs",
                      why=", and there is no GPU")  # fmt: skip
 
 

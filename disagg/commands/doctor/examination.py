@@ -1,4 +1,4 @@
-"""All probes in order."""
+"""All checks of `disagg doctor`, in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def examine(
     require_rdma: bool = False,
     start_engines: bool = True,
 ) -> Iterator[Finding]:
-    """Every finding, as soon as it is there; engines last, since they take seconds. Raises `ConfigError` for a wrong peer."""
+    """Every finding as soon as it is known; engines last, since they take seconds. Raises `ConfigError` for an invalid peer."""
     yield from rdma(machine, required=require_rdma)
     if not machine.rdma_devices:
         yield memlock(machine, rdma=False)
@@ -42,12 +42,12 @@ def examine(
             yield finding
     if not worked:
         yield Finding(
-            "engines", Level.ERROR, f"none of the engines {', '.join(names)} works here",
-            "nothing can be moved between processes", "what is said of each engine above says how; then disagg doctor again",
+            "engines", Level.ERROR, f"no network engine works here, of {', '.join(names)}",
+            "no state can be moved between hosts", "apply the fix of one engine above, then run disagg doctor again",
         )  # fmt: skip
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level of all."""
+    """The worst level of all findings; OK if there are none."""
     order: Callable[[Level], int] = [Level.OK, Level.WARNING, Level.ERROR].index
     return max((finding.level for finding in findings), key=order, default=Level.OK)

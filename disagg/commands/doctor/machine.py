@@ -1,4 +1,4 @@
-"""What the kernel says of GPUs, shared memory and TCP, and who may read whose memory. RDMA: `disagg.machine.rdma`."""
+"""Findings about GPUs, shared memory, copies between processes, and TCP. RDMA is in `disagg.machine.rdma`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from disagg.machine.findings import Finding, Level, Machine, ok
 
 SMALL_SHM = 64 << 20
-"""What containers get by default: too little for anyone who shares memory by files."""
+"""The default of containers, which is too small for sharing memory by files."""
 TINY_SHM = 16 << 20
 
 
@@ -16,7 +16,7 @@ TINY_SHM = 16 << 20
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """NVIDIA GPUs, and whether NICs can reach their memory. Nothing without the driver."""
+    """NVIDIA GPUs, and whether NICs can reach their memory."""
     if not machine.entries("proc/driver/nvidia"):
         yield ok("gpu", "no NVIDIA driver: pools are in host memory")
         return
@@ -26,7 +26,7 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         if "expandable_segments:true" in value.lower().replace(" ", ""):
             yield Finding(
                 "gpu", Level.WARNING, f"{name}={value!r} makes expandable segments",
-                "pools in them have no handle that a peer GPU on this host could map, so NVLink is not used for them",
+                "pools in such segments have no handle that a peer GPU could map, so NVLink is not used for them",
                 f"export {name}=expandable_segments:False",
             )  # fmt: skip
     if machine.rdma_devices:
@@ -37,13 +37,13 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         else:
             yield Finding(
                 "gpu", Level.WARNING, "neither nvidia_peermem nor nv_peer_mem is loaded",
-                "unless the driver exports DMA-BUF, NICs cannot reach GPU memory: registering it fails, or bytes go through "
-                "the host",
+                "unless the driver exports DMA-BUF, NICs cannot reach GPU memory: registration fails, or transfers go "
+                "through the host",
                 "modprobe nvidia_peermem",
             )  # fmt: skip
 
 
-# -- sharing memory ----------------------------------------------------------------------------------------------------
+# -- shared memory -----------------------------------------------------------------------------------------------------
 
 
 def shared_memory(machine: Machine) -> Finding:
@@ -52,25 +52,25 @@ def shared_memory(machine: Machine) -> Finding:
         stats = os.statvfs(machine.shm)
     except OSError as error:
         return Finding(
-            "shm", Level.ERROR, f"{machine.shm} cannot be used: {error.strerror}", "no process can share memory by files",
+            "shm", Level.ERROR, f"{machine.shm} cannot be used: {error.strerror}", "processes cannot share memory by files",
             f"mount -t tmpfs -o size=8g tmpfs {machine.shm}",
         )  # fmt: skip
     total, free = stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail
-    found = f"{machine.shm} has {total >> 20} MiB, {free >> 20} MiB of them free"
+    found = f"{machine.shm} has {total >> 20} MiB, of which {free >> 20} MiB are free"
     if free > SMALL_SHM:
         return ok("shm", found)
     return Finding(
         "shm",
         Level.ERROR if free <= TINY_SHM else Level.WARNING,
         found,
-        "whoever shares memory by files there (UCX's posix transport, NCCL, torch) fails with 'No space left on device' or "
-        "dies of SIGBUS",
+        "programs that share memory by files there (UCX's posix transport, NCCL, torch) fail with 'No space left on device' "
+        "or end by SIGBUS",
         f"mount -o remount,size=8g {machine.shm}; for a container: --shm-size=8g",
     )
 
 
 def ptrace(machine: Machine) -> Finding:
-    """Whether Yama lets processes that are not each other's ancestors copy each other's memory (CMA)."""
+    """Whether Yama allows unrelated processes to copy each other's memory (CMA)."""
     scope = machine.read("proc/sys/kernel/yama/ptrace_scope")
     if scope is None or scope == "0":
         return ok("cma", f"ptrace scope: {scope or 'none (no Yama)'}")
@@ -78,11 +78,11 @@ def ptrace(machine: Machine) -> Finding:
 
 
 def cma_refused(why: str) -> Finding:
-    """One process may not copy another's memory."""
+    """The finding that processes may not copy each other's memory."""
     return Finding(
         "cma", Level.WARNING, f"processes here may not copy each other's memory: {why}",
-        "backend 'nixl' has TCP between processes of this host, at a fraction of the speed; require='shm' is refused",
-        "sysctl -w kernel.yama.ptrace_scope=0; for a container: --cap-add SYS_PTRACE, and one process-id namespace for both",
+        "backend 'cma' cannot be used: processes of this host use a network engine, at a fraction of the speed",
+        "sysctl -w kernel.yama.ptrace_scope=0; for containers: --cap-add SYS_PTRACE and a shared PID namespace",
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def congestion(machine: Machine) -> Finding:
     other = next((name for name in ("cubic", "reno") if name in there), "cubic")
     load = "" if other in there else f"modprobe tcp_{other} && "
     return Finding(
-        "tcp", Level.WARNING, "TCP's congestion control is bbr, which paces what it sends",
-        "TCP between processes of this host, and over short links, reaches less than half of what it could",
+        "tcp", Level.WARNING, "TCP's congestion control is bbr, which paces packets",
+        "TCP between processes of this host, and over short links, reaches less than half of its speed",
         f"{load}sysctl -w net.ipv4.tcp_congestion_control={other}",
     )  # fmt: skip

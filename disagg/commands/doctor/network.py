@@ -1,4 +1,4 @@
-"""Whether a peer's port can be reached, and whether what answers there is a control port."""
+"""Whether a peer's port can be reached, and whether it is a control port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREETING_S = 1.0
 
 
 def peer(address: str) -> Finding:
-    """Dial `host:port` or `tcp://host:port`. Raises `ConfigError` for what is neither."""
+    """Connect to `host:port` or `tcp://host:port`. Raises `ConfigError` for an invalid address."""
     host, port = parse_address(address if "://" in address else f"tcp://{address}", what="peer")
     where = f"{host}:{port}"
     started = time.perf_counter()
@@ -33,8 +33,8 @@ def peer(address: str) -> Finding:
     except TimeoutError:
         return _unreachable(
             where,
-            f"{where} does not answer within {CONNECT_S:g} s: a firewall drops it, or the host is down",
-            f"ping {host}; on {host}: nft list ruleset, and allow it: iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
+            f"{where} does not respond within {CONNECT_S:g} s: a firewall drops the connection, or the host is down",
+            f"ping {host}; on {host}: nft list ruleset, and allow the port: iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
         )
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "")
@@ -42,22 +42,22 @@ def peer(address: str) -> Finding:
 
 
 def _unreachable(where: str, cause: str, fix: str) -> Finding:
-    return Finding("peer", Level.ERROR, cause, f"no handshake with {where}: requests to that peer wait and then fail", fix)
+    return Finding("peer", Level.ERROR, cause, f"no handshake with {where}: requests to that peer time out", fix)
 
 
 def _greeting(connection: socket.socket, where: str, took_s: float) -> Finding:
-    """ZeroMQ speaks first: ten bytes that begin with FF and end with 7F."""
+    """Check ZeroMQ's greeting: the server sends ten bytes that begin with FF and end with 7F."""
     connection.settimeout(GREETING_S)
     try:
         found = connection.recv(10)
     except OSError:
         found = b""
     if found[:1] == b"\xff":
-        return ok("peer", f"{where} answers in {1e3 * took_s:.1f} ms, as a control port does")
+        return ok("peer", f"{where} is a control port and responds in {1e3 * took_s:.1f} ms")
     return Finding(
         "peer",
         Level.WARNING,
-        f"{where} is open, but says {found!r}" if found else f"{where} is open, but says nothing",
-        "it is no control port of this library: a handshake will not succeed",
-        "ss -tlnp on that host names the process; give the address that its rank logs as address=",
+        f"{where} is open, but sent {found!r}" if found else f"{where} is open, but sent nothing",
+        "it is not a control port of this library, so the handshake will fail",
+        "ss -tlnp on that host names the process; use the address that the rank prints as address=",
     )

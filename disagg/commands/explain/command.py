@@ -37,7 +37,7 @@ Examples:
 @click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
 @click.option("--prefix-hit", type=click.IntRange(0), default=0, help="Leading tokens that the decode side already has.")
 @click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
-@click.option("--backend", default="nixl", help="Engine: nixl, mooncake, local, or a third party's.")
+@click.option("--backend", default="nixl", help="Engine: cma, nixl, mooncake, nvlink, local, auto, or a third party's.")
 @click.option(
     "--transport",
     type=click.Choice(["auto", "rdma", "tcp", "shm"]),

@@ -46,7 +46,8 @@ class Engine(NamedTuple):
 
 
 _COSTS: Mapping[tuple[str, str], Costs | None] = {
-    ("nixl", "shm"): Costs(0.5e-6, 5.9, 5.5),
+    ("cma", "shm"): Costs(0.5e-6, 5.9, 5.5),
+    ("nixl", "shm"): None,
     ("nixl", "tcp"): Costs(3.7e-6, 6.5, 4.0),
     ("nixl", "rdma"): None,
     ("mooncake", "tcp"): Costs(14e-6, 4.4, 3.5),
@@ -54,7 +55,7 @@ _COSTS: Mapping[tuple[str, str], Costs | None] = {
     ("nvlink", "peer memory"): None,
     ("local", "memory"): Costs(2e-8, 12.0, 6.0),
 }
-_AUTO = {"nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
+_AUTO = {"cma": "shm", "nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
 """The transport that an engine chooses between two processes of one host."""
 _FIXED = ("nvlink", "local")
 """Engines with one fixed transport, whatever the options request."""
@@ -64,7 +65,8 @@ def engine_of(backend: str, transport: str) -> Engine:
     """What is known about an engine and a transport without starting it. Raises `ConfigError` for an unknown name."""
     if backend not in ("auto", *backends.available()):
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
-    name = backends.AUTO[0] if backend == "auto" else backend
+    on_host = backends.AUTO_HOST if transport in ("auto", "shm") else backends.AUTO[0]
+    name = on_host if backend == "auto" else backend
     known = [of for engine, of in _COSTS if engine == name]
     chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
     if known and chosen not in known:

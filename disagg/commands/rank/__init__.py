@@ -1,1 +1,1 @@
-"""One production rank: `disagg prefill` and `disagg decode`."""
+"""A production rank: `disagg prefill` and `disagg decode`."""

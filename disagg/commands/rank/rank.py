@@ -1,4 +1,4 @@
-"""One rank with memory of its own, embedded as a server would do it: pools, components over them, and a manager."""
+"""One rank with its own memory, embedded as in a server: pools, components over them, and a manager."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ENGINE_PACKAGES = {
 
 
 class RankConfig(Config, frozen=True, kw_only=True):
-    """What an operator says of one rank with pools of its own. Raises `ConfigError` for what cannot be."""
+    """An operator's settings of one rank with its own pools. Raises `ConfigError` for invalid ones."""
 
-    name: Annotated[str, says("The instance's name, the same on all its ranks; by default its role.")] = ""
-    role: Annotated[str, says("prefill or decode: what it is started as.")]
+    name: Annotated[str, says("The instance's name, the same on all its ranks; default: its role.")] = ""
+    role: Annotated[str, says("The role of the rank: prefill or decode.")]
     model: Annotated[str, says("A preset, or the path of a config.json.")]
     side: Annotated[Side, says("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
-    rank: Annotated[int, msgspec.Meta(ge=0), says("Which of its ranks this is.")] = 0
+    rank: Annotated[int, msgspec.Meta(ge=0), says("The number of this rank in its instance.")] = 0
     num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, says("Keep only the model's first layers.")] = (
         msgspec.field(default=None, name="layers")
     )
@@ -53,24 +53,24 @@ class RankConfig(Config, frozen=True, kw_only=True):
     )
     rows: Annotated[
         Mapping[str, Annotated[int, msgspec.Meta(ge=1)]],
-        says("Pages or slots of single components, where they are to have others.", metavar="COMPONENT=N"),
+        says("Pages or slots of single components; overrides --pages and --slots.", metavar="COMPONENT=N"),
     ] = msgspec.field(default_factory=dict)
     device: Annotated[
         str,
         msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$"),
-        says("Where the pools are: cpu, cuda or cuda:N.", metavar="DEVICE"),
+        says("Device of the pools: cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "cpu"
-    driver: Annotated[str | None, says("Take a benchmark's commands at this address.", metavar="ADDRESS")] = None
+    driver: Annotated[str | None, says("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", self.name or self.role)
         super().__post_init__()
-        self.topology  # noqa: B018  (the rank's number is checked)
+        self.topology  # noqa: B018  (checks the rank's number)
         if self.driver is not None:
             host, _ = parse_address(self.driver, what="driver")
             if not is_loopback(host) and not self.insecure:
                 raise ConfigError(
-                    f"driver: {self.driver!r} can be reached from other hosts and asks for no key; it needs --insecure"
+                    f"driver: other hosts can reach {self.driver!r}, which requires no key; this needs --insecure"
                 )
 
     @property
@@ -79,7 +79,7 @@ class RankConfig(Config, frozen=True, kw_only=True):
 
 
 class ResidentRank:
-    """Pools and a manager, for as long as the context lasts."""
+    """Pools and a manager, which the context closes."""
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
@@ -102,7 +102,7 @@ class ResidentRank:
         return f"{self.config.name} rank {self.config.rank} of {self.config.side.num_ranks}"
 
     def describe(self) -> Description:
-        """This rank, for a driver."""
+        """This rank's description for a driver."""
         table = LocalRank.of(self.config.topology, self.pools.components).table
         return Description(
             name=self.config.name,
@@ -128,13 +128,13 @@ class ResidentRank:
 
 
 def boot_id() -> str:
-    """Which start of which machine this is: ranks of one have one monotonic clock."""
+    """An id of this machine's boot. Ranks with the same id share a monotonic clock."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else platform.node()
 
 
 def versions(backend: str) -> dict[str, str]:
-    """Versions of this library, of the engine's package, and of what is under them."""
+    """Versions of Python, this library, the engine's packages and their main dependencies."""
     found = {"python": platform.python_version()}
     for package in ("disagg", "numpy", "pyzmq", *ENGINE_PACKAGES.get(backend, ())):
         try:

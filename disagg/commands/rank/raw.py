@@ -1,4 +1,4 @@
-"""What the machine itself gives, measured beside the engines: a copy in memory, and the mechanism that an engine rests on."""
+"""The speed of the machine without an engine: a copy in memory, and the system mechanism below an engine's transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_NBYTES = 1 << 20
 
 
 def memcpy_gbps(arena: Bytes, nbytes: int) -> float:
-    """GB/s of one thread that copies `nbytes` from this memory into memory of its own, which is touched before."""
+    """GB/s of one thread that copies `nbytes` of this memory into other memory, whose pages were touched before."""
     nbytes = min(nbytes, arena.nbytes)
     target = np.ones(nbytes, dtype=np.uint8)
     began = time.perf_counter()
@@ -35,9 +35,9 @@ class _Vector(ctypes.Structure):
 
 
 def write_into(pid: int, source: int, block: Block) -> None:
-    """Copy a block from this process's arena at `source` into another process: `process_vm_writev`, without the GIL.
+    """Copy a block from this process's arena at `source` into another process by `process_vm_writev`, without the GIL.
 
-    Raises `TransferFailed` where the system does not let it.
+    Raises `TransferFailed` if the system refuses.
     """
     write = ctypes.CDLL(None, use_errno=True).process_vm_writev
     write.restype = ctypes.c_ssize_t
@@ -53,7 +53,7 @@ def write_into(pid: int, source: int, block: Block) -> None:
 
 
 class Sink:
-    """Takes blocks from plain sockets into this process's memory, one connection per block, each in a thread of its own."""
+    """Receives blocks from plain sockets into this process's memory, with one connection and one thread per block."""
 
     def __init__(self, host: str, blocks: Sequence[tuple[int, int]], *, base: int, arena: Bytes, timeout_s: float) -> None:
         for address, nbytes in blocks:
@@ -90,9 +90,9 @@ class Sink:
 
 
 def pour(address: tuple[str, int], number: int, content: memoryview, timeout_s: float) -> None:
-    """Send a block to a sink, and wait until all of it is there. Raises `TransferFailed` where it does not arrive."""
+    """Send a block to a sink and wait until all of it has arrived. Raises `TransferFailed` if it does not."""
     with socket.create_connection(address, timeout=timeout_s) as connection:
         connection.sendall(number.to_bytes(8, "little"))
         connection.sendall(content)
         if connection.recv(1) != b"\1":
-            raise TransferFailed(f"a plain socket to {address[0]}:{address[1]} ended before all had arrived")
+            raise TransferFailed(f"plain socket to {address[0]}:{address[1]}: the connection ended before all bytes arrived")

@@ -1,4 +1,4 @@
-"""A run on one rank: requests sent or received in order, a bounded number of them at a time."""
+"""A run on one rank: requests sent or received in order, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from disagg.runtime.accounting import Stats
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How much longer than its deadline a request may take to end."""
+"""How long after its deadline a request may still end."""
 
 
 def payload_of(item: Item) -> bytes:
-    """What a request's sender hands its receivers: it must arrive as it is."""
+    """The payload that a request's sender sends to its receivers."""
     return b"first token of %d" % item.number
 
 
 class Requests:
-    """The requests of one `Start`; they go on in a thread until the last one has ended."""
+    """The requests of one `Start`, which run in a thread until the last one has ended."""
 
     def __init__(self, manager: KVManager, content: Content, command: Start) -> None:
         self._manager = manager
@@ -48,13 +48,13 @@ class Requests:
         self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
 
     def start(self) -> None:
-        """Begin, when it is time: on return, as many as may be are on their way."""
+        """Wait until the start time, then begin. On return, the first `window` requests have started."""
         time.sleep(max(0.0, self._command.at - time.monotonic()))
         self._open()
         self._thread.start()
 
     def collect(self) -> RunReport:
-        """Wait for the end."""
+        """Wait for the end of all requests. Raises the error that ended the thread, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -78,7 +78,7 @@ class Requests:
             self._error = error
 
     def _take_ended(self) -> None:
-        """Wait for events, and note the requests that they end."""
+        """Wait for events and record the requests that ended."""
         poller = select.poll()
         poller.register(self._manager.fileno(), select.POLLIN)
         if not poller.poll((self._command.deadline_s + GRACE_S) * 1000):
@@ -125,7 +125,7 @@ class Requests:
         sender.finish(rest, payload=payload_of(item))
 
     def _chunks(self, item: Item) -> Iterator[tuple[int, int]]:
-        """The token ranges that are sent, in order."""
+        """The token ranges of each chunk, in order."""
         step = self._command.chunk_tokens or item.tokens
         return ((first, min(first + step, item.tokens)) for first in range(0, item.tokens, step))
 

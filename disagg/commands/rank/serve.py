@@ -1,4 +1,4 @@
-"""Keeps a rank up until it is told to end; given a driver address it takes a benchmark's commands there."""
+"""Runs a rank until it is stopped. With a driver address, the rank also accepts a benchmark's commands."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import singledispatchmethod
 
 import msgspec
 import zmq
 
-from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStatus
-from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.commands.cases.instructions import (
     AnyCommand,
     AnyReply,
-    AskCpu,
-    AskHealth,
-    Block,
     Check,
     Clear,
     Collect,
@@ -40,45 +34,46 @@ from disagg.commands.cases.instructions import (
     Listening,
     Memcpy,
     Move,
-    Moved,
     MoveRaw,
     Peer,
+    ReadCpu,
+    ReadHealth,
     Start,
     WaitReady,
 )
+from disagg.commands.rank.moves import move, move_raw
 from disagg.commands.rank.rank import RankConfig, ResidentRank
-from disagg.commands.rank.raw import Sink, memcpy_gbps, pour, write_into
+from disagg.commands.rank.raw import Sink, memcpy_gbps
 from disagg.commands.rank.requests import Requests
 from disagg.core.address import parse_address
-from disagg.core.copies import CopyBatch
-from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, TransferFailed
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.2
-"""How often a rank looks whether it must end, and whether its peers' state has changed."""
+POLL_S = 0.2
+"""Interval in which a rank checks whether it must end, and whether its peers' state has changed."""
 
 
 class Exiting(Exception):
-    """A driver has told the rank to end."""
+    """A driver ended the rank."""
 
 
 class Commands:
-    """Carries out a driver's commands on one rank. One at a time: a run goes on in its own thread."""
+    """Carries out a driver's commands on one rank, one at a time; a run continues in its own thread."""
 
     def __init__(self, resident: ResidentRank) -> None:
         self._resident = resident
         self._requests: Requests | None = None
 
     def answer(self, data: bytes) -> bytes:
-        """The reply to a command; any error is a reply too. Raises `Exiting` after the last one."""
+        """The reply to a command; an error is a reply too. Raises `Exiting` for the command `Exit`."""
         try:
             reply = self.run(_DECODER.decode(data))
         except (DisaggError, msgspec.DecodeError, UnicodeDecodeError, TimeoutError) as error:
             reply = Failed(str(error))
         except Exiting:
             raise
-        except Exception as error:  # a command's own failure is not the rank's
+        except Exception as error:  # a failed command must not end the rank
             logger.exception("a command failed")
             reply = Failed(f"{type(error).__name__}: {error}")
         return msgspec.msgpack.encode(reply)
@@ -86,7 +81,7 @@ class Commands:
     @singledispatchmethod
     def run(self, command: AnyCommand) -> AnyReply:
         """Carry out one command."""
-        raise LocalProtocolError(f"command {type(command).__name__} is not known")
+        raise LocalProtocolError(f"unknown command {type(command).__name__}")
 
     @run.register
     def _(self, _: Describe) -> AnyReply:
@@ -121,7 +116,7 @@ class Commands:
     @run.register
     def _(self, command: Start) -> AnyReply:
         if self._requests is not None:
-            raise LocalProtocolError("a run is under way: collect it first")
+            raise LocalProtocolError("a run is in progress: collect it first")
         self._requests = Requests(self._resident.manager, self._resident.content, command)
         self._requests.start()
         return Done()
@@ -129,7 +124,7 @@ class Commands:
     @run.register
     def _(self, _: Collect) -> AnyReply:
         if self._requests is None:
-            raise LocalProtocolError("no run is under way")
+            raise LocalProtocolError("no run is in progress")
         requests, self._requests = self._requests, None
         return requests.collect()
 
@@ -153,11 +148,11 @@ class Commands:
         return Copied(memcpy_gbps(self._resident.pools.arena, command.nbytes))
 
     @run.register
-    def _(self, _: AskCpu) -> AnyReply:
+    def _(self, _: ReadCpu) -> AnyReply:
         return Cpu(time.process_time())
 
     @run.register
-    def _(self, _: AskHealth) -> AnyReply:
+    def _(self, _: ReadHealth) -> AnyReply:
         health = self._resident.manager.health()
         return HealthReport(health.problem, {n: p.problem for n, p in health.peers.items()}, health.quarantined)
 
@@ -169,107 +164,35 @@ class Commands:
 _DECODER: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 
 
-def move(resident: ResidentRank, command: Move) -> Moved:
-    """Post every block, wait for all of them, and say when that was.
-
-    Raises `ConfigError` for a block outside the arena, `TransferFailed` where the engine fails one or takes too long.
-    """
-    base, room = resident.pools.address, resident.pools.arena.nbytes
-    jobs: list[tuple[Backend, RemotePeer, CopyBatch]] = []
-    for block in command.blocks:
-        _check_source(block, room)
-        backend, peer = resident.manager.engine(command.peer, block.rank)
-        jobs.append((backend, peer, _copy(base, block)))
-    time.sleep(max(0.0, command.at - time.monotonic()))
-    start = time.monotonic()
-    transfers = [_post(*job) for job in jobs]
-    _wait(transfers, timeout_s=command.timeout_s)
-    return Moved(start, time.monotonic())
-
-
-def _post(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-    """Between GPUs by the driver's plain copies: the ceiling that the engine is measured against."""
-    if isinstance(backend, NvlinkBackend):
-        return backend.submit_plain(peer, copies)
-    return backend.submit(Op.WRITE, peer, copies)
-
-
-def _check_source(block: Block, arena_nbytes: int) -> None:
-    if not 0 <= block.source_offset <= arena_nbytes - block.nbytes:
-        raise ConfigError(f"block [{block.source_offset}, +{block.nbytes}): outside the arena of {arena_nbytes} bytes")
-
-
-def move_raw(resident: ResidentRank, command: MoveRaw) -> Moved:
-    """Every block in a thread of its own, by the system alone. Raises `TransferFailed` where one fails."""
-    arena = resident.pools.arena
-    base = arena.__array_interface__["data"][0]
-
-    def one(number: int) -> None:
-        block = command.blocks[number]
-        _check_source(block, arena.nbytes)
-        if command.pids:
-            write_into(command.pids[number], base, block)
-        else:
-            content = arena[block.source_offset : block.source_offset + block.nbytes].data
-            pour((command.hosts[number], command.ports[number]), command.numbers[number], content, command.timeout_s)
-
-    with ThreadPoolExecutor(max(1, len(command.blocks))) as threads:
-        time.sleep(max(0.0, command.at - time.monotonic()))
-        start = time.monotonic()
-        list(threads.map(one, range(len(command.blocks))))
-        return Moved(start, time.monotonic())
-
-
-def _copy(base: int, block: Block) -> CopyBatch:
-    return CopyBatch(*([value] for value in (base + block.source_offset, block.destination, block.nbytes)))  # type: ignore[arg-type]
-
-
-def _wait(transfers: list[Transfer], *, timeout_s: float) -> None:
-    """Until all are done; they are closed."""
-    deadline = time.monotonic() + timeout_s
-    left = list(transfers)
-    while left:
-        for transfer in list(left):
-            status = transfer.poll()
-            if status is TransferStatus.DONE:
-                transfer.close()
-                left.remove(transfer)
-            elif status is not TransferStatus.PENDING:
-                raise TransferFailed(f"a contiguous block: {status.value}: {transfer.error}")
-        if left and time.monotonic() > deadline:
-            raise TransferFailed(f"{len(left)} of {len(transfers)} contiguous blocks have not ended after {timeout_s} s")
-        if left:
-            time.sleep(50e-6)
-
-
-# -- a rank that stays up -------------------------------------------------------------------------------------------
+# -- serving --------------------------------------------------------------------------------------------------------
 
 
 class PeerWatch:
-    """Says when a peer becomes ready, and when it no longer is."""
+    """Reports when a peer becomes ready, and when it is lost."""
 
-    def __init__(self, resident: ResidentRank, say: Callable[[str], None]) -> None:
+    def __init__(self, resident: ResidentRank, report: Callable[[str], None]) -> None:
         self._resident = resident
-        self._say = say
+        self._report = report
         self._ready: dict[str, bool] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
+        """Report every peer whose state changed since the last check."""
         for name, peer in self._resident.manager.health().peers.items():
             if peer.ready != self._ready.get(name, False):
-                self._say(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
+                self._report(f"{self._resident}: peer {name} is " + ("ready" if peer.ready else f"gone: {peer.problem}"))
             self._ready[name] = peer.ready
 
 
-def say(line: str) -> None:
-    """One line to the operator."""
+def print_line(line: str) -> None:
+    """Print one line at once."""
     print(line, flush=True)
 
 
-def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], None] = say) -> None:
-    """Keep a rank up, and take a driver's commands where it has an address for that, until `stop` is set or a driver says so.
+def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], None] = print_line) -> None:
+    """Run a rank until `stop` is set or its driver ends it; commands are accepted if it has a driver address.
 
-    Says one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
-    where the rank cannot start, or once its manager has failed.
+    Reports one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
+    if the rank cannot start, or once its manager has failed.
     """
     socket: zmq.Socket[bytes] | None = None
     with ExitStack() as opened:
@@ -279,16 +202,16 @@ def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], Non
         where = f" driver={socket.getsockopt_string(zmq.LAST_ENDPOINT)}" if socket else ""
         manager = resident.manager
         metrics = f" metrics={manager.metrics_url}" if manager.metrics_url else ""
-        say(
+        report(
             f"{resident}: address={manager.address}{where} pid={os.getpid()} model={resident.model.name} "
             f"side={config.side} backend={manager.backend.name} transport={manager.backend.transport}{metrics}"
         )
-        commands, watch = Commands(resident), PeerWatch(resident, say)
+        commands, watch = Commands(resident), PeerWatch(resident, report)
         while not stop.is_set():
-            watch.look()
+            watch.check()
             if socket is None:
-                stop.wait(TURN_S)
-            elif socket.poll(int(TURN_S * 1000)):
+                stop.wait(POLL_S)
+            elif socket.poll(int(POLL_S * 1000)):
                 try:
                     socket.send(commands.answer(socket.recv()))
                 except Exiting:
@@ -300,21 +223,21 @@ def serve(config: RankConfig, *, stop: threading.Event, say: Callable[[str], Non
 
 
 def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> None:
-    """Keep ranks of one instance up in this process, as `serve` does each; the first is the others' leader.
+    """Run ranks of one instance in this process, each by `serve`; the first is the leader of the others.
 
-    Raises what the first that fails raises, once all have ended.
+    Raises the first error of any rank, once all ranks have ended.
     """
     addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
     failed: list[Exception] = []
 
     def run(config: RankConfig) -> None:
-        def tell(line: str) -> None:
-            say(line)
+        def report(line: str) -> None:
+            print_line(line)
             addresses.put(line)
 
         try:
-            serve(config, stop=stop, say=tell)
-        except Exception as error:  # noqa: BLE001 - as at the thread's top: fails what the queue owned
+            serve(config, stop=stop, report=report)
+        except Exception as error:  # noqa: BLE001 - the thread's top: the error is raised by `serve_together`
             failed.append(error)
             stop.set()
             addresses.put("")

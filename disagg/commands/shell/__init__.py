@@ -1,1 +1,1 @@
-"""What all commands share."""
+"""Code that all commands share: groups of subcommands, error messages and texts."""

@@ -1,4 +1,4 @@
-"""How commands end: what went wrong, in one sentence."""
+"""How commands end: with one sentence for an error, and an exit status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.core.errors import ConfigError, DisaggError
 
 
 def main(command: click.Command, name: str) -> NoReturn:
-    """Run a command as the program `name`, and end: a wrong option is said in one sentence too."""
+    """Run a command as the program `name` and exit; an invalid option is reported in one sentence too."""
     try:
         status = command.main(prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -22,7 +22,7 @@ def main(command: click.Command, name: str) -> NoReturn:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else name
-        print(f"{path}: {error.format_message().rstrip('.')}; {path} --help shows what there is", file=sys.stderr)
+        print(f"{path}: {error.format_message().rstrip('.')}; see {path} --help", file=sys.stderr)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
@@ -30,9 +30,9 @@ def main(command: click.Command, name: str) -> NoReturn:
 
 
 def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, ending with a sentence where it raised one of this library's errors, or could not use a file.
+    """The command, which prints one sentence and exits if it raises one of this library's errors or an `OSError`.
 
-    Exit status 2 for settings that cannot be, 1 for all else. With its flag `--debug` the error is raised as it is.
+    Exit status 2 for invalid settings, 1 for other errors. With the flag `--debug` the error is raised instead.
     """
 
     @functools.wraps(command)
@@ -51,7 +51,7 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def sentence(error: Exception) -> str:
-    """What went wrong; for a file, which one."""
+    """The error's message; for a file error, with the file's name."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": "disagg.commands.doctor.command:doctor",
     "keygen": "disagg.commands.keygen:keygen",
 }
-"""Where each subcommand is: `module:name`."""
+"""The location of each subcommand, as `module:name`."""
 
 
 class LazyGroup(click.Group):
@@ -40,7 +40,7 @@ Examples:
   disagg keygen --out keys --name prefill
   disagg decode --model tiny --listen tcp://127.0.0.1:7200 --peer prefill=tcp://127.0.0.1:7100
 \b
-disagg COMMAND --help has more. Benchmarks: disagg-bench.
+See disagg COMMAND --help for each command, and disagg-bench --help for benchmarks.
 """
 
 
