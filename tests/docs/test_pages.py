@@ -1,4 +1,4 @@
-"""Every page: its Python runs, what it takes from the code is current, and its links lead somewhere."""
+"""Every page: its Python runs, its generated parts are current, and its links have targets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """Each block of Python but those that are an example's source, after so many empty lines that it is at its line."""
+    """Each block of Python except generated ones, padded with empty lines so that line numbers match the page."""
     text = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
     found = re.finditer(r"^```(?:python|py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
@@ -40,27 +40,27 @@ def test_every_block_of_python_runs(page: Path, tmp_path: Path, monkeypatch: pyt
         exec(compile(block, str(page), "exec"), names)
 
 
-def test_what_is_taken_from_the_code_is_current() -> None:
+def test_generated_parts_are_current() -> None:
     outdated = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["outdated"]
-    assert list(map(name, outdated())) == [], "python scripts/generate_docs.py writes them"
+    assert list(map(name, outdated())) == [], "run python scripts/generate_docs.py"
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name after the #: headings in lower case, without punctuation, with dashes for spaces."""
+    """The anchors of a page: headings in lower case, without punctuation, with dashes for spaces."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
 def links(page: Path) -> Iterator[str]:
-    """Targets of links and pictures."""
+    """The targets of links and pictures."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     yield from re.findall(r"\]\(([^)\s]+)\)", text)
     yield from re.findall(r'(?:src|href)="([^"]+)"', text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=map(name, PAGES))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for link in links(page):
         if link.startswith("https://"):
             continue
@@ -68,12 +68,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{name(page)}: {link}: no such file"
         if "docs" in page.relative_to(ROOT).parts:
-            assert target.is_relative_to(ROOT / "docs"), f"{name(page)}: {link}: the site has only what is in docs/"
+            assert target.is_relative_to(ROOT / "docs"), f"{name(page)}: {link}: the site has only files of docs/"
         if anchor:
             assert anchor in anchors(target), f"{name(page)}: {link}: {sorted(anchors(target))}"
 
 
-def test_every_picture_is_shown_and_every_page_can_be_found() -> None:
+def test_every_picture_is_shown_and_every_page_is_in_the_navigation() -> None:
     shown = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
     assert [str(path) for path in (ROOT / "docs" / "images").iterdir() if path not in shown] == []
     navigation = (ROOT / "mkdocs.yml").read_text()

@@ -1,4 +1,4 @@
-"""What `docs/states.md` leaves out."""
+"""`docs/states.md` covers every state kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 
 
 def components_and_roles(module: ModuleType) -> set[str]:
-    """What a module offers to declare a kind with."""
+    """The functions of a module that declare a kind."""
     name = module.__name__.rpartition(".")[2]
     made = {"Component", "list[Component]", "tuple[Role]", "tuple[Role, Role]", "tuple[Role, ...]"}
     return {
