@@ -1,4 +1,4 @@
-"""Draws the documentation's pictures from the library's own answers: `python scripts/generate_docs.py --pictures`."""
+"""Draw the documentation's pictures with the library's own plans: `python scripts/generate_docs.py --pictures`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from disagg.state import mamba, paged, window
 from disagg.state.declare import by_tp
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#225555")
-NOBODY = "#f0f0f0"
+UNOWNED = "#f0f0f0"
 
 EXPLAINED = {
     "explain-llama-nhd": ("llama-3-70b", "tp=4", "tp=2"),
@@ -33,7 +33,7 @@ EXPLAINED = {
 
 def _cell(axes: Axes, x: float, y: float, colour: str, text: str = "", *, width: float = 1.0) -> None:
     axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
-    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8, color="white" if colour != NOBODY else "0.5")
+    axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8, color="white" if colour != UNOWNED else "0.5")
 
 
 def _finish(axes: Axes, title: str, *, width: float, height: float) -> None:
@@ -45,7 +45,7 @@ def _finish(axes: Axes, title: str, *, width: float, height: float) -> None:
 
 
 def heads() -> Figure:
-    """Four heads, TP 4 to TP 2: who owns what, and what a page of decode rank 0 looks like in both orders."""
+    """Four heads, TP 4 to TP 2: owners of each head, and a page of decode rank 0 in both orders."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     owners, nhd, hnd = figure.subplots(1, 3, width_ratios=(4, 2.2, 4))
     ranks = {tp: list(Topology(tp=tp).group()) for tp in (4, 2)}
@@ -58,16 +58,16 @@ def heads() -> Figure:
         for head in range(4):
             held = bool(owned.locate(np.array([head]))[0] >= 0)
             writer = next(r.tp_rank for r in ranks[4] if rule.owned(r).within(4).locate(np.array([head]))[0] >= 0)
-            _cell(owners, head, y, COLOURS[writer] if held else NOBODY, f"h{head}")
-    _finish(owners, "who owns which head", width=4, height=6.7)
+            _cell(owners, head, y, COLOURS[writer] if held else UNOWNED, f"h{head}")
+    _finish(owners, "owners of each head", width=4, height=6.7)
     pieces = {source.tp_rank: overlap(rule.owned(source), rule.owned(ranks[2][0]), size=4) for source in ranks[4]}
     for source, found in pieces.items():
         for piece in found:
             for token in range(4):
                 _cell(nhd, piece.destination_offset, token, COLOURS[source], f"t{token}")
                 _cell(hnd, token, piece.destination_offset, COLOURS[source], f"t{token}")
-    _finish(nhd, "page of decode 0, NHD:\nmemory runs line by line", width=2, height=4)
-    _finish(hnd, "the same page in HND:\na head's tokens lie together", width=4, height=2)
+    _finish(nhd, "page of decode 0, NHD:\nmemory order, line by line", width=2, height=4)
+    _finish(hnd, "the same page in HND:\na head's tokens are contiguous", width=4, height=2)
     figure.legend(
         handles=[Patch(color=COLOURS[rank], label=f"written by prefill {rank}") for rank in range(4)],
         loc="outside lower center", ncols=4, fontsize=8, frameon=False,
@@ -76,7 +76,7 @@ def heads() -> Figure:
 
 
 def latents() -> Figure:
-    """Twelve layers of latents, TP 4 to TP 2: who writes each layer to whom."""
+    """Twelve layers of latents, TP 4 to TP 2: the writer of each layer to each rank."""
 
     def table(tp: int) -> object:
         topology = Topology(tp=tp)
@@ -92,7 +92,7 @@ def latents() -> Figure:
         axes.text(-0.15, rank * 1.2 + 0.5, f"decode {rank}", ha="right", va="center", fontsize=8)
     for layer in range(12):
         axes.text(layer + 0.5, 2.45, f"L{layer}", ha="center", va="center", fontsize=8)
-    _finish(axes, "which prefill rank writes which layer: all four hold all of it", width=12, height=2.7)
+    _finish(axes, "the prefill rank that writes each layer; all four hold every layer", width=12, height=2.7)
     return figure
 
 
@@ -113,8 +113,8 @@ def convolution() -> Figure:
                 r.tp_rank for r in Topology(tp=2).group() if rule.owned(r).within(size).locate(np.array([channel]))[0] >= 0
             )
             held = bool(owned.locate(np.array([channel]))[0] >= 0)
-            _cell(axes, x, y, COLOURS[writer] if held else NOBODY, names[channel])
-    _finish(axes, "channels q ‖ k ‖ v of the convolution: colours are the rank of TP 2 that holds them", width=25, height=6.6)
+            _cell(axes, x, y, COLOURS[writer] if held else UNOWNED, names[channel])
+    _finish(axes, "channels q ‖ k ‖ v of the convolution, coloured by the rank of TP 2 that holds them", width=25, height=6.6)
     return figure
 
 
@@ -130,20 +130,18 @@ def windows() -> Figure:
         if form == "ring":
             for slot in range(page):
                 token = next(t for t in range(17, -1, -1) if t % page == slot)
-                _cell(axes, slot, y, COLOURS[0] if start <= token < stop else NOBODY, str(token) if token >= start else "")
+                _cell(axes, slot, y, COLOURS[0] if start <= token < stop else UNOWNED, str(token) if token >= start else "")
             continue
         first = 0 if page == 18 else start // page * page
         last = 18 if page == 18 else -(-stop // page) * page
         for token in range(first, last):
-            _cell(axes, token, y, COLOURS[0] if start <= token < stop else NOBODY, str(token) if token < 18 else "")
-    _finish(
-        axes, "a request of 18 tokens, whose next one sees 4 before it: what is needed, and where it lies", width=24, height=5
-    )
+            _cell(axes, token, y, COLOURS[0] if start <= token < stop else UNOWNED, str(token) if token < 18 else "")
+    _finish(axes, "a request of 18 tokens; the next token needs the 4 before it: their positions in pages", width=24, height=5)
     return figure
 
 
 def draw(folder: Path) -> None:
-    """Every picture, into a folder."""
+    """Draw every picture into a folder."""
     for name, figure in (("heads", heads()), ("latents", latents()), ("convolution", convolution()), ("window", windows())):
         figure.savefig(folder / f"concepts-{name}.png", dpi=110)
     for name, (model, prefill, decode) in EXPLAINED.items():

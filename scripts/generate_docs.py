@@ -1,8 +1,8 @@
-"""Writes what the documentation takes from the code: `python scripts/generate_docs.py [--check] [--pictures]`.
+"""Write the generated parts of the documentation: `python scripts/generate_docs.py [--check] [--pictures]`.
 
-Text between `<!-- generated: NAME -->` and `<!-- end -->`, in README.md and docs/, is what the function of that name says. A
-name may have arguments: `source examples/minimal_server.py Worker`. `--check` writes nothing, and ends with 1
-where a page is not current. `--pictures` draws the pictures again as well.
+In README.md and docs/, the function NAME writes the text between `<!-- generated: NAME -->` and `<!-- end -->`. A name may
+have arguments: `source examples/minimal_server.py Worker`. `--check` writes nothing and exits with status 1 if a page is
+outdated. `--pictures` also redraws the pictures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOT
 
 
 def _kind(setting: Setting) -> str:
-    """A setting's type, in words."""
+    """The type of a setting, in words."""
     if "parse" in setting.extra:
         return "text"
     if typing.get_origin(setting.base) is typing.Literal:
@@ -74,18 +74,18 @@ def _settings(chosen: list[Setting]) -> Iterator[str]:
 
 
 def manager_settings() -> Iterator[str]:
-    """What a manager is told."""
+    """The settings of a manager."""
     yield from _settings(list(settings(Config)))
 
 
 def rank_settings() -> Iterator[str]:
-    """What the rank commands take besides."""
+    """The additional settings of the rank commands."""
     known = {setting.key for setting in settings(Config)}
     yield from _settings([setting for setting in settings(RankConfig) if setting.key not in known | {"role"}])
 
 
 def limits() -> Iterator[str]:
-    """The defaults of the tables of numbers."""
+    """The defaults of settings that are tables of numbers."""
     yield "| key | default |"
     yield "|---|---|"
     for setting in settings(Config):
@@ -97,7 +97,7 @@ def limits() -> Iterator[str]:
 
 
 def _diagram(table: Mapping[tuple[Any, Any], Any], states: type[enum.Enum], *, start: enum.Enum) -> Iterator[str]:
-    """A state diagram of a table; a state that nothing leaves is an end."""
+    """A state diagram of a table; states without a next state are ends."""
     yield "```mermaid"
     yield "stateDiagram-v2"
     yield f"    [*] --> {start.value}"
@@ -110,18 +110,18 @@ def _diagram(table: Mapping[tuple[Any, Any], Any], states: type[enum.Enum], *, s
 
 
 def receive_states() -> Iterator[str]:
-    """`RECEIVE_TABLE`."""
+    """The diagram of `RECEIVE_TABLE`."""
     yield from _diagram(RECEIVE_TABLE, ReceiveState, start=ReceiveState.WAITING)
 
 
 def send_states() -> Iterator[str]:
-    """`SEND_TABLE`."""
+    """The diagram of `SEND_TABLE`."""
     yield from _diagram(SEND_TABLE, SendState, start=SendState.AWAITED)
 
 
 def messages() -> Iterator[str]:
-    """Every message of the control channel, with its fields."""
-    yield "| message | says | fields |"
+    """A table of every control message with its fields."""
+    yield "| message | meaning | fields |"
     yield "|---|---|---|"
     for kind in typing.get_args(wire.AnyMessage):
         fields = ", ".join(f"`{f.encode_name}`" + ("" if f.required else "?") for f in msgspec.structs.fields(kind))
@@ -129,16 +129,16 @@ def messages() -> Iterator[str]:
 
 
 def bounds() -> Iterator[str]:
-    """Bounds on what is decoded."""
+    """The bounds of decoding."""
     yield f"Protocol version {wire.PROTOCOL_VERSION}. A message has at most {wire.MAX_MESSAGE_NBYTES >> 20} MiB, a payload at"
     yield f"most {wire.MAX_PAYLOAD_NBYTES >> 10} KiB, a list at most {wire.MAX_ITEMS:,} items."
 
 
-# -- what tests run ----------------------------------------------------------------------------------------------------
+# -- tested cases ------------------------------------------------------------------------------------------------------
 
 
 def presets() -> Iterator[str]:
-    """Presets by engine."""
+    """A table of presets by engine."""
     yield "| model | state | `local`, in one process | " + " | ".join(f"`{e}`, between processes" for e in grid.ENGINES) + " |"
     yield "|---|---|---|" + "---|" * len(grid.ENGINES)
     by_engine = {(engine, name): f"`{ours}` → `{theirs}`" for engine, name, _, ours, theirs in grid.ENGINE_PRESETS}
@@ -149,7 +149,7 @@ def presets() -> Iterator[str]:
 
 
 def sides() -> Iterator[str]:
-    """Pairs of sides by engine."""
+    """A table of pairs of sides by engine."""
     yield "| prefill → decode | model | engines |"
     yield "|---|---|---|"
     every = ", ".join(f"`{engine}`" for engine in grid.ENGINES)
@@ -163,7 +163,7 @@ def sides() -> Iterator[str]:
 
 
 def real_models() -> Iterator[str]:
-    """Architectures whose real code runs divided and undivided."""
+    """A table of architectures whose real code runs divided and undivided."""
     yield "| architecture | state | prefill → decode | engines |"
     yield "|---|---|---|---|"
     engines = ", ".join(f"`{engine}`" for engine in BACKENDS)
@@ -176,7 +176,7 @@ def real_models() -> Iterator[str]:
 
 
 def source(path: str, *names: str) -> Iterator[str]:
-    """A file, or those of its functions and classes (`Class.method` too), as they are."""
+    """A file, or the named functions, classes and `Class.method`s of it, verbatim."""
     text = (ROOT / path).read_text()
     yield f"```{'toml' if path.endswith('.toml') else 'python'}"
     if not names:
@@ -207,7 +207,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
 
 
 def current(text: str) -> str:
-    """A page as it should be. Raises `KeyError` for a name that nothing generates."""
+    """A page with current generated parts. Raises `KeyError` for an unknown name."""
 
     def fill(found: re.Match[str]) -> str:
         name, *arguments = found[2].split()
@@ -217,7 +217,7 @@ def current(text: str) -> str:
 
 
 def outdated() -> list[Path]:
-    """Pages that are not as they should be."""
+    """Pages whose generated parts are not current."""
     return [page for page in PAGES if current(page.read_text()) != page.read_text()]
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     for page in found:
         if "--check" not in sys.argv:
             page.write_text(current(page.read_text()))
-        print(f"{'not current' if '--check' in sys.argv else 'written'}: {page.relative_to(ROOT)}")
+        print(f"{'outdated' if '--check' in sys.argv else 'written'}: {page.relative_to(ROOT)}")
     sys.exit(1 if found and "--check" in sys.argv else 0)
 
 

@@ -1,4 +1,4 @@
-"""Every page: its Python blocks run, its generated parts are current, and its links resolve."""
+"""Every page: its Python runs, its generated parts are current, and its links have targets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    """Every Python block outside generated parts, padded with empty lines to keep its line number."""
+    """Each block of Python except generated ones, padded with empty lines so that line numbers match the page."""
     text = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
     found = re.finditer(r"^```(?:python|py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
@@ -33,7 +33,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page)]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=map(name, WITH_PYTHON))
-def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks(page):
@@ -46,7 +46,7 @@ def test_generated_parts_are_current() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page: its headings in lower case, without punctuation, with dashes for spaces."""
+    """The anchors of a page: headings in lower case, without punctuation, with dashes for spaces."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
@@ -60,7 +60,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=map(name, PAGES))
-def test_every_link_resolves(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for link in links(page):
         if link.startswith("https://"):
             continue
@@ -68,12 +68,12 @@ def test_every_link_resolves(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{name(page)}: {link}: no such file"
         if "docs" in page.relative_to(ROOT).parts:
-            assert target.is_relative_to(ROOT / "docs"), f"{name(page)}: {link}: it is outside docs/, so not on the site"
+            assert target.is_relative_to(ROOT / "docs"), f"{name(page)}: {link}: the site has only files of docs/"
         if anchor:
             assert anchor in anchors(target), f"{name(page)}: {link}: {sorted(anchors(target))}"
 
 
-def test_every_picture_is_used_and_every_page_is_in_the_navigation() -> None:
+def test_every_picture_is_shown_and_every_page_is_in_the_navigation() -> None:
     shown = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
     assert [str(path) for path in (ROOT / "docs" / "images").iterdir() if path not in shown] == []
     navigation = (ROOT / "mkdocs.yml").read_text()

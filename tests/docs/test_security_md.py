@@ -1,4 +1,4 @@
-"""Every claim on the security page names a test that exists."""
+"""Every claim of the security page names a test, and every named test exists."""
 
 from __future__ import annotations
 

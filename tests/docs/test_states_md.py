@@ -1,4 +1,4 @@
-"""Every kind of state is documented in `docs/states.md`."""
+"""`docs/states.md` covers every state kind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 
 
 def components_and_roles(module: ModuleType) -> set[str]:
-    """The functions of a module that return components or roles."""
+    """The functions of a module that declare a kind."""
     name = module.__name__.rpartition(".")[2]
-    returned = {"Component", "list[Component]", "tuple[Role]", "tuple[Role, Role]", "tuple[Role, ...]"}
+    made = {"Component", "list[Component]", "tuple[Role]", "tuple[Role, Role]", "tuple[Role, ...]"}
     return {
         f"{name}.{key}"
         for key, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
         and not key.startswith("_")
-        and getattr(value, "__annotations__", {}).get("return") in returned
+        and getattr(value, "__annotations__", {}).get("return") in made
     }
 
 

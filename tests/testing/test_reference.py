@@ -43,7 +43,7 @@ def test_needed_tokens_need_pages_and_differences_are_shown() -> None:
         reference.expected(model, rank, pages, num_tokens=16, need=(12, 16))
     with pytest.raises(IndexError, match="sentinel"):
         reference.expected(model, rank, pages, num_tokens=16, need=(3, 5))
-    with pytest.raises(IndexError, match="before the pages"):
+    with pytest.raises(IndexError, match="before the listed pages"):
         reference.expected(model, rank, reference.PageList((7,), 8), num_tokens=12, need=(7, 12))
     pools = reference.allocate(model, rank)
     reference.fill(model, rank, pools, pages, num_tokens=16)
