@@ -85,7 +85,14 @@ FILLED = SlotsFilled(**IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), 
 
 def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", plans: bytes = b"") -> list[Message]:
     """At least one message of every type, from a peer."""
-    header: dict[str, Any] = {"version": PROTOCOL_VERSION, "instance": "peer", "rank": 0, "epoch": 5, "model": "m", "revision": "r"}
+    header: dict[str, Any] = {
+        "version": PROTOCOL_VERSION,
+        "instance": "peer",
+        "rank": 0,
+        "epoch": 5,
+        "model": "m",
+        "revision": "r",
+    }
     table = local.table.encode()
     return [
         Hello(**header, table=table, address="tcp://127.0.0.1:1", generation=1),
