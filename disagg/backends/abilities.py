@@ -67,8 +67,4 @@ class SpanWriter(Protocol):
         """
 
     def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> Transfer:
-        """Post `batch`, over the shapes that were prepared. Raises as `Backend.submit` does, with nothing posted.
-
-        The transfer may have a `sign`: a completion event that fires when the transfer is `DONE`, not before, also after
-        `close`. The event of a failed transfer reports the failure, or never fires.
-        """
+        """Post `batch`, over the shapes that were prepared. Raises as `Backend.submit` does, with nothing posted."""

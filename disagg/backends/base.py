@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from disagg.core import _native
 from disagg.core.address import is_loopback
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError
@@ -136,6 +137,14 @@ class Transfer(Protocol):
 
     def poll(self) -> TransferStatus:
         """The status now; never blocks. A settled status does not change."""
+
+    @property
+    def completion(self) -> _native.Flag | _native.CudaEvent | None:
+        """What native code can poll for the end of the transfer without the GIL; `None` if only `poll` tells it.
+
+        It is done once the transfer is `DONE`, not before, and stays so after `close`. That of a failed transfer reports the
+        failure, or is never done.
+        """
 
     @property
     def error(self) -> str | None:

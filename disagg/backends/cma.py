@@ -46,6 +46,8 @@ COPY_THREADS = 2
 class CmaTransfer:
     """Copies that were made, or failed, before `submit` returned."""
 
+    completion = None
+
     def __init__(self, error: str | None = None) -> None:
         self.error = error
 

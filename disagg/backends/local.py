@@ -52,6 +52,8 @@ class LocalTransfer:
 
     error: str | None = None
 
+    completion = None
+
     def poll(self) -> TransferStatus:
         return TransferStatus.DONE
 

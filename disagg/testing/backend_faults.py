@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from disagg.backends import registry as backends
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, StagingShape, Transfer, TransferStatus
+from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.core.memory import MemoryRegion
@@ -79,6 +80,8 @@ class FaultyTransfer:
     Reports `status` until `inner` has settled; then `final`, by default the status of `inner`.
     """
 
+    completion = None  # it would tell the end of `inner`
+
     def __init__(self, *, status: TransferStatus, error: str | None, final: TransferStatus | None = None) -> None:
         self._status, self.error = status, error
         self._final = final
@@ -108,6 +111,10 @@ class _Unfenced:
     def __init__(self, inner: Transfer) -> None:
         self._inner = inner
         self._reported_falsely = False
+
+    @property
+    def completion(self) -> _native.Flag | _native.CudaEvent | None:
+        return self._inner.completion
 
     @property
     def error(self) -> str | None:

@@ -95,7 +95,7 @@ class ActiveJob:
         if len(self.bound.direct) or self._has_packed:
             self._direct = attempt(self._submit, self._report, self._reports)
             if self.bound.prepared is not None and self.bound.nbytes >= LONG_NBYTES and not self._report.error:
-                self._reports.append(CopyBegun(self.job.ticket, getattr(self._direct, "sign", None)))
+                self._reports.append(CopyBegun(self.job.ticket, None if self._direct is None else self._direct.completion))
         return 1
 
     def _submit(self) -> Transfer:

@@ -21,9 +21,10 @@ SMALL_NBYTES = 1 << 20
 
 
 class PendingWork(Protocol):
-    """Work that continues without this thread, in the order in which it was started. Like a `Transfer` it may have a
-    `completion`, which native code can poll without the GIL.
-    """
+    """Work that continues without this thread, in the order in which it was started. `completion` is as of a `Transfer`."""
+
+    @property
+    def completion(self) -> _native.Flag | _native.CudaEvent | None: ...
 
     def query(self) -> bool:
         """Whether the work is done. Raises `BackendError` if it has failed."""

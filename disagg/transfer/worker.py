@@ -10,12 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from disagg.backends.base import Backend
+from disagg.backends.base import Backend, Transfer
 from disagg.core import _native
 from disagg.transfer.active_job import ActiveJob, attempt
-from disagg.transfer.jobs import SMALL_NBYTES, Job, Report, Settled, Unpack
+from disagg.transfer.jobs import SMALL_NBYTES, Job, PendingWork, Report, Settled, Unpack
 from disagg.transfer.staging import SlotPool
 from disagg.transfer.unpacking import Unpacker
 
@@ -86,12 +85,12 @@ class TransferWorker:
 
     def completions(self) -> tuple[list[_native.Completion], bool]:
         """What native code can poll of the work under way, and whether that covers all of it."""
-        work: list[Any] = list(self._unpacker.under_way)
+        work: list[PendingWork | Transfer | None] = list(self._unpacker.under_way)
         for active in tuple(self._active):
             if not active.is_unsettled:
                 work += active.under_way()
-        found = [getattr(each, "sign", None) for each in work]
-        completions = [completion for completion in found if completion is not None]
+        found = [None if each is None else each.completion for each in work]
+        completions: list[_native.Completion] = [completion for completion in found if completion is not None]
         return completions, len(completions) == len(found) and not self._waiting
 
     # -- the control thread ------------------------------------------------------------------------------------------

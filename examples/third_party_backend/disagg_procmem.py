@@ -47,6 +47,8 @@ from disagg.backends import (
 class ProcmemTransfer:
     """Copies that were made, or failed, before `submit` returned."""
 
+    completion = None
+
     def __init__(self, error: str | None) -> None:
         self.error = error
 

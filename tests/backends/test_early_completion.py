@@ -34,7 +34,7 @@ class ThreadTransfer:
 
     def __init__(self, copy: Callable[[], Transfer], *, fails: bool, hold: threading.Event | None) -> None:
         self.status, self.error = TransferStatus.PENDING, "the GPU has fallen off the bus" if fails else None
-        self.sign = _native.Flag()
+        self.completion = _native.Flag()
         self._copy, self._fails, self._hold = copy, fails, hold
         threading.Thread(target=self._run).start()
 
@@ -48,7 +48,7 @@ class ThreadTransfer:
             return
         self._copy()
         self.status = TransferStatus.DONE
-        self.sign.set()
+        self.completion.set()
 
     def poll(self) -> TransferStatus:
         return self.status

@@ -72,12 +72,12 @@ class GpuWorkList:
 
 
 class GpuWork:
-    """Started kernels, and the event after the last of them. `sign` is their completion."""
+    """Started kernels, and the event after the last of them. `completion` is their completion."""
 
-    def __init__(self, mover: GpuMover, event: int, sign: _native.CudaEvent) -> None:
+    def __init__(self, mover: GpuMover, event: int, completion: _native.CudaEvent) -> None:
         self._mover = mover
         self._event: int | None = event
-        self.sign = sign
+        self.completion = completion
 
     def query(self) -> bool:
         """Whether the kernels are done; raises `BackendError` if the GPU has failed."""

@@ -66,7 +66,7 @@ class MooncakeTransfer:
         self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
         self.error: str | None = None
         # Without an event where the caller does the work: such a transfer ends when it is polled.
-        self.sign = None if queue.by_caller else _native.Flag()
+        self.completion = None if queue.by_caller else _native.Flag()
         self.num_posted = 0
         self.num_flights = 0
         self.ended_wholly = True
@@ -80,8 +80,8 @@ class MooncakeTransfer:
     def settle(self, status: TransferStatus) -> None:
         """Record how it ended, as far as is known."""
         self.status = status
-        if self.sign is not None:
-            self.sign.set()
+        if self.completion is not None:
+            self.completion.set()
 
     def close(self) -> None:
         """The engine has freed its part when the transfer settled."""

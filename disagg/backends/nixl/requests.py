@@ -48,6 +48,8 @@ class TransferOwner(Protocol):
 class NixlTransfer:
     """One NIXL request for each pair of memory kinds in the batch; the backend's module has the meaning of its states."""
 
+    completion = None
+
     def __init__(self, owner: TransferOwner, peer: NixlPeer, handles: list[int]) -> None:
         self._owner = owner
         self.peer = peer

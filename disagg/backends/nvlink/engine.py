@@ -46,7 +46,7 @@ class NvlinkSpans:
 
 
 class NvlinkTransfer:
-    """A batch's kernels, and the event after the last of them. `sign` is the completion of that event.
+    """A batch's kernels, and the event after the last of them. `completion` is the completion of that event.
 
     `poll` calls `advance`, which updates `status`.
     """
@@ -57,7 +57,7 @@ class NvlinkTransfer:
         self.buffers: list[Buffer] = []
         self.posted = False
         self.event: int | None = None
-        self.sign: _native.CudaEvent | None = None
+        self.completion: _native.CudaEvent | None = None
         self.status = TransferStatus.PENDING
         self.error: str | None = None
 
@@ -151,7 +151,7 @@ class NvlinkEngine:
         transfer.posted = True
         self.queue.launch(kernel, arguments, blocks=blocks, threads=THREADS, shared=shared, done=done or 0)
         if done is not None:
-            transfer.sign = self.queue.completion(done)  # not earlier: until the launch, the event shows its last use
+            transfer.completion = self.queue.completion(done)  # not earlier: until the launch, the event shows its last use
 
     def read_byte(self, address: int) -> None:
         self.gpu.call("cuMemcpyDtoDAsync", self._scratch, address, 1, self.queue.uploads)
