@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.layout.agreement import expected_tokens
 from disagg.layout.binding import bind, check_rows
 from disagg.layout.election import elect
 from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share, interval
@@ -229,22 +228,6 @@ def test_a_chunk_of_a_request_with_tokens_in_blocks() -> None:
     assert [batch.total_nbytes for batch in first] == [64, 0]
     second = bound(sources, pages_layout(), rows=rows, target=ids(0, 1, 2, 3), tokens=(16, 32), num_tokens=32)
     assert [batch.total_nbytes for batch in second] == [0, 64]
-
-
-@pytest.mark.parametrize(
-    ("owned", "need", "wanted"),
-    [
-        (None, (0, 9), (0, 9)),
-        (EVERYTHING, (3, 9), (3, 9)),
-        (Periodic(1, 1, 2), (3, 9), (3, 9)),
-        (Share(0, 2, 4), (3, 16), (3, 8)),
-        (Share(1, 2, 4), (3, 16), (8, 16)),
-        (Share(0, 2, 4), (9, 16), (9, 9)),
-        (Share(1, 2, 4), (3, 3), (3, 3)),
-    ],
-)
-def test_a_writer_must_send_the_hull_of_its_tokens(owned: Owned | None, need: tuple[int, int], wanted: tuple[int, int]) -> None:
-    assert expected_tokens(owned, need) == wanted
 
 
 def test_destination_rows_are_checked() -> None:

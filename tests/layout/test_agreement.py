@@ -1,0 +1,103 @@
+"""Plan agreement: both instances compute the same elections, and each rank's plans in both directions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disagg.core.errors import LayoutError, RemoteProtocolError
+from disagg.core.memory import RemoteRegion
+from disagg.core.topology import Topology
+from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements, expected_tokens
+from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share
+from disagg.state import paged
+
+NHD = "page token kv_head dim"
+
+
+def rank_of(tp: int, tp_rank: int, *, num_kv_heads: int = 4) -> LocalRank:
+    topology = Topology(tp=tp, tp_rank=tp_rank)
+    shape = (3, 4, num_kv_heads // tp, 2)
+    tensors = {layer: (np.zeros(shape, np.float16), np.zeros(shape, np.float16)) for layer in (0, 1)}
+    return LocalRank.of(topology, [paged.gqa(tensors, axes=NHD, num_kv_heads=num_kv_heads, topology=topology)])
+
+
+def regions_of(rank: LocalRank) -> list[RemoteRegion]:
+    return [RemoteRegion(r.address, r.nbytes) for component in rank.components for r in component.regions]
+
+
+def test_both_sides_agree_and_have_the_same_plans() -> None:
+    ours, theirs = rank_of(2, 1), rank_of(1, 0)
+    here, there = Agreement.between(ours, theirs.table.encode()), Agreement.between(theirs, ours.table.encode())
+    here.check_digests(there.digests)
+    there.check_digests(here.digests)
+    assert (here.num_ranks, here.num_groups, here.group_size) == (1, 1, 1)
+    assert (here.readers(ours), there.readers(theirs)) == (frozenset({0}), frozenset({0, 1}))
+    placements = decode_placements(encode_placements(theirs.components))
+    assert placements == theirs.placements
+    outgoing, incoming = here.plans(ours, 0, placements, regions_of(theirs), peer="decode-0")
+    their_outgoing, their_incoming = there.plans(theirs, 1, ours.placements, regions_of(ours), peer="prefill-0")
+    for mine, other in ((outgoing, their_incoming), (incoming, their_outgoing)):
+        for one, same in zip(mine.components["kv"].spans, other.components["kv"].spans, strict=True):
+            assert (one.source_bases == same.source_bases).all()
+            assert (one.destination_bases == same.destination_bases).all()
+    assert here.expected(ours, 0, {"kv": (2, 9)}) == {0: {"kv": ((0, 1), (2, 9))}}
+    assert there.expected(theirs, 1, {"kv": (2, 9)}) == {rank: {"kv": ((0, 1), (2, 9))} for rank in (2, 3)}
+
+
+def test_checksum_plans_of_the_writer_and_the_reader() -> None:
+    ours, theirs = rank_of(2, 1), rank_of(1, 0)
+    written = Agreement.between(ours, theirs.table.encode()).checksum_plans(ours, 0, theirs.placements)["kv"]
+    received = theirs.checksum_plans["kv"]
+    assert written.layers == received.layers == (0, 1)
+    assert [box.axes[1][0] for box in written.boxes] == [2, 2]  # heads of K and of V
+    assert [box.axes[1][0] for box in received.boxes] == [4, 4]
+
+
+def test_different_elections_and_layouts_are_rejected() -> None:
+    ours, theirs = rank_of(2, 1), rank_of(1, 0)
+    here = Agreement.between(ours, theirs.table.encode())
+    with pytest.raises(LayoutError, match="plans differ: digest"):
+        here.check_digests(here.digests)
+    with pytest.raises(LayoutError, match="global size: 4 here, 8 at the peer"):
+        Agreement.between(ours, rank_of(1, 0, num_kv_heads=8).table.encode())
+
+
+def test_a_peers_memory_must_match_its_layouts() -> None:
+    ours, theirs = rank_of(2, 1), rank_of(1, 0)
+    here = Agreement.between(ours, theirs.table.encode())
+    with pytest.raises(LayoutError, match="decode-0, component 'kv': expected memory, found none"):
+        here.plans(ours, 0, {}, regions_of(theirs), peer="decode-0")
+    with pytest.raises(LayoutError, match=r"decode-0, component 'kv', tensor 'k', layer 0: .* is not inside"):
+        here.plans(ours, 0, theirs.placements, [], peer="decode-0")
+
+
+def test_optional_components_of_one_side_need_no_memory() -> None:
+    ours, draft = rank_of(1, 0), np.zeros((3, 4, 2), np.float16)
+    kv = rank_of(1, 0).components[0]
+    theirs = LocalRank.of(Topology(), [kv, paged.mla({9: draft}, dim=2, topology=Topology(), name="draft", optional=True)])
+    here = Agreement.between(ours, theirs.table.encode())
+    outgoing, incoming = here.plans(ours, 0, {"kv": theirs.placements["kv"]}, regions_of(theirs), peer="decode-0")
+    assert set(outgoing.components) == set(incoming.components) == {"kv"}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91\x80", b"\x91\xa1\xff"])
+def test_unreadable_placements_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"placements of {len(data)} bytes cannot be read"):
+        decode_placements(data)
+
+
+@pytest.mark.parametrize(
+    ("owned", "need", "wanted"),
+    [
+        (None, (0, 9), (0, 9)),
+        (EVERYTHING, (3, 9), (3, 9)),
+        (Periodic(1, 1, 2), (3, 9), (3, 9)),
+        (Share(0, 2, 4), (3, 16), (3, 8)),
+        (Share(1, 2, 4), (3, 16), (8, 16)),
+        (Share(0, 2, 4), (9, 16), (9, 9)),
+        (Share(1, 2, 4), (3, 3), (3, 3)),
+    ],
+)
+def test_a_writer_must_send_the_hull_of_its_tokens(owned: Owned | None, need: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert expected_tokens(owned, need) == wanted
