@@ -91,18 +91,6 @@ class RegionIndex:
             raise self._outside(addresses, nbytes, inside, side)
         return rows
 
-    def place_blocks(
-        self, addresses: Addresses, nbytes: Addresses, *, block: int, per_list: int, firsts: Addresses
-    ) -> tuple[int, npt.NDArray[np.int32]] | None:
-        """Which of the blocks of `block` bytes each copy is, regions being cut into blocks from their starts on and `firsts[k]`
-        the number of the first of region `k`. None where a copy is no such block, or outside.
-
-        The highest list that they are in; and, 2 x copies, the list and the index there, lists being of `per_list` blocks.
-        """
-        places = np.empty((2, len(addresses)), dtype=np.int32)
-        highest = self._native.place_blocks(addresses, nbytes, block, per_list, firsts, places[0], places[1])
-        return (highest, places) if highest >= 0 else None
-
     def _outside(self, addresses: Addresses, nbytes: Addresses, first: int, side: str) -> NotRegistered:
         return NotRegistered(
             f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none "
