@@ -101,16 +101,6 @@ std::size_t count_held_ranges(const Regions& self, const Addresses& addresses, c
     return count_held(self.columns(), {view(addresses), view(nbytes)});
 }
 
-using Indices = MutableColumn<std::int32_t>;
-
-std::int32_t place_blocks_of_ranges(const Regions& self, const Addresses& addresses, const Addresses& nbytes,
-                                    std::uint64_t block, std::uint64_t per_list, const Addresses& firsts, const Indices& lists,
-                                    const Indices& indices) {
-    const ReleaseGilIfLarge released(addresses.shape(0));
-    return place_blocks(self.columns(), {view(addresses), view(nbytes)}, {block, per_list, view(firsts)},
-                        {view(lists), view(indices)});
-}
-
 void bind_regions(nb::module_& m) {
     nb::class_<Regions>(m, "Regions", "Regions of memory [starts[k], stops[k]) on device number devices[k]; starts ascend.")
         .def(nb::init<Addresses, Addresses, Addresses>(), "starts"_a.noconvert(), "stops"_a.noconvert(),
@@ -122,12 +112,7 @@ void bind_regions(nb::module_& m) {
         .def("describe", &describe_ranges, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "out"_a.noconvert(),
              "Like locate; `out` gets uint64 rows (address, length, device number).")
         .def("count_held", &count_held_ranges, "addresses"_a.noconvert(), "nbytes"_a.noconvert(),
-             "How many ranges precede the first that no region contains. ValueError as for locate.")
-        .def("place_blocks", &place_blocks_of_ranges, "addresses"_a.noconvert(), "nbytes"_a.noconvert(), "block"_a,
-             "per_list"_a, "firsts"_a.noconvert(), "lists"_a.noconvert(), "indices"_a.noconvert(),
-             "Whether each range is one block of `block` bytes, cut from the start of its region and numbered from firsts[k]\n"
-             "in region k. If so, number // per_list goes to `lists` and the remainder to `indices`, both int32, and the\n"
-             "result is the highest of `lists`; otherwise -1. ValueError as for locate, and for `block` or `per_list` 0.");
+             "How many ranges precede the first that no region contains. ValueError as for locate.");
 }
 
 // ----------------------------------------------------------------------------------------------------- copies and digests

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <stdexcept>
 
@@ -86,57 +85,6 @@ inline std::size_t describe(const RegionColumns& regions, const RangeColumns& ra
     return detail::each_located(regions, ranges, [&](std::size_t i, std::size_t k) {
         found[i] = {ranges.addresses[i], ranges.nbytes[i], regions.devices[k]};
     });
-}
-
-// Blocks of one size: every region is cut into blocks from its start on, what is left at its end being in none, and they are
-// counted through all regions; `firsts[k]` of them lie in the regions before `k`. Lists hold `per_list` of them each, in order.
-struct BlockCount {
-    std::uint64_t nbytes;
-    std::uint64_t per_list;
-    std::span<const std::uint64_t> firsts;
-};
-
-// Which block each range is: the number of its list, and its index there.
-struct BlockPlaces {
-    std::span<std::int32_t> lists;
-    std::span<std::int32_t> indices;
-};
-
-// Whether each range is one block. If so, their places go to `found`, and the highest number of a list comes back; -1 if not,
-// and `found` is undefined. Throws `std::invalid_argument` for columns of different lengths, blocks of no bytes, lists of no
-// block or of more than an int32 can count, and more lists than that.
-inline std::int32_t place_blocks(const RegionColumns& regions, const RangeColumns& ranges, const BlockCount& blocks,
-                                 const BlockPlaces& found) {
-    constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
-    detail::check_lengths(regions, ranges, found.lists.size());
-    detail::check_lengths(regions, ranges, found.indices.size());
-    if (blocks.nbytes == 0 || blocks.per_list == 0 || blocks.per_list > most || blocks.firsts.size() != regions.starts.size()) {
-        throw std::invalid_argument(
-            "blocks: expected a size above 0, lists of 1 to 2**31 - 1, and a first number for each region");
-    }
-    for (std::size_t k = 0; k < regions.starts.size(); ++k) {
-        const std::uint64_t last = (regions.stops[k] - regions.starts[k]) / blocks.nbytes;
-        if (blocks.firsts[k] / blocks.per_list >= most ||
-            last / blocks.per_list > most - blocks.firsts[k] / blocks.per_list - 1) {
-            throw std::invalid_argument("blocks: more lists than an int32 can count");
-        }
-    }
-    bool whole = true;
-    std::uint64_t highest = 0;
-    const std::size_t held = detail::each_located(regions, ranges, [&](std::size_t i, std::size_t k) {
-        const std::uint64_t offset = ranges.addresses[i] - regions.starts[k], nth = offset / blocks.nbytes;
-        whole = whole && ranges.nbytes[i] == blocks.nbytes && nth * blocks.nbytes == offset;
-        if (!whole) return;
-        std::uint64_t index = blocks.firsts[k] + nth, list = 0;
-        if (index >= blocks.per_list) {  // mostly there is one list, and divisions take longer than the rest
-            list = index / blocks.per_list;
-            index -= list * blocks.per_list;
-            highest = std::max(highest, list);
-        }
-        found.lists[i] = static_cast<std::int32_t>(list);
-        found.indices[i] = static_cast<std::int32_t>(index);
-    });
-    return whole && held == ranges.addresses.size() ? static_cast<std::int32_t>(highest) : -1;
 }
 
 }  // namespace disagg

@@ -1,5 +1,4 @@
 // Which regions contain ranges of memory, against a search of all of them.
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <random>
@@ -64,42 +63,6 @@ void test_located_ranges(std::mt19937_64& random) {
             const auto k = static_cast<std::size_t>(where[i]);
             CHECK(where[i] >= 0 && k < starts.size() && holds(k, i));
             CHECK(rows[i].address == addresses[i] && rows[i].nbytes == nbytes[i] && rows[i].device == devices[k]);
-        }
-
-        // As blocks of a few bytes, in lists of a few blocks, counted one by one.
-        const std::uint64_t size = 1 + random() % 4, per_list = 1 + random() % 9;
-        Words firsts;
-        std::uint64_t num_blocks = 0;
-        for (std::size_t k = 0; k < starts.size(); ++k) {
-            firsts.push_back(num_blocks);
-            num_blocks += (stops[k] - starts[k]) / size;
-        }
-        const auto number = [&](std::size_t i) {
-            for (std::size_t k = 0; k < starts.size(); ++k) {
-                for (std::uint64_t nth = 0; nth < (stops[k] - starts[k]) / size; ++nth) {
-                    if (addresses[i] == starts[k] + nth * size && nbytes[i] == size) return firsts[k] + nth;
-                }
-            }
-            return kTop;
-        };
-        if (random() % 2 == 0 && !starts.empty()) {  // each range is a block, except in regions shorter than one
-            for (std::size_t i = 0; i < count; ++i) {
-                const std::size_t k = random() % starts.size();
-                const std::uint64_t most = (stops[k] - starts[k]) / size;
-                addresses[i] = starts[k] + (most == 0 ? 0 : random() % most * size);
-                nbytes[i] = size;
-            }
-        }
-        std::vector<std::int32_t> lists(count), indices(count);
-        std::int32_t highest = 0;
-        for (std::size_t i = 0; i < count; ++i) {
-            if (number(i) == kTop) highest = -1;
-            if (highest >= 0) highest = std::max(highest, static_cast<std::int32_t>(number(i) / per_list));
-        }
-        CHECK(disagg::place_blocks(regions, ranges, {size, per_list, firsts}, {lists, indices}) == highest);
-        for (std::size_t i = 0; i < count && highest >= 0; ++i) {
-            const auto list = static_cast<std::uint64_t>(lists[i]), index = static_cast<std::uint64_t>(indices[i]);
-            CHECK(list * per_list + index == number(i) && index < per_list);
         }
     }
 }

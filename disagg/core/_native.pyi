@@ -164,24 +164,6 @@ class Regions:
     def count_held(self, addresses: _Addresses, nbytes: _Addresses) -> int:
         """The number of ranges before the first that no region contains. Raises like `locate`."""
 
-    def place_blocks(
-        self,
-        addresses: _Addresses,
-        nbytes: _Addresses,
-        block: int,
-        per_list: int,
-        firsts: _Addresses,
-        lists: npt.NDArray[np.int32],
-        indices: npt.NDArray[np.int32],
-    ) -> int:
-        """Whether each range is one block of `block` bytes, cut from the start of its region.
-
-        Blocks are numbered from `firsts[k]` in region `k`. If each range is a block, `number // per_list` goes to `lists`, the
-        remainder to `indices`, and the result is the highest of `lists`. Otherwise the result is -1, and both are undefined.
-        Raises `ValueError` for columns of different lengths, a `block` of 0, a `per_list` outside 1 to 2**31 - 1, and more
-        lists than an int32 counts.
-        """
-
 def total_nbytes(nbytes: _Addresses) -> int:
     """The sum, modulo 2**64."""
 
