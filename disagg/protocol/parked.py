@@ -6,15 +6,22 @@ from collections import Counter, OrderedDict
 
 from disagg.protocol.messages import (
     Abort,
+    Busy,
+    Drained,
     PagesRow,
     Reserve,
 )
-from disagg.protocol.types import (
-    NEVER,
-    Limits,
-    PeerRank,
-    RequestKey,
-)
+from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey, ids, key_of
+
+CONTRADICTION = "this attempt is already reserved, with another nonce or other content"
+
+
+def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
+    """The answer to a reserve of which nothing was written, nor will be."""
+    named = ids(key_of(message))
+    return Abort(**named, nonce=message.nonce, reason=reason, from_writer=True), Drained(
+        **named, nonce=message.nonce, reason=reason
+    )
 
 
 class Parked:
@@ -32,10 +39,6 @@ class Parked:
     def __len__(self) -> int:
         return len(self._order)
 
-    def count(self, peer: PeerRank) -> int:
-        """How many are parked of a rank's instance."""
-        return self._count[peer.instance]
-
     def get(self, peer: PeerRank, key: RequestKey) -> Reserve | Abort | None:
         return self._messages.get(key, {}).get(peer)
 
@@ -51,6 +54,18 @@ class Parked:
         self._messages.setdefault(key, {})[peer] = message
         self._order[key, peer] = now + self._limits.parked_reserve_s
         return True
+
+    def answer(self, peer: PeerRank, message: Reserve, now: float) -> tuple[Abort | Drained | Busy, ...]:
+        """Park a reserve. Returns the messages to answer, if it contradicts the parked one or there is no room."""
+        key = key_of(message)
+        parked = self.get(peer, key)
+        if parked is not None:
+            return () if parked == message else refusal(message, CONTRADICTION)
+        if self.put(peer, key, message, now):
+            return ()
+        reason = f"{self._count[peer.instance]} reservations of {peer.instance!r} wait for their senders"
+        retry_after_s = self._limits.busy_retry_s
+        return (Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=retry_after_s),)
 
     def take(self, key: RequestKey) -> list[tuple[PeerRank, Reserve | Abort]]:
         """Everything parked for a request, which is parked no longer."""

@@ -28,7 +28,7 @@ class ConnectionLimits:
     def __post_init__(self) -> None:
         for each in fields(self):
             if not getattr(self, each.name) > 0:
-                raise ConfigError(f"link limits {each.name}: expected more than 0, found {getattr(self, each.name)!r}")
+                raise ConfigError(f"connection limits {each.name}: expected more than 0, found {getattr(self, each.name)!r}")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Identity:
 
 
 class SendHello(NamedTuple):
-    """Effect: send a hello on a dialled connection, of this generation, which is that many connections that this rank dialled
-    later than its first.
+    """Effect: send a hello on a connection that this rank opened. `dial` is the number of the connection among all that this
+    rank has opened.
     """
 
     address: str
@@ -57,7 +57,7 @@ class SendHello(NamedTuple):
 
 
 class SendTo(NamedTuple):
-    """Effect: send a message on a dialled connection."""
+    """Effect: send a message on a connection that this rank opened."""
 
     address: str
     message: Message
@@ -78,7 +78,7 @@ class Connect(NamedTuple):
 
 
 class Disconnect(NamedTuple):
-    """Effect: close a dialled connection."""
+    """Effect: close a connection that this rank opened."""
 
     address: str
 
@@ -92,8 +92,8 @@ class Ready(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Effect: a rank is gone at this epoch, and why; `announced` where it said so itself. `renewed`: the same process has begun
-    another generation of its connection, and been granted what goes with that.
+    """Effect: a rank at this epoch is gone, for the reason `cause`. `announced`: it said goodbye. `renewed`: the same process
+    has started another generation of its connection, with a ring of its own.
     """
 
     peer: PeerRank
@@ -113,9 +113,10 @@ class ConnectionState(enum.Enum):
 
 @dataclass
 class PeerConnection:
-    """The connection that this rank opened to one rank of a peer instance; the leader's rank is known once it answers.
+    """The connection that this rank opened to one rank of a peer instance. The leader's rank is known once it answers.
 
-    Whoever gives a connection up begins a new `generation` and says so in its next hello, so that both sides end the old one.
+    A side that gives a connection up starts a new `generation` and names it in its next hello, so that both sides end the old
+    one.
     """
 
     instance: str
@@ -136,6 +137,16 @@ class PeerConnection:
     @property
     def peer(self) -> PeerRank:
         return PeerRank(self.instance, -1 if self.rank is None else self.rank)
+
+    def due(self, limits: ConnectionLimits) -> float:
+        """When a hello, a heartbeat or a judgement of silence is next due."""
+        if self.state is ConnectionState.GREETING:
+            return self.hello_at
+        return min(self.heartbeat_at, self.heard_at + limits.heartbeat_timeout_s)
+
+    def greet_soon(self, now: float) -> None:
+        """Send a hello at the next tick."""
+        self.hello_at, self.hello_retry_s = now, 0.0
 
 
 @dataclass
@@ -162,11 +173,3 @@ class PeerInstance:
         """Why it is not ready."""
         waiting = [link for link in self.links.values() if link.state is not ConnectionState.READY]
         return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"
-
-
-class Accepted(NamedTuple):
-    """Who is at the other end of a connection that a peer opened."""
-
-    peer: PeerRank
-    epoch: int
-    dial: int = 0

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Set
 
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.protocol.inbound import Accepted, InboundConnections
 from disagg.protocol.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -25,7 +26,6 @@ from disagg.protocol.messages import (
     Welcome,
 )
 from disagg.protocol.peer_state import (
-    Accepted,
     Connect,
     ConnectionLimits,
     ConnectionState,
@@ -69,19 +69,18 @@ class PeerTable:
         self.members: dict[int, Member] = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
         self._leader = leader
         self._own_key = own_key
-        self._admit = accept_hello
-        self._examine = validate_welcome
+        self._accept_hello = accept_hello
+        self._validate_welcome = validate_welcome
         self._limits = limits or ConnectionLimits()
-        self._inbound: dict[bytes, Accepted] = {}
+        self._inbound = InboundConnections()
         self._dials = itertools.count()
-        self._connections: dict[PeerRank, bytes] = {}
         self._found: dict[PeerRank, PeerConnection] = {}
         if leader is not None:
             self._siblings = PeerInstance(identity.instance, leader, own_key)
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
-        """Know an instance by the address of its leader. Known under another address or key, it is dialled anew. Ranks that
-        restarted, and said hello before this side knew their address, stay let in: else they would have to find that out.
+        """Configure an instance by the address of its leader. A new address or key replaces the connections. Ranks that
+        restarted and sent hello before this side knew their new address stay accepted.
         """
         known = self.instances.get(name)
         if known is not None and (known.address, known.public_key) == (address, public_key):
@@ -93,24 +92,20 @@ class PeerTable:
         self._open(instance, address, None, now)
 
     def remove_peer(self, name: str, cause: str, *, epochs: Set[int] | None = None) -> None:
-        """Forget an instance; whatever its ranks were doing ends. Who has said hello is forgotten if it is of `epochs` (`None`:
-        of any).
-        """
+        """Forget an instance: its requests end. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._drop(link, cause)
             self.effects.append(Disconnect(link.address))
-        for connection, accepted in list(self._inbound.items()):
-            if accepted.peer.instance == name and (epochs is None or accepted.epoch in epochs):
-                self._forget(connection)
+        self._inbound.forget_instance(name, epochs)
 
     def join(self, now: float) -> None:
-        """Report to the leader of this instance, if that is another rank."""
+        """Connect to the leader of this instance, if that is another rank."""
         if self._leader is not None:
             self._open(self._siblings, self._leader, None, now)
 
     def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
-        """A rank that has answered cannot be used after all; it is greeted again later."""
+        """A rank that has answered cannot be used. Send it hello again later."""
         link = self.link(peer)
         if link is not None:
             link.state, link.heartbeat_at, link.problem = ConnectionState.GREETING, NEVER, problem
@@ -135,17 +130,17 @@ class PeerTable:
         return found
 
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
-        """Take a message from a connection that a peer opened. The rank it comes from, where it is for the sessions."""
+        """Take a message from a connection that a peer opened. Returns its rank if the message is for the sessions."""
         if isinstance(message, Hello):
             self._on_hello(connection, user, message, now)
             return None
         accepted = self._inbound.get(connection)
         if accepted is None:
-            self.effects.append(ReplyOn(connection, Reject(field="connection", reason="say hello first", hello_first=True)))
+            self.effects.append(ReplyOn(connection, Reject(field="connection", reason="send hello first", hello_first=True)))
             return None
         self._heard(accepted, now)
         if isinstance(message, Goodbye):
-            self._forget(connection)
+            self._inbound.forget(connection)
             self._on_goodbye(accepted, f"closed: {message.reason}", now)
             return None
         return None if isinstance(message, Heartbeat | Welcome | Reject) else accepted.peer
@@ -167,35 +162,27 @@ class PeerTable:
                 reason = f"{len(self.members)} of {self.identity.num_ranks} ranks of {self.identity.instance!r} have joined"
                 self.effects.append(ReplyOn(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
                 return
-            if self._is_overtaken(connection, peer, hello):
+            if self._inbound.is_overtaken(connection, hello):
                 return
-            welcome = self._admit(hello, self._named)
+            welcome = self._accept_hello(hello, self._named)
         except DisaggError as error:
             self._reject(connection, error)
             return
-        for earlier in {connection, self._connections.get(peer, connection)} & self._inbound.keys():
-            self._forget(earlier)
-        self._inbound[connection], self._connections[peer] = Accepted(peer, hello.epoch, hello.dial), connection
+        accepted = self._inbound.accept(connection, hello)
         self.effects.append(ReplyOn(connection, welcome))
         link = self._to(peer)
         if link is None:
             return
         restarted = link.state is ConnectionState.READY and link.epoch != hello.epoch
         if restarted or hello.generation > link.generation:
-            self._drop(link, "restarted" if restarted else "the peer gave the connection up", renewed=not restarted)
-            self._greet_soon(link, now)
+            self._drop(link, "restarted" if restarted else "the peer has given the connection up", renewed=not restarted)
+            link.greet_soon(now)
             link.generation = hello.generation
         else:
-            self._heard(self._inbound[connection], now)  # to a leader, peers' signs of life are hellos
-
-    def _is_overtaken(self, connection: bytes, peer: PeerRank, hello: Hello) -> bool:
-        """Whether the peer has said hello on a connection that it dialled later: this one, which it has hung up, came late."""
-        newest = self._connections.get(peer, connection)
-        accepted = self._inbound.get(newest)
-        return newest != connection and accepted is not None and (accepted.epoch == hello.epoch and hello.dial < accepted.dial)
+            self._heard(accepted, now)  # peers send hellos to a leader as heartbeats
 
     def _on_sibling(self, connection: bytes, user: str, hello: Hello) -> None:
-        """Another rank of this instance reports to its leader; where there are keys, it has this instance's own."""
+        """Another rank of this instance joins its leader. If there are keys, it has the instance's own."""
         if self._own_key is not None and user != self._own_key:
             raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {self._me}")
         if not self.identity.leader:
@@ -209,7 +196,7 @@ class PeerTable:
                 f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {self._me}"
             )
         self.members[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
-        welcome = self._admit(hello, self._named)
+        welcome = self._accept_hello(hello, self._named)
         self.effects.append(ReplyOn(connection, welcome))
 
     def _reject(self, connection: bytes, error: DisaggError) -> None:
@@ -217,7 +204,7 @@ class PeerTable:
         self.effects.append(ReplyOn(connection, Reject(field=field_name, reason=str(error)[:4096])))
 
     def on_reply(self, address: str, message: AnyMessage, now: float) -> None:
-        """Take an answer from a connection that this rank opened."""
+        """Take an answer on a connection that this rank opened."""
         link = self._by_address(address)
         if link is None:
             return
@@ -226,8 +213,8 @@ class PeerTable:
             case Welcome():
                 self._on_welcome(link, message, now)
             case Reject(hello_first=True):
-                self._drop(link, "the peer has forgotten this connection")
-                self._greet_soon(link, now)
+                self._drop(link, "the peer does not know this connection any more")
+                link.greet_soon(now)
             case Reject():
                 self._drop(link, f"rejected: {message.reason}")
                 link.problem = message.reason
@@ -237,12 +224,12 @@ class PeerTable:
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
         if welcome.generation != link.generation:
-            return  # to a hello before this generation: what it grants has been granted anew since
+            return  # the answer to a hello of an earlier generation, whose ring is retired
         try:
             if welcome.instance != link.instance or (link.rank is not None and welcome.rank != link.rank):
                 found = PeerRank(welcome.instance, welcome.rank)
                 raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
-            num_ranks = 1 if link.instance == self.identity.instance else self._examine(welcome)
+            num_ranks = 1 if link.instance == self.identity.instance else self._validate_welcome(welcome)
         except DisaggError as error:
             self._drop(link, f"refused: {error}")
             link.problem = str(error)
@@ -250,8 +237,8 @@ class PeerTable:
         if link.state is ConnectionState.READY and link.epoch != welcome.epoch:
             self._drop(link, "restarted")
         elif link.state is ConnectionState.READY and link.ring not in (None, welcome.ring):
-            self._drop(link, "the peer has begun the connection anew")
-            self._greet_soon(link, now)
+            self._drop(link, "the peer has started a new connection")
+            link.greet_soon(now)
             return
         first = link.state is not ConnectionState.READY
         link.ring = welcome.ring if first else link.ring
@@ -267,7 +254,7 @@ class PeerTable:
             self._on_members(instance, welcome.members, now)
 
     def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Connect the ranks that the leader names, and hang up on those that it no longer does."""
+        """Connect to the ranks that the leader names, and disconnect from those that it does not name any more."""
         named = {member.address for member in members} | {instance.address}
         for link in [found for found in instance.links.values() if found.address not in named]:
             self._drop(link, "its leader names another address")
@@ -280,34 +267,29 @@ class PeerTable:
         instance.members = members
 
     def tick(self, now: float) -> None:
-        """Greet, send heartbeats, and judge silence. Call it after everything that has arrived was handed in."""
+        """Send hellos and heartbeats, and judge silence. Call it after everything that has arrived was handed in."""
         for link in list(self._links()):
             if link.state is ConnectionState.GREETING and now >= link.hello_at:
                 self._greet(link, now)
             elif link.state is ConnectionState.READY and now - link.heard_at >= self._limits.heartbeat_timeout_s:
                 self._drop(link, f"silent for {self._limits.heartbeat_timeout_s} s")
-                self._greet_soon(link, now)
+                link.greet_soon(now)
             elif now >= link.heartbeat_at:
                 link.heartbeat_at = now + self._limits.heartbeat_s
                 self._beat(link)
 
     def _beat(self, link: PeerConnection) -> None:
-        """A sign of life; towards the leader of this instance, or of another, a hello, whose answer shows who is there."""
+        """Send a heartbeat. A leader gets a hello instead, whose answer names the ranks of its instance."""
         is_leader = link.instance == self.identity.instance or link.address == self.instances[link.instance].address
         hello = SendHello(link.address, link.generation, link.dial)
         self.effects.append(hello if is_leader else SendTo(link.address, Heartbeat(epoch=self.identity.epoch)))
 
     def next_tick(self) -> float:
         """When `tick` next has something to do."""
-        return min((self._due(link) for link in self._links()), default=NEVER)
-
-    def _due(self, link: PeerConnection) -> float:
-        if link.state is ConnectionState.GREETING:
-            return link.hello_at
-        return min(link.heartbeat_at, link.heard_at + self._limits.heartbeat_timeout_s)
+        return min((link.due(self._limits) for link in self._links()), default=NEVER)
 
     def close(self, reason: str) -> None:
-        """SendTo goodbye to everyone."""
+        """Say goodbye to every connected rank."""
         for link in self._links():
             if link.state is ConnectionState.READY:
                 self.effects.append(SendTo(link.address, Goodbye(reason=reason)))
@@ -317,7 +299,7 @@ class PeerTable:
         return f"{self.identity.instance}/{self.identity.rank}"
 
     def _named(self) -> tuple[Member, ...]:
-        """The ranks of this instance, as far as they have joined."""
+        """The ranks of this instance that have joined."""
         return tuple(self.members[rank] for rank in sorted(self.members))
 
     @property
@@ -342,23 +324,16 @@ class PeerTable:
         link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
         link.hello_at = now + link.hello_retry_s
         if link.unanswered >= REDIAL_AFTER:
-            # A connection that was refused (its key was not known there yet) does not try again by itself.
+            # ZeroMQ does not retry a connection that was refused, for instance because its key was not known there yet.
             link.unanswered = 0
             link.dial = next(self._dials)
-            self.effects.extend((Disconnect(link.address), Connect(link.address, self._key_of(link))))
+            instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]
+            self.effects.extend((Disconnect(link.address), Connect(link.address, instance.public_key)))
         link.unanswered += 1
         self.effects.append(SendHello(link.address, link.generation, link.dial))
 
-    def _key_of(self, link: PeerConnection) -> str | None:
-        instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]
-        return instance.public_key
-
-    @staticmethod
-    def _greet_soon(link: PeerConnection, now: float) -> None:
-        link.hello_at, link.hello_retry_s = now, 0.0
-
     def _drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
-        """End this generation of a connection; the next hello begins another."""
+        """End this generation of a connection. The next hello begins another."""
         was_ready, link.state, link.problem = link.state is ConnectionState.READY, ConnectionState.GREETING, cause
         link.heartbeat_at = NEVER
         link.generation += was_ready
@@ -375,6 +350,3 @@ class PeerTable:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
             link.heard_at = now
-
-    def _forget(self, connection: bytes) -> None:
-        del self._connections[self._inbound.pop(connection).peer]

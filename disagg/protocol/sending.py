@@ -7,8 +7,8 @@ from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.protocol.destination_steps import DestinationSteps
-from disagg.protocol.messages import Abort, Busy, Complete, Drained, Outcome, PartialChecksums, Reserve
-from disagg.protocol.parked import Parked
+from disagg.protocol.messages import Abort, Complete, Drained, Outcome, PartialChecksums, Reserve
+from disagg.protocol.parked import CONTRADICTION, Parked, refusal
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.timers import Timers, Tombstone, Tombstones
 from disagg.protocol.types import (
@@ -39,13 +39,8 @@ class Sends:
         self._steps = DestinationSteps(limits=limits, effects=effects, timers=timers)
         self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
         self._served: dict[RequestKey, set[str]] = {}
-        self._parked = Parked(limits)
+        self.parked = Parked(limits)
         self._ended = Tombstones(limits.max_tombstones)
-
-    @property
-    def num_parked(self) -> int:
-        """Messages that wait for their senders to be opened."""
-        return len(self._parked)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -69,7 +64,7 @@ class Sends:
         session = SendSession(key, peer, expected, peer_group_size, deadline, tag)
         self.sessions[peer, key] = session
         self._served.setdefault(key, set()).add(peer)
-        for waiting, message in self._parked.take(key):
+        for waiting, message in self.parked.take(key):
             if isinstance(message, Reserve):
                 self.on_reserve(waiting, message, now)
             else:
@@ -145,9 +140,7 @@ class Sends:
         transfer that was unsettled may be reported again once it has settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
-        if session is None or destination is None:
-            return
-        if ticket.chunk not in destination.in_flight and ticket.chunk not in destination.unsettled:
+        if session is None or destination is None or ticket.chunk not in destination.in_flight | destination.unsettled:
             return
         if not known:
             destination.early_complete = None
@@ -177,7 +170,7 @@ class Sends:
             if known.reserve is None:
                 self._refuse(peer, message, known.reason)
             elif known.reserve != message:
-                self._refuse(peer, message, "this attempt is already reserved, with another nonce or other content")
+                self._refuse(peer, message, CONTRADICTION)
         elif ended is not None:
             self._refuse(peer, message, ended.reason or "this attempt has ended")
         elif message.source_group != self._group:
@@ -187,7 +180,7 @@ class Sends:
         elif self._served.get(key):
             self._refuse(peer, message, f"the request is not served to {peer.instance}")
         else:
-            self._park(peer, key, message, now)
+            self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
     def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
         key = key_of(message)
@@ -196,11 +189,11 @@ class Sends:
             if self._ended.get(peer, key) is None:
                 self._ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
-            self._parked.drop(peer, key)
+            self.parked.drop(peer, key)
             if session is not None and session.may_reserve(peer):
                 self._end_unreserved(session, peer, message.reason)
             elif session is None and self._ended.get(peer.instance, key) is None:
-                self._parked.put(peer, key, message, now)
+                self.parked.put(peer, key, message, now)
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
@@ -230,7 +223,7 @@ class Sends:
 
     def peer_lost(self, peer: PeerRank, cause: str, *, epoch: int = 0) -> None:
         """Its share of every request ends. Source rows stay leased while a transfer to it may still read them."""
-        self._parked.drop_peer(peer)
+        self.parked.drop_peer(peer)
         for session in [found for found in self.sessions.values() if found.peer == peer.instance]:
             destination = session.destinations.get(peer)
             if destination is not None and destination.step(SendStep.PEER_LOST):
@@ -257,34 +250,14 @@ class Sends:
                 continue
             self._steps.resend(session, peer, destination, now)
 
-    def expire(self, now: float) -> None:
-        """Forget reserves that were not served in time. Their receivers have deadlines of their own."""
-        self._parked.expire(now)
-
-    @property
-    def next_expiry(self) -> float:
-        return self._parked.next_expiry
-
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _find(self, peer: PeerRank, key: RequestKey) -> tuple[SendSession | None, Destination | None]:
         session = self.sessions.get((peer.instance, key))
         return session, session.destinations.get(peer) if session is not None else None
 
-    def _park(self, peer: PeerRank, key: RequestKey, message: Reserve, now: float) -> None:
-        parked = self._parked.get(peer, key)
-        if parked is not None and parked != message:
-            self._refuse(peer, message, "this attempt is already reserved, with another nonce or other content")
-        elif parked is None and not self._parked.put(peer, key, message, now):
-            reason = f"{self._parked.count(peer)} reservations of {peer.instance!r} wait for their senders"
-            busy = Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=self._limits.busy_retry_s)
-            self._effects.append(SendMessage(peer, busy))
-
     def _refuse(self, peer: PeerRank, message: Reserve, reason: str) -> None:
-        """Nothing of this reservation was written, nor will be."""
-        named = ids(key_of(message))
-        self._effects.append(SendMessage(peer, Abort(**named, nonce=message.nonce, reason=reason, from_writer=True)))
-        self._effects.append(SendMessage(peer, Drained(**named, nonce=message.nonce, reason=reason)))
+        self._effects.extend(SendMessage(peer, answer) for answer in refusal(message, reason))
 
     def _accept(self, session: SendSession, peer: PeerRank, message: Reserve, now: float) -> None:
         if peer.rank // session.peer_group_size != message.destination_group or not session.may_reserve(peer):

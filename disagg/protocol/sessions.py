@@ -119,12 +119,12 @@ class Sessions:
                 assert isinstance(session, SendSession)
                 self.sends.tick(session, now)
             self._timers.arm(session)
-        self.sends.expire(now)
+        self.sends.parked.expire(now)
         self.credits.tick(now)
 
     def next_tick(self) -> float:
         """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
-        return min(self._timers.next, self.sends.next_expiry, self.credits.next_tick)
+        return min(self._timers.next, self.sends.parked.next_expiry, self.credits.next_tick)
 
     def flush(self) -> None:
         """Send what was collected to leave together: filled slots and credits."""

@@ -281,7 +281,7 @@ class Runtime:
             "commands": len(self.commands),
             "transfers": self.worker.depth,
             "rows_not_ready": self.dispatch.num_not_ready,
-            "parked_reserves": self.sessions.sends.num_parked,
+            "parked_reserves": len(self.sessions.sends.parked),
             "early_transfers": self.transfers.num_unconnected,
             "sums": self.verification.depth,
             "fences": self.connections.num_fencing,

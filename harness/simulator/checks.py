@@ -36,8 +36,8 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
                 raise Violation(f"{opened.session.key} on {host.name}: {before} became {state}")
             opened.states[peer] = state
     sends, receives = host.sessions.sends, host.sessions.receives
-    if len(sends._parked) > limits.max_parked_reserves * num_instances:
-        raise Violation(f"{host.name} has {len(sends._parked)} parked reserves")
+    if len(sends.parked) > limits.max_parked_reserves * num_instances:
+        raise Violation(f"{host.name} has {len(sends.parked)} parked reserves")
     if max(len(sends._ended), len(receives._ended)) > limits.max_tombstones * num_instances:
         raise Violation(f"{host.name} has {len(sends._ended)} and {len(receives._ended)} tombstones")
 
@@ -100,7 +100,7 @@ def check_nothing_left(hosts: Mapping[PeerRank, Host]) -> None:
     """No rank has a session, a parked reserve or a timer."""
     for host in hosts.values():
         sends, receives = host.sessions.sends, host.sessions.receives
-        left = [*sends.sessions, *receives.sessions, *sends._served, *sends._parked._order, *host.sessions._timers._heap]
+        left = [*sends.sessions, *receives.sessions, *sends._served, *sends.parked._order, *host.sessions._timers._heap]
         if left:
             raise Violation(f"{host.name} still has {left}")
 

@@ -154,7 +154,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         assert "peer 'decode-0' is configured with another public key" in getattr(refusal, "reason", "")
         reserve = request(manager.address, TARGETS["live"].valid[4], **curve(third))
         assert reserve is not None
-        assert "say hello first" in getattr(decode(reserve), "reason", "")
+        assert "send hello first" in getattr(decode(reserve), "reason", "")
         assert manager.health().peers["decode-0"].ready
         logged = "\n".join(record.getMessage() for record in caplog.records)
         assert f"its public key {unknown.public} is not known" in logged

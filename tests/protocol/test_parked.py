@@ -52,9 +52,9 @@ def test_a_reserve_waits_for_its_sender_and_is_then_served() -> None:
     sessions = Sessions()
     sessions.on_message(D0, reserve(), 0.0)
     sessions.on_message(D0, reserve(), 0.5)  # repeated
-    assert (said(sessions), sessions.sends.num_parked) == ([], 1)
+    assert (said(sessions), len(sessions.sends.parked)) == ([], 1)
     session = send(sessions)
-    assert sessions.sends.num_parked == 0
+    assert len(sessions.sends.parked) == 0
     sessions.sends.send(session, Chunk(0, {"kv": PAGES}, (0, 20), None), 1.0)
     assert [type(e) for e in sessions.effects] == [StartTransfer]
 
@@ -73,7 +73,7 @@ def test_a_second_reservation_of_a_parked_attempt_is_refused() -> None:
     sessions.on_message(D0, reserve(), 0.0)
     sessions.on_message(D0, reserve(nonce=8), 0.0)
     assert [(type(message), getattr(message, "nonce", None)) for _, message in said(sessions)] == [(Abort, 8), (Drained, 8)]
-    assert sessions.sends.num_parked == 1
+    assert len(sessions.sends.parked) == 1
 
 
 def test_beyond_the_bound_a_reserve_is_told_busy_and_may_come_again() -> None:
@@ -85,7 +85,7 @@ def test_beyond_the_bound_a_reserve_is_told_busy_and_may_come_again() -> None:
     send(sessions, numbered(0))
     sessions.on_message(D0, reserve(numbered(2)), 0.3)
     assert said(sessions) == []
-    assert sessions.sends.num_parked == 2
+    assert len(sessions.sends.parked) == 2
 
 
 def test_a_request_that_is_served_needs_no_room_among_the_parked() -> None:
@@ -101,12 +101,12 @@ def test_parked_reserves_are_forgotten_in_time_and_the_timer_knows_when() -> Non
     sessions.on_message(D0, reserve(numbered(1)), 2.0)
     assert sessions.next_tick() == 6.0
     sessions.tick(5.9)
-    assert sessions.sends.num_parked == 2
+    assert len(sessions.sends.parked) == 2
     sessions.tick(6.0)
-    assert sessions.sends.num_parked == 1
+    assert len(sessions.sends.parked) == 1
     sessions.tick(7.0)
-    assert sessions.sends.num_parked == 0
-    assert sessions.sends._parked._messages == {}
+    assert len(sessions.sends.parked) == 0
+    assert sessions.sends.parked._messages == {}
 
 
 def test_the_parked_reserves_of_a_lost_peer_go_with_it() -> None:
@@ -198,7 +198,7 @@ def test_after_the_end_a_reserve_is_refused_and_an_abort_acknowledged_without_a_
         (D0, Drained(**refusal)),
         (D0, Drained(**named(KEY))),
     ]
-    assert sessions.sends.num_parked == 0
+    assert len(sessions.sends.parked) == 0
 
 
 def test_unknown_ids_by_the_thousand_stay_within_bounds_and_harm_no_request() -> None:
@@ -210,14 +210,14 @@ def test_unknown_ids_by_the_thousand_stay_within_bounds_and_harm_no_request() ->
         sessions.on_message(D0, reserve(numbered(2 * number)), 0.0)
         sessions.on_message(D1, abort(numbered(2 * number + 1)), 0.0)
         sessions.on_message(D0, Outcome(**named(numbered(number)), ok=True), 0.0)
-        assert sessions.sends.num_parked <= 100
+        assert len(sessions.sends.parked) <= 100
         assert len(sessions.sends._ended) <= 200
     answers = [type(message) for _, message in said(sessions)]
     assert set(answers) == {Busy, Drained}
     sessions.sends.send(session, Chunk(0, {"kv": PAGES}, (0, 20), None), 0.0)
     assert [type(e) for e in sessions.effects] == [StartTransfer]
     sessions.tick(limits.parked_reserve_s)
-    assert (sessions.sends.num_parked, sessions.sends._parked._messages) == (0, {})
+    assert (len(sessions.sends.parked), sessions.sends.parked._messages) == (0, {})
 
 
 def test_duplicate_requests_by_the_thousand_are_served_once() -> None:
@@ -254,8 +254,8 @@ def test_no_instance_takes_anothers_room() -> None:
     sessions.on_message(E0, reserve(numbered(97)), 0.0)
     sessions.on_message(E0, reserve(numbered(98)), 0.0)
     assert [type(message) for _, message in said(sessions)] == [Abort, Drained]
-    assert sessions.sends._parked.count(D0) == 3
-    assert sessions.sends._parked.get(E0, numbered(97)) is not None
+    assert sessions.sends.parked._count["D"] == 3
+    assert sessions.sends.parked.get(E0, numbered(97)) is not None
     assert sessions.sends._ended.get(D1, numbered(100)) is None
 
 

@@ -340,8 +340,8 @@ def test_a_hello_with_the_configured_key_is_welcome() -> None:
 def test_a_connection_that_was_forgotten_by_the_peer_is_greeted_again() -> None:
     made = links()
     ready(made)
-    made.on_reply(LEADER, Reject(field="connection", reason="say hello first", hello_first=True), 3.0)
-    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has forgotten this connection")]
+    made.on_reply(LEADER, Reject(field="connection", reason="send hello first", hello_first=True), 3.0)
+    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer does not know this connection any more")]
     made.tick(3.0)
     assert taken(made) == [SendHello(LEADER, 1)]
 
@@ -449,7 +449,7 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_then_is_one_a
     made.on_inbound(b"c1", "", hello(), 0.0)
     taken(made)
     made.on_inbound(b"c2", "", hello(generation=1), 1.0)
-    assert Lost(PeerRank("decode-0", 0), 7, "the peer gave the connection up", renewed=True) in taken(made)
+    assert Lost(PeerRank("decode-0", 0), 7, "the peer has given the connection up", renewed=True) in taken(made)
     made.tick(1.0)
     assert taken(made) == [SendHello(LEADER, 1)]
     made.on_reply(LEADER, welcome(), 1.0)
@@ -472,7 +472,7 @@ def test_a_peer_that_grants_another_ring_has_begun_the_connection_anew() -> None
     made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.5)
     assert taken(made) == []
     made.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
-    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has begun the connection anew")]
+    assert taken(made) == [Lost(PeerRank("decode-0", 0), 7, "the peer has started a new connection")]
     made.tick(1.0)
     assert taken(made) == [SendHello(LEADER, 1)]
     made.on_reply(LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
