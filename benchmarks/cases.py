@@ -101,7 +101,8 @@ def median(samples: Sequence[dict[str, float]], key: str) -> float:
 def slices() -> Iterator[Row]:
     """47, 48: TP 4 to 2, 4,096 tokens of 4 layers, a slice of 512 B for each token, layer, K and V.
 
-    Before: the 32,768 slices of one sender alone on the machine. After: the 67.1 MB of all four senders.
+    Before: the 32,768 slices of one sender alone on the machine. After: the 67.1 MB of all four senders, over shared memory
+    by the engine `cma`.
     """
     engines = (
         ("nixl", "shm", SHM, nixl_write),
@@ -111,13 +112,20 @@ def slices() -> Iterator[Row]:
     for engine, transport, options, write in engines:
         with pair(engine, options, nbytes=64 * MIB) as both:
             copies = both.pieces(512, 32_768, RNG)
+            after_engine = "cma" if options is SHM else engine
             before, after = in_turns(
                 partial(write, both, copies),
                 partial(
-                    library, engine, prefill="tp=4,page=16", decode="tp=2,page=16", tokens=4096, layers=4, transport=transport
+                    library,
+                    after_engine,
+                    prefill="tp=4,page=16",
+                    decode="tp=2,page=16",
+                    tokens=4096,
+                    layers=4,
+                    transport=transport,
                 ),
             )
-            row: Row = {"engine": f"{engine} {transport}"}
+            row: Row = {"engine": f"{engine} {transport}", "after_engine": after_engine}
             row["before_gbps"] = round(copies.total_nbytes / median(before, "all") / 1e9, 3)
             row["before_operations"] = len(copies)
             if "post" in before[0]:
@@ -163,14 +171,23 @@ def build() -> Iterator[Row]:
 
 
 def pages() -> Iterator[Row]:
-    """51: equal TP, 64 MiB in 4,096 pages of 16 KiB in random order, and in one piece, over shared memory and TCP."""
+    """51: equal TP, 64 MiB in 4,096 pages of 16 KiB in random order, and in one piece, over shared memory and TCP.
+
+    After: this library, over shared memory by the engine `cma`.
+    """
     for transport, options in (("shm", SHM), ("tcp", TCP)):
         with pair("nixl", options, nbytes=128 * MIB) as both:
             copies, whole = both.pieces(16_384, 4096, RNG), both.pieces(64 * MIB, 1, RNG)
             before, after = in_turns(
                 lambda: (nixl_write(both, copies), nixl_write(both, whole)),  # noqa: B023
                 partial(
-                    library, "nixl", prefill="tp=1,page=8", decode="tp=1,page=8", tokens=4096, layers=4, transport=transport
+                    library,
+                    "cma" if options is SHM else "nixl",
+                    prefill="tp=1,page=8",
+                    decode="tp=1,page=8",
+                    tokens=4096,
+                    layers=4,
+                    transport=transport,
                 ),
             )
             rates = [copies.total_nbytes / median([each[i] for each in before], "all") / 1e9 for i in (0, 1)]

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from disagg.backends import registry
 from disagg.backends.base import Backend, BackendOptions, Op, TransferStatus
-from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl import backend as nixl
-from disagg.backends.nixl.backend import NixlBackend
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import MemoryRegion
 
@@ -44,7 +43,7 @@ def make(engine: str, options: BackendOptions, settings: Mapping[str, object]) -
     """Create an engine. `settings` replace constants of the `nixl` backend's module."""
     for name, value in settings.items():
         setattr(nixl, name, value)
-    return NixlBackend(options) if engine == "nixl" else MooncakeBackend(options)
+    return registry.load(engine, options)
 
 
 def _serve(pipe: Connection, engine: str, options: BackendOptions, nbytes: int, settings: Mapping[str, object]) -> None:

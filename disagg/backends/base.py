@@ -1,7 +1,7 @@
 """The contract between the manager and a transfer engine.
 
-A backend sees addresses and lengths only: nothing of pages, layers, requests or roles. It may be called from several
-threads. `disagg.testing.contract` is the test class that every backend must pass.
+A backend sees addresses and lengths, and no pages, layers, requests or roles. Several threads may call it.
+`disagg.testing.contract` has the test class that every backend must pass.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from disagg.machine.rdma import rdma_refusal
 
 
 class Op(enum.Enum):
-    """Who moves the bytes. `WRITE`: the copies' source is local; `READ`: their destination is."""
+    """The direction of a transfer. `WRITE`: the source of the copies is local; `READ`: their destination is."""
 
     WRITE = "write"
     READ = "read"
 
 
 class TransferStatus(enum.Enum):
-    """What an engine says of a transfer. `DONE` and `FAILED` are settled: it will touch neither side again."""
+    """The status of a transfer. `DONE` and `FAILED` are settled: the engine will touch neither side again."""
 
     PENDING = "pending"
     DONE = "done"
@@ -39,7 +39,7 @@ class TransferStatus(enum.Enum):
 
 
 class Fence(enum.Enum):
-    """`QUIET`: nothing of that peer's epoch can still write or read here, or there from here. `UNKNOWN`: no proof."""
+    """`QUIET`: nothing of the peer's epoch can still write or read here, or there from here. `UNKNOWN`: no proof."""
 
     QUIET = "quiet"
     UNKNOWN = "unknown"
@@ -56,12 +56,11 @@ class Transport(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """What the embedding server says of the engine.
+    """The server's settings for the engine.
 
-    `host`: the address that this rank's engine is reached at (peers dial it). `devices`: NICs the engine may use, empty
-    for its own choice. `require`: the transport that must be in use; starting up without it is `BackendUnavailable`.
-    `trusted_network`: the operator says that everyone who can reach `host` may be trusted; an engine whose data plane is
-    open TCP needs it off loopback.
+    `host`: the address at which peers reach this rank's engine. `devices`: NICs that the engine may use, empty for its own
+    choice. `require`: the transport that must be in use; without it the engine raises `BackendUnavailable` when it starts.
+    `trusted_network`: the operator trusts everyone who can reach `host`. An engine with open TCP needs this off loopback.
     """
 
     host: str = "127.0.0.1"
@@ -89,19 +88,19 @@ class BackendOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StagingShape:
-    """When and how pieces travel packed over an engine: pieces below `pack_below` bytes (0: never), in slots of
-    `slot_nbytes`; `num_slots` slots per ring, one ring for each of up to `num_rings` peer ranks. Where `whole_rings` is given,
-    so many have `num_slots`, the next two half as many, and so on, since memory is dear and most ranks have few peers. The
-    writer has as many slots to pack into, and `spares` beside them. `at_once` slots, and never more than half a ring, are
-    packed before anyone is told. With `measure` the threshold is measured towards each peer once it is connected, and
-    `pack_below` holds where that cannot be. `gathers_from` as of `Gathering`, as far as it is known without a peer.
+    """When and how pieces travel packed over an engine.
+
+    Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A ring has `num_slots` slots, and each of
+    up to `num_rings` peer ranks has a ring. If `whole_rings` is given, only the first `whole_rings` rings have `num_slots`, the
+    next two have half as many, and so on: memory is dear, and most ranks have few peers. The writer packs into as many slots as
+    a ring has, and `spares` more. It reports up to `at_once` slots together, and never more than half a ring. `gathers_from` is
+    as in `Gathering`, as far as it is known without a peer.
     """
 
     pack_below: int = 0
     slot_nbytes: int = 256 << 10
     num_slots: int = 16
     num_rings: int = 16
-    measure: bool = False
     gathers_from: int | None = None
     whole_rings: int | None = None
     spares: int = 24
@@ -113,20 +112,20 @@ class StagingShape:
             raise ConfigError(f"staging: expected pack_below and spares of at least 0, and positive sizes, found {self}")
 
     def ring_slots(self) -> tuple[int, ...]:
-        """How many slots each ring has."""
+        """The number of slots of each ring."""
         whole = self.num_rings if self.whole_rings is None else self.whole_rings
         return tuple(max(1, self.num_slots >> max(0, (i - whole) // 2 + 1)) for i in range(self.num_rings))
 
 
 def check_rdma(backend: str, options: BackendOptions) -> None:
-    """Raises `BackendUnavailable`, in the words of `disagg doctor`, where RDMA must be used and cannot be."""
+    """Raises `BackendUnavailable`, with the findings of `disagg doctor`, where RDMA is required and cannot be used."""
     refusal = rdma_refusal(options.devices) if options.wanted is Transport.RDMA else None
     if refusal:
         raise BackendUnavailable(f"backend {backend!r}: transport 'rdma': {refusal}")
 
 
 class RemotePeer(Protocol):
-    """What `connect` returns: one peer process at one epoch, as the engine sees it. Opaque to the manager."""
+    """One peer process at one epoch, as the engine sees it. Opaque to the manager."""
 
     @property
     def regions(self) -> Sequence[RemoteRegion]: ...
@@ -136,14 +135,14 @@ class Transfer(Protocol):
     """Posted copies."""
 
     def poll(self) -> TransferStatus:
-        """The state now; never blocks. Once settled it stays as it is."""
+        """The status now; never blocks. A settled status does not change."""
 
     @property
     def error(self) -> str | None:
-        """Why it is `FAILED` or `UNSETTLED`, in the engine's words."""
+        """The engine's reason for `FAILED` or `UNSETTLED`, else `None`."""
 
     def close(self) -> None:
-        """Give the engine's resources back. Raises `LocalProtocolError` unless settled; a second call does nothing."""
+        """Release the engine's resources. Raises `LocalProtocolError` unless settled; a second call does nothing."""
 
 
 class Backend(Protocol):
@@ -153,11 +152,11 @@ class Backend(Protocol):
 
     @property
     def staging(self) -> StagingShape:
-        """What is known to be fast over the transport in use, as measured (`docs/engines.md`)."""
+        """When and how pieces are packed over the transport in use, as measured (`docs/engines.md`)."""
 
     @property
     def transport(self) -> str:
-        """The transport really in use, for logs and reports, such as `"tcp"` or `"shm (cma)"`."""
+        """The transport that is really in use, for logs and reports, such as `"tcp"` or `"shm"`."""
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make memory reachable, once, before `endpoint`. Raises `ConfigError` for memory the engine cannot serve,
@@ -165,13 +164,13 @@ class Backend(Protocol):
         """
 
     def endpoint(self) -> bytes:
-        """What a peer needs to reach this engine and its registered regions; sent only after an authenticated hello."""
+        """The data with which a peer reaches this engine and its regions; sent only after an authenticated hello."""
 
     def connect(self, endpoint: bytes, *, epoch: int) -> RemotePeer:
-        """A peer's engine, from its `endpoint()`, warm: the first transfer pays nothing more.
+        """Connect to a peer's engine, from its `endpoint()`, so that the first transfer is as fast as the next ones.
 
-        Raises `RemoteProtocolError` for bytes that are no endpoint of this backend, `PeerUnreachable` where it cannot
-        be reached. A peer that came back has another `epoch` and is connected anew.
+        Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` for a peer that
+        cannot be reached. A peer that restarted has another `epoch` and is connected again.
         """
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
@@ -180,10 +179,10 @@ class Backend(Protocol):
         """
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """Whether everything ever posted to or by that peer's epoch is provably over. Never a guess."""
+        """Whether everything ever posted to or by that peer's epoch has provably finished. Never a guess."""
 
     def disconnect(self, peer: RemotePeer) -> None:
-        """Forget the peer. Transfers still pending stay to be polled."""
+        """Drop the peer. Transfers that are still pending can still be polled."""
 
     def close(self) -> None:
-        """Stop the engine and give everything back; a second call does nothing."""
+        """Stop the engine and release everything; a second call does nothing."""

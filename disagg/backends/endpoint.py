@@ -1,4 +1,4 @@
-"""What a backend tells its peers, and look-up of addresses in registered regions."""
+"""Endpoints, which backends send to their peers, and look-up of addresses in registered regions."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _ENDPOINT = msgspec.msgpack.Decoder(Endpoint)
-"""Made here and not when it is used: two threads that are first to look at one `Struct` end the process (msgspec 0.22)."""
+"""Created at import: msgspec 0.22 ends the process when two threads are the first to use one `Struct`."""
 
 
 def encode_endpoint(backend: str, descriptor: bytes, regions: Sequence[MemoryRegion | RemoteRegion]) -> bytes:
-    """`Endpoint` as bytes."""
+    """An `Endpoint` as bytes."""
     rows = tuple(_RegionRow(r.address, r.nbytes, str(r.device)) for r in regions)
     return msgspec.msgpack.encode(Endpoint(backend, descriptor, rows))
 
 
 def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegion, ...]]:
-    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` where it is not one of `backend`."""
+    """The descriptor and the regions of a peer's endpoint; raises `RemoteProtocolError` for another backend's, or for none."""
     try:
         endpoint = _ENDPOINT.decode(data)
         regions = tuple(RemoteRegion(r.address, r.nbytes, Device.parse(r.device)) for r in endpoint.regions)
     except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
         raise RemoteProtocolError(
-            f"endpoint: {len(data)} bytes that are no endpoint of backend {backend!r}: {error}"
+            f"endpoint: expected one of backend {backend!r}, found {len(data)} other bytes: {error}"
         ) from error
     if endpoint.backend != backend:
         raise RemoteProtocolError(f"endpoint: expected backend {backend!r}, found {endpoint.backend!r}")
@@ -58,14 +58,14 @@ def decode_endpoint(backend: str, data: bytes) -> tuple[bytes, tuple[RemoteRegio
 
 
 class RegionIndex:
-    """Which addresses lie in a set of regions: the check before anything is posted, and each copy's device."""
+    """Looks up addresses in a set of regions: the check before anything is posted, and the device of each copy."""
 
     def __init__(self, regions: Sequence[MemoryRegion | RemoteRegion]) -> None:
         ordered = sorted(regions, key=lambda r: r.address)
         self.regions = tuple(ordered)
         kinds = {region.device.kind for region in ordered}
         self.kind = kinds.pop() if len(kinds) == 1 else None
-        """The kind of device that all of them are on, if it is one."""
+        """The kind of device, if all regions are on the same kind."""
         columns = ([r.address for r in ordered], [r.address + r.nbytes for r in ordered], [r.device.index for r in ordered])
         self._native = _native.Regions(*(np.array(column, dtype=np.uint64) for column in columns))
 
@@ -90,18 +90,6 @@ class RegionIndex:
         if inside < len(addresses):
             raise self._outside(addresses, nbytes, inside, side)
         return rows
-
-    def place_blocks(
-        self, addresses: Addresses, nbytes: Addresses, *, block: int, per_list: int, firsts: Addresses
-    ) -> tuple[int, npt.NDArray[np.int32]] | None:
-        """Which of the blocks of `block` bytes each copy is, regions being cut into blocks from their starts on and `firsts[k]`
-        the number of the first of region `k`. None where a copy is no such block, or outside.
-
-        The highest list that they are in; and, 2 x copies, the list and the index there, lists being of `per_list` blocks.
-        """
-        places = np.empty((2, len(addresses)), dtype=np.int32)
-        highest = self._native.place_blocks(addresses, nbytes, block, per_list, firsts, places[0], places[1])
-        return (highest, places) if highest >= 0 else None
 
     def _outside(self, addresses: Addresses, nbytes: Addresses, first: int, side: str) -> NotRegistered:
         return NotRegistered(

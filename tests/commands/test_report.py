@@ -116,7 +116,9 @@ def test_the_row_has_cpu_time_and_the_speed_of_the_system_alone() -> None:
 @pytest.mark.parametrize(
     ("backend", "transport", "raw"),
     [
-        ("nixl", "shm (cma, inferred)", Raw.WRITEV),
+        ("cma", "shm", Raw.WRITEV),
+        ("auto", "cma: shm", Raw.WRITEV),
+        ("nixl", "shm (inferred)", Raw.WRITEV),
         ("nixl", "tcp (inferred)", Raw.SOCKET),
         ("mooncake", "tcp", Raw.SOCKET),
         ("nixl", "rdma", None),

@@ -90,7 +90,7 @@ def mechanism_of(about: Description) -> Raw | None:
     """The system mechanism below a rank's transport, if programs can use it without the engine."""
     if about.backend == "local" or about.device != "cpu":
         return None
-    if about.transport.startswith("shm"):
+    if about.transport.removeprefix("cma: ").startswith("shm"):  # the prefix is that of `auto`
         return Raw.WRITEV
     return Raw.SOCKET if about.transport.startswith("tcp") else None
 
