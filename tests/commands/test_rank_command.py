@@ -24,8 +24,8 @@ class Rank(subprocess.Popen[str]):
     """A rank as a process, which dumps its threads if it does not end."""
 
     def __init__(self, *arguments: str) -> None:
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
-        super().__init__([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
+        super().__init__([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=self.log, text=True)
 
     def ended(self) -> int:
         """Its exit status."""
@@ -34,12 +34,12 @@ class Rank(subprocess.Popen[str]):
         except subprocess.TimeoutExpired:
             self.send_signal(signal.SIGABRT)
             self.wait(60)
-            self.errors.seek(0)
-            pytest.fail(f"the rank did not end:\n{self.errors.read()}")
+            self.log.seek(0)
+            pytest.fail(f"the rank did not end:\n{self.log.read()}")
 
     def kill(self) -> None:
         super().kill()
-        self.errors.close()
+        self.log.close()
 
 
 @contextlib.contextmanager
