@@ -1,4 +1,4 @@
-"""A finding, and where probes look."""
+"""Findings about a host, and where probes look for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Level(enum.Enum):
-    """`ERROR`: something that was asked for, or that is installed, does not work."""
+    """How serious a finding is. `ERROR`: something that was requested, or that is installed, does not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,7 +21,7 @@ class Level(enum.Enum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What was found; unless all is well, what follows from it and the command that fixes it."""
+    """A cause; unless all is well, also its consequence and the command that fixes it."""
 
     topic: str
     level: Level
@@ -30,13 +30,13 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
     def __str__(self) -> str:
-        """All of it in one line: what an exception says."""
+        """All of it in one line, for an exception."""
         parts = [self.cause, self.consequence, f"to fix it: {self.fix}" if self.fix else ""]
         return "; ".join(part for part in parts if part)
 
 
 def ok(topic: str, cause: str) -> Finding:
-    """All is well."""
+    """A finding that all is well."""
     return Finding(topic, Level.OK, cause)
 
 
@@ -44,7 +44,7 @@ CAP_IPC_LOCK = 14
 
 
 def _memlock() -> int | None:
-    """The limit; a process with CAP_IPC_LOCK, such as root's, has none."""
+    """The limit in bytes, or `None`. A process with CAP_IPC_LOCK, such as root's, has no limit."""
     for line in Path("/proc/self/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
@@ -61,18 +61,18 @@ class Machine:
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    shm: Path = Path("/dev/shm")  # noqa: S108 (asked how large it is)
+    shm: Path = Path("/dev/shm")  # noqa: S108 (only its size is read)
     memlock: int | None = field(default_factory=_memlock)
 
     def read(self, path: str) -> str | None:
-        """A file's text, stripped; `None` where it cannot be read."""
+        """The text of a file, stripped; `None` if it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def entries(self, path: str) -> tuple[str, ...]:
-        """Names in a folder, sorted; none where there is no folder."""
+        """The names in a folder, sorted; empty if there is no folder."""
         try:
             return tuple(sorted(entry.name for entry in (self.root / path).iterdir()))
         except OSError:
@@ -80,12 +80,12 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """NVIDIA GPUs, by their bus addresses."""
+        """The bus addresses of NVIDIA GPUs."""
         return self.entries("proc/driver/nvidia/gpus")
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory that this machine has."""
+        """Bytes of memory of this host; `None` if unknown."""
         lines = (self.read("proc/meminfo") or "").splitlines()
         found = [line.split()[1] for line in lines if line.startswith("MemTotal:")]
         return int(found[0]) << 10 if found else None

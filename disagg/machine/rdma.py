@@ -1,6 +1,6 @@
-"""RDMA on this machine, as the kernel tells of it: devices, ports, addresses, and how much memory may be pinned.
+"""RDMA on this host, as the kernel reports it: devices, ports, addresses, and how much memory may be pinned.
 
-The doctor shows all of it; a backend that must use RDMA refuses to start with the same words.
+The doctor shows all findings. A backend that must use RDMA and cannot refuses to start with the same findings.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from disagg.machine.findings import Finding, Level, Machine, ok
 VERBS = "libibverbs1 ibverbs-providers rdma-core"
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 SMALL_MEMLOCK = 1 << 30
-"""No pool of a server fits into less."""
+"""The pools of a server need at least this many bytes."""
 
 
 def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) -> str | None:
-    """Why RDMA cannot be used here, in the words of `disagg doctor`; `None` where nothing speaks against it.
+    """Why RDMA cannot be used here, as the findings of `disagg doctor`; `None` if no finding is against it.
 
-    For a backend that was told `require="rdma"`: `devices` are the ones that it may use.
+    For a backend with `require="rdma"`: `devices` are the ones that it may use.
     """
     found = [f for f in rdma(machine or Machine(), devices=devices, required=True) if f.level is Level.ERROR]
     return " ".join(f"{finding}." for finding in found) or None
 
 
 def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False) -> Iterator[Finding]:
-    """Devices, their ports and addresses. What is missing is an error only where RDMA is required; a port that is down is
-    none where another one is up.
+    """Findings about devices, their ports and addresses. A missing one is an error only if RDMA is required. A port that is
+    down is an error only if no other port is up.
     """
     missing = Level.ERROR if required else Level.WARNING
     present = machine.rdma_devices
@@ -75,7 +75,7 @@ def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = Fals
 
 
 def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
-    """Whether one port is up and has an address."""
+    """A finding on whether one port is up and has an address."""
     base, what = f"sys/class/infiniband/{name}/ports/{port}", f"RDMA device {name} port {port}"
     state = machine.read(f"{base}/state") or "unknown"
     rate, link = machine.read(f"{base}/rate") or "?", machine.read(f"{base}/link_layer") or "?"
@@ -98,7 +98,7 @@ def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
 
 
 def memlock(machine: Machine, *, rdma: bool) -> Finding:
-    """How much memory may be pinned."""
+    """A finding on how much memory may be pinned."""
     if machine.memlock is None:
         return ok("memlock", "any amount of memory may be locked")
     found = f"at most {machine.memlock // 1024} KiB of memory may be locked (ulimit -l)"

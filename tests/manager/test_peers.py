@@ -245,7 +245,7 @@ def manager(**settings: Any) -> KVManager:
         ({"listen": "tcp://0.0.0.0:0", "insecure": True}, "is every interface, so advertise="),
         ({"listen": "ipc:///tmp/x"}, "expected tcp://host:port"),
         ({"listen": "127.0.0.1:7000"}, "expected tcp://host:port"),
-        ({"backend": "carrier-pigeon"}, "backend: expected 'auto' or one of local, mooncake, nixl"),
+        ({"backend": "carrier-pigeon"}, "backend: expected 'auto' or one of cma, local, mooncake, nixl"),
         ({"transport": "smoke"}, "transport: expected one of auto, rdma, tcp, shm, found 'smoke'"),
         ({"require": "auto"}, "require: expected 'rdma', 'tcp' or 'shm'"),
         ({"transport": "tcp", "require": "rdma"}, "require='rdma' contradicts transport='tcp'"),
