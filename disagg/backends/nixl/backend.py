@@ -127,9 +127,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     @staticmethod
     def staging_for(options: BackendOptions) -> StagingShape:
-        """Break-even with single pieces is at about 32 KiB over shared memory and 64 KiB over TCP. Smaller slots copy faster,
-        because they stay in a nearer cache, and need more messages.
-        """
+        """Break-even with single pieces is at about 32 KiB over shared memory and 64 KiB over TCP."""
         pack_below = (32 if options.stays_on_host else 64) << 10
         return StagingShape(pack_below=pack_below, slot_nbytes=2 << 20, num_slots=8)
 
