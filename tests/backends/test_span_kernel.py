@@ -178,5 +178,5 @@ def test_too_many_pieces_to_count_are_refused() -> None:
         np.ones(1, np.uint64), np.ones(1, np.uint64), (1, 1), (1, 1), ((2**16, 1, 1), (2**15, 1, 1)), 1, False, (1, 1), (1, 1)
     )
     batch = SpanBatch((shape,), (SpanRuns(0, None, np.array([[0, 0, 0, 0, 1]])),))
-    with pytest.raises(BackendError, match="at most 2147483647 pieces of a layer, found 2147483648"):
+    with pytest.raises(BackendError, match="at most 2147483647 pieces of a layer and tiles, found 2147483648 pieces"):
         launch_of(batch, tile=4096)
