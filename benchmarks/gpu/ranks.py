@@ -10,10 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology
@@ -254,7 +255,7 @@ def prefill(pipe: Connection) -> None:
             case "threshold" if rank is not None:
                 pipe.send(str(rank.manager.health().pack_below))
             case "stats" if rank is not None:
-                pipe.send(asdict(rank.manager.stats))
+                pipe.send(msgspec.structs.asdict(rank.manager.stats))
             case "close" if rank is not None:
                 rank.manager.close()
                 rank = None
