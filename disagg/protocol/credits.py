@@ -194,6 +194,8 @@ class Credits:
 
     def flush(self) -> None:
         """Send what has come together since the last call: one message for each request and peer, one credit for each ring."""
+        if not self._outbox:
+            return
         slots: dict[tuple[PeerRank, RequestKey, int], list[Filled]] = {}
         freed: dict[tuple[PeerRank, int], list[tuple[int, int]]] = {}
         for peer, message in self._outbox:

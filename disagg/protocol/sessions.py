@@ -125,7 +125,3 @@ class Sessions:
     def next_tick(self) -> float:
         """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
         return min(self._timers.next, self.sends.parked.next_expiry, self.credits.next_tick)
-
-    def flush(self) -> None:
-        """Send what was collected to leave together: filled slots and credits."""
-        self.credits.flush()

@@ -80,14 +80,10 @@ class Dispatch:
         self._requests = requests
         self._on_peers_changed = on_peers_changed
         self._warnings = RateLimitedLog(logger)
-        self._not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
+        self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
+        """Receives whose rows wait for their event."""
         self._ended: list[Event] = []
         self.num_refused_messages = self.num_rejected_hellos = 0
-
-    @property
-    def num_not_ready(self) -> int:
-        """Receives whose rows wait for their event."""
-        return len(self._not_ready)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -134,11 +130,11 @@ class Dispatch:
 
     def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
         """Reserve a session's rows once `ready` has passed."""
-        self._not_ready.append((session, ready))
+        self.not_ready.append((session, ready))
 
     def take_ready(self, now: float) -> None:
         """Reserve rows whose event has passed."""
-        waiting, self._not_ready = self._not_ready, []
+        waiting, self.not_ready = self.not_ready, []
         for session, ready in waiting:
             if session.error is not None:
                 continue
@@ -152,7 +148,7 @@ class Dispatch:
             if passed:
                 self._sessions.receives.ready(session, now)
             else:
-                self._not_ready.append((session, ready))
+                self.not_ready.append((session, ready))
 
     def _refuse(self, error: RemoteProtocolError) -> None:
         self.num_refused_messages += 1
@@ -166,11 +162,10 @@ class Dispatch:
         self._carry_out_sessions(now)
         for report in self._worker.run_small():
             self._transfers.take(report, now)
-        if self._early_completion.has_begun:
+        if self._early_completion.begun_copies:
             for peer, message in self._early_completion.announce_begun(now):
                 self.send(peer, message)
-        self._carry_out_sessions(now)
-        self._sessions.flush()
+        self._sessions.credits.flush()
         self._carry_out_sessions(now)
         self.channel.flush()
         self._transfers.count_settled()

@@ -42,15 +42,19 @@ class _Expected(NamedTuple):
 
 
 class EarlyCompletion:
-    """Both directions of one rank. The control thread owns it."""
+    """Both directions of one rank. The control thread owns it.
+
+    `begun_copies` are long copies that were not announced, because they are not the last of their requests yet. `announced` are
+    those whose end a receiver polls for, and `expected` the complete messages that this side polls for.
+    """
 
     def __init__(self, channel: Wire, peers: PeerTable, sends: Sends) -> None:
         self.channel = channel
         self._peers = peers
         self._sends = sends
-        self._begun: dict[Ticket, _native.Flag | _native.CudaEvent] = {}
-        self._announced: dict[Ticket, _Announced] = {}
-        self._expected: dict[tuple[PeerRank, RequestKey], _Expected] = {}
+        self.begun_copies: dict[Ticket, _native.Flag | _native.CudaEvent] = {}
+        self.announced: dict[Ticket, _Announced] = {}
+        self.expected: dict[tuple[PeerRank, RequestKey], _Expected] = {}
 
     # -- the sender's side -------------------------------------------------------------------------------------------
 
@@ -60,7 +64,7 @@ class EarlyCompletion:
             early = self._announce(ticket, completion, now)
             if early is not None:
                 return early
-            self._begun[ticket] = completion
+            self.begun_copies[ticket] = completion
         session = self._sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
         return CopyBegun(**ids(ticket.key), nonce=destination.reserved.nonce) if destination is not None else None
@@ -68,17 +72,17 @@ class EarlyCompletion:
     def announce_begun(self, now: float) -> list[Outgoing]:
         """Early complete messages for copies that have become the last of their requests since they began."""
         found: list[Outgoing] = []
-        for ticket, completion in list(self._begun.items()):
+        for ticket, completion in list(self.begun_copies.items()):
             early = self._announce(ticket, completion, now)
             if early is not None:
-                del self._begun[ticket]
+                del self.begun_copies[ticket]
                 found.append((ticket.peer, early))
         return found
 
     def settled(self, ticket: Ticket, *, error: str) -> bool:
         """A transfer has settled. Returns whether its receiver has seen that by itself."""
-        self._begun.pop(ticket, None)
-        announced = self._announced.pop(ticket, None)
+        self.begun_copies.pop(ticket, None)
+        announced = self.announced.pop(ticket, None)
         if announced is None or error:
             return False
         announced.signal.signal()
@@ -90,7 +94,7 @@ class EarlyCompletion:
         if page is None or (complete := self._sends.complete_early(ticket)) is None:
             return None
         signal, word = page.signal(completion)
-        self._announced[ticket] = _Announced(signal, now + SPIN_S)
+        self.announced[ticket] = _Announced(signal, now + SPIN_S)
         return EarlyComplete.of(complete, word)
 
     # -- the receiver's side -----------------------------------------------------------------------------------------
@@ -98,43 +102,31 @@ class EarlyCompletion:
     def expect(self, peer: PeerRank, message: EarlyComplete, page: CompletionPageView, now: float) -> None:
         """Poll for the word of an early complete message. Raises `RemoteProtocolError` if the page has no such word."""
         word = page.word(*message.word)
-        self._expected[peer, key_of(message)] = _Expected(message.complete(), word, now + 2 * SPIN_S)
+        self.expected[peer, key_of(message)] = _Expected(message.complete(), word, now + 2 * SPIN_S)
 
     def take(self, is_open: Iterable[tuple[str, RequestKey]]) -> list[tuple[PeerRank, Complete]]:
         """Complete messages whose word has been set. Those of requests that are not open any more are forgotten."""
         found: list[tuple[PeerRank, Complete]] = []
-        for (peer, key), (complete, word, _) in tuple(self._expected.items()):
+        for (peer, key), (complete, word, _) in tuple(self.expected.items()):
             is_set = word.is_set()
             if is_set or (peer.instance, key) not in is_open:
-                del self._expected[peer, key]
+                del self.expected[peer, key]
             if is_set:
                 found.append((peer, complete))
         return found
 
     def peer_lost(self, peer: PeerRank) -> None:
         """The words of a peer that is gone mean nothing any more."""
-        for found in [expected for expected in self._expected if expected[0] == peer]:
-            del self._expected[found]
+        for found in [expected for expected in self.expected if expected[0] == peer]:
+            del self.expected[found]
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    @property
-    def has_expected(self) -> bool:
-        return bool(self._expected)
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._begun)
-
-    def is_active(self) -> bool:
-        """Whether there is anything to poll."""
-        return bool(self._announced or self._expected)
-
     def is_spinning(self, now: float) -> bool:
         """Whether to poll without a sleep."""
-        return any(now < each.until for waiting in (self._announced, self._expected) for each in waiting.values())
+        return any(now < each.until for waiting in (self.announced, self.expected) for each in waiting.values())
 
     def completions(self) -> list[_native.Completion]:
         """What native code polls."""
-        found: list[_native.Completion] = [announced.signal for announced in self._announced.values()]
-        return found + [expected.word for expected in self._expected.values()]
+        found: list[_native.Completion] = [announced.signal for announced in self.announced.values()]
+        return found + [expected.word for expected in self.expected.values()]

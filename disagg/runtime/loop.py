@@ -36,24 +36,24 @@ Command = tuple[Callable[[float], None], Callable[[DisaggError], None] | None]
 
 
 class CommandQueue:
-    """Functions that other threads have the control thread run. Thread-safe. It exists before the loop, which drains it."""
+    """Functions that other threads have the control thread run. Thread-safe. It exists before the loop, which drains it.
+
+    `pending` has those that were not run yet.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._commands: deque[Command] = deque()
-
-    def __len__(self) -> int:
-        return len(self._commands)
+        self.pending: deque[Command] = deque()
 
     def put(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
-        self._commands.append((run, on_error))
+        self.pending.append((run, on_error))
         self._channel.wake()
 
     def run_all(self, now: float) -> None:
         """Run the commands that are there now."""
-        for _ in range(len(self._commands)):
-            run, on_error = self._commands.popleft()
+        for _ in range(len(self.pending)):
+            run, on_error = self.pending.popleft()
             try:
                 run(now)
             except DisaggError as error:
@@ -143,26 +143,27 @@ class Loop:
         """Take what has arrived, then commands, and carry out the effects; then judge timers."""
         work, arrived = self._take_arrived()
         now = time.monotonic()
-        if work or self._commands or self._worker.has_reports or (self._spin_s and self._worker.step()):
+        if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
-        elif not arrived and self._is_awake(now) and now < self._next_due() and not self._dispatch.num_not_ready:
+        elif not arrived and self._is_awake(now) and now < self._next_due() and not self._dispatch.not_ready:
             self._busy_poll()
             return
         self._commands.run_all(now)
-        if self._dispatch.num_not_ready:
+        if self._dispatch.not_ready:
             self._dispatch.take_ready(now)
         self._dispatch.carry_out(now)
         self._judge_timers(now)
-        if self._early_completion.is_active() and not (self._commands or self._worker.has_reports):
+        early = self._early_completion
+        if (early.announced or early.expected) and not (self._commands.pending or self._worker.has_reports):
             # At once: releasing the GIL first may take long. A message over TCP may be seen late by as much as this lasts.
             self._busy_poll()
 
     def _take_arrived(self) -> tuple[bool, bool]:
         """Take messages and early completions. Returns whether any was about a request, and whether there was any message."""
         arrived = False
-        work = self._early_completion.has_expected and self._dispatch.take_early_completions()
+        work = bool(self._early_completion.expected) and self._dispatch.take_early_completions()
         # Work that is there already is carried out first. The channel is polled in every second iteration at least.
-        pending = bool(work or self._commands or self._worker.has_reports)
+        pending = bool(work or self._commands.pending or self._worker.has_reports)
         self._skipped_channel = not self._skipped_channel and pending
         if not self._skipped_channel:
             idle_s = 0.0 if work else self._idle_s()
@@ -200,15 +201,18 @@ class Loop:
 
     def _is_awake(self, now: float) -> bool:
         """Whether to poll without a sleep."""
-        return now < self._awake_until or self._early_completion.is_spinning(now)
+        if now < self._awake_until:
+            return True
+        early = self._early_completion
+        return bool(early.announced or early.expected) and early.is_spinning(now)
 
     def _idle_s(self) -> float:
         """How long nothing is due, in seconds."""
         now = time.monotonic()
-        if self._commands or self._is_awake(now):
+        if self._commands.pending or self._is_awake(now):
             return 0.0
         idle_s = self._next_due() - now
-        return min(idle_s, READY_POLL_S) if self._dispatch.num_not_ready else idle_s
+        return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s
 
     def _next_due(self) -> float:
         """When the next timer is due. Computed before a wait only: an iteration that has work does without."""

@@ -87,12 +87,14 @@ class Runtime:
         """Open what must be closed again, and register memory with the engine."""
         self.memory = PoolMemory([region for component in components for region in component.regions])
         opened.callback(self.memory.close)
+        self.spin_s = self.memory.spin_s
+        """How long a thread polls without a sleep after the last activity, in seconds."""
         self.channel = Channel(
             settings.listen,
             keys=settings.keys,
             insecure=settings.insecure,
             allow=self.allowed_keys.__contains__,
-            polls=self.memory.spin_s > 0,
+            polls=self.spin_s > 0,
         )
         opened.callback(self.channel.close)
         backend, options = settings.backend, settings.options
@@ -141,7 +143,7 @@ class Runtime:
             self.backend,
             name=name,
             slots=self._slots,
-            caller_steps=self.memory.spin_s > 0,
+            caller_steps=self.spin_s > 0,
             on_reports=self.channel.wake,
             on_death=self._fail,
         )
@@ -254,11 +256,6 @@ class Runtime:
     # -- state, for any thread ---------------------------------------------------------------------------------------
 
     @property
-    def spin_s(self) -> float:
-        """How long a thread polls without a sleep after the last activity, in seconds."""
-        return self.memory.spin_s
-
-    @property
     def problem(self) -> str:
         """Why the manager has ended; empty while it works."""
         return self.loop.problem or ("the manager was closed" if self._closed else "")
@@ -278,9 +275,9 @@ class Runtime:
     def queue_depths(self) -> dict[str, int]:
         """Items that wait, by queue."""
         return {
-            "commands": len(self.commands),
+            "commands": len(self.commands.pending),
             "transfers": self.worker.depth,
-            "rows_not_ready": self.dispatch.num_not_ready,
+            "rows_not_ready": len(self.dispatch.not_ready),
             "parked_reserves": len(self.sessions.sends.parked),
             "early_transfers": self.transfers.num_unconnected,
             "sums": self.verification.depth,

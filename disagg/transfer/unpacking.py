@@ -22,37 +22,35 @@ class _Scattering:
 
 
 class Unpacker:
-    """Scatters slots in order. One thread at a time calls `step`; any may call the rest."""
+    """Scatters slots in order: they are `waiting` first, and `scattering` while a GPU works on them.
+
+    One thread at a time calls `step`; any may call the rest.
+    """
 
     def __init__(self, reports: deque[Report]) -> None:
         self._reports = reports
-        self._waiting: deque[Unpack] = deque()
-        self._scattering: deque[_Scattering] = deque()
+        self.waiting: deque[Unpack] = deque()
+        self.scattering: deque[_Scattering] = deque()
 
     def add(self, slots: Iterable[Unpack]) -> None:
         """Take slots that have arrived."""
-        self._waiting.extend(slots)
-
-    @property
-    def num_waiting(self) -> int:
-        """Slots that no step has begun to scatter."""
-        return len(self._waiting)
+        self.waiting.extend(slots)
 
     @property
     def nbytes_waiting(self) -> int:
-        """Bytes of the slots that no step has begun to scatter."""
-        return sum(unpack.nbytes for unpack in tuple(self._waiting))
+        """Bytes of the slots that wait."""
+        return sum(unpack.nbytes for unpack in tuple(self.waiting))
 
     @property
     def under_way(self) -> list[PendingWork]:
         """Scatters that have begun and not ended."""
-        return [scattering.work for scattering in tuple(self._scattering)]
+        return [scattering.work for scattering in tuple(self.scattering)]
 
     def step(self) -> int:
         """Begin to scatter up to `MAX_PER_STEP` slots and report those that are done. Returns how many changed."""
-        changed = min(len(self._waiting), MAX_PER_STEP)
+        changed = min(len(self.waiting), MAX_PER_STEP)
         for _ in range(changed):
-            unpack, started_at = self._waiting.popleft(), time.perf_counter()
+            unpack, started_at = self.waiting.popleft(), time.perf_counter()
             try:
                 work = scatter(unpack)
             except DisaggError as error:
@@ -61,15 +59,15 @@ class Unpacker:
             if work is None:
                 self._report(unpack, started_at)
             else:
-                self._scattering.append(_Scattering(unpack, work, started_at))
-        while self._scattering:
-            first, problem = self._scattering[0], ""
+                self.scattering.append(_Scattering(unpack, work, started_at))
+        while self.scattering:
+            first, problem = self.scattering[0], ""
             try:
                 if not first.work.query():
                     break
             except DisaggError as error:
                 problem = str(error)
-            self._scattering.popleft()
+            self.scattering.popleft()
             self._report(first.unpack, first.started_at, problem)
             changed += 1
         return changed

@@ -140,13 +140,13 @@ class TransferWorker:
 
     def _is_small(self) -> bool:
         """Whether there are new jobs or slots, and handling them takes little time."""
-        if not (self._new or self._unpacker.num_waiting):
+        if not (self._new or self._unpacker.waiting):
             return False
         return all(job.num_rows <= SMALL_NUM_ROWS for job in tuple(self._new)) and self._unpacker.nbytes_waiting <= SMALL_NBYTES
 
     def _has_work(self) -> bool:
-        waiting = self._new or self._waiting or self._active
-        return bool(waiting or self._unpacker.num_waiting or self._unpacker.under_way)
+        unpacker = self._unpacker
+        return bool(self._new or self._waiting or self._active or unpacker.waiting or unpacker.scattering)
 
     # -- the worker's thread -----------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class TransferWorker:
 
     def _is_under_way(self) -> bool:
         """Whether something has to be polled again soon."""
-        if self._waiting or self._unpacker.under_way:
+        if self._waiting or self._unpacker.scattering:
             return True
         return any(active.in_flight() and not active.is_unsettled for active in self._active)
 
