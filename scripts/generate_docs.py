@@ -23,7 +23,8 @@ if str(ROOT) not in sys.path:
 import msgspec  # noqa: E402
 
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
-from disagg.config import Config, Setting, is_list, is_table, names_of, settings  # noqa: E402
+from disagg.config import Config  # noqa: E402
+from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, Topology, new_request_id
-from disagg.config import Config, read_keys, settings
+from disagg.config import Config, read_keys
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair
+from disagg.settings import settings
 from disagg.state import paged
 
 FILE = """

@@ -15,7 +15,7 @@ import pytest
 from disagg.commands.cases.sides import Side
 from disagg.commands.rank.command import configure, prefill
 from disagg.commands.rank.rank import RankConfig
-from disagg.config import settings
+from disagg.settings import settings
 
 COMMAND = [sys.executable, "-X", "faulthandler", "-m", "disagg.commands"]
 

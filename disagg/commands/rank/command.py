@@ -17,7 +17,7 @@ import msgspec
 from disagg.commands.rank.rank import RankConfig
 from disagg.commands.rank.serve import serve_together
 from disagg.commands.shell.errors import one_sentence
-from disagg.config import Setting, is_list, is_table, settings
+from disagg.settings import Setting, is_list, is_table, settings
 
 END_S = 10.0
 """How long a rank may take to close after its standard input ended."""

@@ -16,7 +16,7 @@ from disagg.commands.cases.content import Content
 from disagg.commands.cases.instructions import Description
 from disagg.commands.cases.memory import memory_on
 from disagg.commands.cases.sides import Side
-from disagg.config import Config, says
+from disagg.config import Config
 from disagg.core.address import is_loopback, parse_address
 from disagg.core.errors import ConfigError
 from disagg.core.memory import Device
@@ -24,6 +24,7 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId, encode_placements
 from disagg.models import load_model
 from disagg.models.pools import allocate
+from disagg.settings import meaning
 
 ENGINE_PACKAGES = {
     "nixl": ("nixl", "nixl-cu13"),
@@ -39,28 +40,28 @@ ENGINE_PACKAGES = {
 class RankConfig(Config, frozen=True, kw_only=True):
     """An operator's settings of one rank with its own pools. Raises `ConfigError` for invalid ones."""
 
-    name: Annotated[str, says("The instance's name, the same on all its ranks; default: its role.")] = ""
-    role: Annotated[str, says("The role of the rank: prefill or decode.")]
-    model: Annotated[str, says("A preset, or the path of a config.json.")]
-    side: Annotated[Side, says("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
-    rank: Annotated[int, msgspec.Meta(ge=0), says("The number of this rank in its instance.")] = 0
-    num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, says("Keep only the model's first layers.")] = (
+    name: Annotated[str, meaning("The instance's name, the same on all its ranks; default: its role.")] = ""
+    role: Annotated[str, meaning("The role of the rank: prefill or decode.")]
+    model: Annotated[str, meaning("A preset, or the path of a config.json.")]
+    side: Annotated[Side, meaning("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
+    rank: Annotated[int, msgspec.Meta(ge=0), meaning("The number of this rank in its instance.")] = 0
+    num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, meaning("Keep only the model's first layers.")] = (
         msgspec.field(default=None, name="layers")
     )
-    num_pages: Annotated[int, msgspec.Meta(ge=1), says("Pages of the pools.")] = msgspec.field(default=256, name="pages")
-    num_slots: Annotated[int, msgspec.Meta(ge=1), says("Slots of the pools of recurrent state, and rings.")] = msgspec.field(
+    num_pages: Annotated[int, msgspec.Meta(ge=1), meaning("Pages of the pools.")] = msgspec.field(default=256, name="pages")
+    num_slots: Annotated[int, msgspec.Meta(ge=1), meaning("Slots of the pools of recurrent state, and rings.")] = msgspec.field(
         default=8, name="slots"
     )
     rows: Annotated[
         Mapping[str, Annotated[int, msgspec.Meta(ge=1)]],
-        says("Pages or slots of single components; overrides --pages and --slots.", metavar="COMPONENT=N"),
+        meaning("Pages or slots of single components; overrides --pages and --slots.", metavar="COMPONENT=N"),
     ] = msgspec.field(default_factory=dict)
     device: Annotated[
         str,
         msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$"),
-        says("Device of the pools: cpu, cuda or cuda:N.", metavar="DEVICE"),
+        meaning("Device of the pools: cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "cpu"
-    driver: Annotated[str | None, says("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
+    driver: Annotated[str | None, meaning("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "name", self.name or self.role)

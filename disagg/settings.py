@@ -1,0 +1,181 @@
+"""How a setting is declared and read: from keywords, a TOML file, environment variables, or a command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+
+PREFIX = "DISAGG_"
+OTHER_VARIABLES = ("DISAGG_NVLINK_BLOCKS",)
+"""Variables with the prefix that are not settings of a rank: an engine reads them itself."""
+
+
+def meaning(text: str, **extra: Any) -> msgspec.Meta:
+    """Describe a setting. `flag` and `metavar` name its option if they do not follow from the key; `parse` reads text."""
+    return msgspec.Meta(description=text, extra=extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting. `key` is its name in files and keywords of `Config.load`, `field` the attribute, and `kind` its type, with
+    `None` if it may be absent.
+    """
+
+    key: str
+    field: str
+    kind: Any
+    description: str
+    extra: Mapping[str, Any]
+    default: Any
+    required: bool
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.key.upper()
+
+    @property
+    def flag(self) -> str:
+        """Its option."""
+        return str(self.extra.get("flag") or "--" + self.key.replace("_", "-"))
+
+    @property
+    def base(self) -> Any:
+        """Its type without annotations and without `None`."""
+        return _base(self.kind)
+
+
+def settings(kind: type[msgspec.Struct]) -> tuple[Setting, ...]:
+    """The settings of a class of configurations, in the order of their declaration."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = []
+    for each in msgspec.structs.fields(kind):
+        metas = [meta for meta in _metas(hints[each.name]) if meta.description is not None]
+        default = each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory()
+        text, extra = (metas[0].description or "", metas[0].extra or {}) if metas else ("", {})
+        found.append(Setting(each.encode_name, each.name, hints[each.name], text, extra, default, each.required))
+    return tuple(found)
+
+
+def _metas(hint: Any) -> tuple[msgspec.Meta, ...]:
+    return tuple(meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta))
+
+
+def _base(hint: Any) -> Any:
+    while True:
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if typing.get_origin(hint) is Annotated or (type(None) in typing.get_args(hint) and len(options) == 1):
+            hint = options[0]
+        else:
+            return hint
+
+
+def names_of(base: Any) -> tuple[str, ...] | None:
+    """The keys of a table of numbers such as `limits`, or `None` for other types."""
+    return tuple(field.name for field in dataclasses.fields(base)) if dataclasses.is_dataclass(base) else None
+
+
+def is_table(setting: Setting) -> bool:
+    """Whether it has names and values, which are written `NAME=VALUE` in text."""
+    return "parse" not in setting.extra and (
+        typing.get_origin(setting.base) is Mapping or dataclasses.is_dataclass(setting.base)
+    )
+
+
+def is_list(setting: Setting) -> bool:
+    """Whether it has several values."""
+    return typing.get_origin(setting.base) is tuple
+
+
+class _Source(NamedTuple):
+    """Values by key, and whether they are text."""
+
+    where: str
+    values: Mapping[str, Any]
+    text: bool = False
+
+    def named(self, key: str) -> str:
+        return self.where + key.upper() if self.where.endswith(PREFIX) else self.where
+
+
+def sources(
+    file: Path | str | None,
+    environ: Mapping[str, str],
+    texts: Mapping[str, str | Sequence[str]],
+    keywords: Mapping[str, Any],
+) -> tuple[_Source, ...]:
+    ours = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name not in OTHER_VARIABLES and value
+    }
+    return (
+        _Source(f"file {file}", {} if file is None else _read(Path(file))),
+        _Source(f"environment variable {PREFIX}", ours, text=True),
+        _Source("command line", texts, text=True),
+        _Source("keyword", keywords),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: {error}") from error
+
+
+def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) -> Any:
+    """A value converted to its type. Raises `ConfigError` with the key, what was expected and found, and where."""
+
+    def wrong(expected: str, found: Any = value) -> ConfigError:
+        return ConfigError(f"config: key {setting.key!r}: expected {expected}, found {found!r} ({where})")
+
+    parse = setting.extra.get("parse")
+    if parse is not None:
+        value = parse(value) if isinstance(value, str) else value
+    elif text:
+        value = _from_text(setting, value, wrong)
+    names = names_of(setting.base)
+    if names is not None and isinstance(value, Mapping):
+        unknown = sorted(value.keys() - set(names))
+        if unknown:
+            raise wrong(f"names of {', '.join(names)}", unknown[0])
+    try:
+        return msgspec.convert(value, setting.kind, strict=not text)
+    except msgspec.ValidationError as error:
+        said = str(error).partition(" - at ")[0]
+        if not said.startswith(("Expected", "Invalid")):  # the object's own message about its values
+            raise ConfigError(f"config: key {setting.key!r}: {said} ({where})") from None
+        raise wrong(expected_of(setting, error)) from None
+
+
+def _from_text(setting: Setting, value: str | Sequence[str], wrong: Any) -> Any:
+    """A list or table from text: parts between commas, or one text for each."""
+    if not (is_list(setting) or is_table(setting)):
+        return value
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    if is_list(setting):
+        return parts
+    pairs = [part.partition("=") for part in parts]
+    if not all(name and equals and content for name, equals, content in pairs) or len({p[0] for p in pairs}) < len(pairs):
+        raise wrong("NAME=VALUE, each name once")
+    return {name: content for name, _, content in pairs}
+
+
+def expected_of(setting: Setting, error: msgspec.ValidationError | None = None) -> str:
+    """A description of the expected value."""
+    if typing.get_origin(setting.base) is Literal:
+        return "one of " + ", ".join(typing.get_args(setting.base))
+    said, _, place = str(error or "").partition(" - at ")
+    if not said.startswith("Expected "):
+        return getattr(setting.base, "__name__", str(setting.base))
+    said = said.removeprefix("Expected ").partition(", got")[0].replace("`", "").replace(" | null", "")
+    return said + (" as every value" if place.strip("`$") else "")
