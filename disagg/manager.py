@@ -81,7 +81,7 @@ class KVManager:
         self.name, self.topology = name, topology
         self._verify = _check_verify(verify)
         if leader is None and topology.rank != 0:
-            raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} must be told the address of rank 0")
+            raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} needs the address of rank 0")
         settings = RuntimeSettings(
             name=name,
             topology=topology,
@@ -102,8 +102,12 @@ class KVManager:
         self._lock = threading.Lock()
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
-        self.metrics_url = None if metrics_port is None else self._serve_metrics(metrics_host, metrics_port)
-        runtime.start()
+        try:
+            self.metrics_url = None if metrics_port is None else self._serve_metrics(metrics_host, metrics_port)
+            runtime.start()
+        except BaseException:
+            runtime.abandon()
+            raise
         logger.info(
             "%s: listening at %s, backend %s over %s, components %s%s",
             runtime.handshake.me, self.address, self.backend.name, self.backend.transport, ", ".join(c.name for c in
@@ -289,11 +293,7 @@ class KVManager:
 
     def _serve_metrics(self, host: str, port: int) -> str:
         metrics = self._runtime.requests.metrics = Metrics(lambda: snapshot_of(self._runtime))
-        try:
-            server = MetricsServer(metrics, host=host, port=port)
-        except ConfigError:
-            self._runtime.abandon()
-            raise
+        server = MetricsServer(metrics, host=host, port=port)
         self._runtime.add_on_close(server.close)
         return server.url
 
@@ -304,7 +304,9 @@ def _options(
     """The engine's options."""
     host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
     if is_wildcard(host):
-        raise ConfigError(f"listen: {listen!r} is every interface, so advertise=tcp://host:port must say where peers reach it")
+        raise ConfigError(
+            f"listen: {listen!r} is every interface; set advertise=tcp://host:port to an address that peers can reach"
+        )
     return BackendOptions(
         host=host,
         transport=_transport(transport, "transport"),

@@ -7,7 +7,7 @@ bytes give a message or `RemoteProtocolError`, within bounds on size and nesting
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ Verify = Literal["off", "sample", "full"]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True, omit_defaults=True):
-    """Base of all messages; the tag is the class's name in lower case. A field at its default is left out."""
+    """Base of all messages. A field at its default is left out."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -125,19 +125,19 @@ class SlotRow(msgspec.Struct, frozen=True, tag="slot", tag_field="kind"):
 
 
 class RequestMessage(Message, frozen=True, kw_only=True):
-    """Base of the messages about one attempt of one request."""
+    """Base of the messages about one attempt of one request. `nonce` is that of its reserve."""
 
     request_id: RequestId
     attempt: Small
+    nonce: Nonce
 
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request.
 
-    `verify` says of how much the writer sends checksums.
+    `verify`: which pages the writer sends checksums of.
     """
 
-    nonce: Nonce
     source_group: Small
     destination_group: Small
     rows: Named[PagesRow | SlotRow]
@@ -202,14 +202,11 @@ class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
 class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True):
     """Slots of the receiver's ring that hold bytes of this attempt. Each is sent again until its credit comes."""
 
-    nonce: Nonce
     slots: Many[Filled]
 
 
 class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
     """A long copy has begun. The receiver may want to be awake when it ends; nothing follows from it otherwise."""
-
-    nonce: Nonce
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
@@ -217,7 +214,6 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     many of its bytes went through the receiver's ring; `sums` are the checksums that the reserve asked for.
     """
 
-    nonce: Nonce
     written: Many[Written] = ()
     payload: Payload = b""
     packed: Many[tuple[Small, Tokens]] = ()
@@ -227,7 +223,6 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
 class EarlyComplete(RequestMessage, frozen=True, tag="early_complete", kw_only=True):
     """A `Complete` that counts once word `word[0]` of the writer's completion page has the value `word[1]`."""
 
-    nonce: Nonce
     word: tuple[Small, Nonce]
     written: Many[Written] = ()
     payload: Payload = b""
@@ -261,7 +256,6 @@ class EarlyComplete(RequestMessage, frozen=True, tag="early_complete", kw_only=T
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
     """Either side ends the attempt, with its first cause. The writer answers with `Drained`, or sends it later."""
 
-    nonce: Nonce
     reason: Reason
     from_writer: bool = False
 
@@ -269,14 +263,12 @@ class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
 class Drained(RequestMessage, frozen=True, tag="drained", kw_only=True):
     """The writer's proof that no write of this attempt can land any more, and why it ended the attempt."""
 
-    nonce: Nonce
     reason: Reason = ""
 
 
 class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
     """The receiver's verdict for its rank."""
 
-    nonce: Nonce
     ok: bool
     reason: Reason = ""
 
@@ -320,6 +312,15 @@ AnyMessage = (
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+MESSAGE_TYPES = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyMessage))
+"""The tags of all messages."""
+
+
+def message_type(message: Message) -> str:
+    """The tag of a message."""
+    return str(message.__struct_config__.tag)
 
 
 def encode(message: Message) -> bytes:

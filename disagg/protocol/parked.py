@@ -25,9 +25,7 @@ def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
 
 
 class Parked:
-    """Reserves whose `sender` has not been opened yet, and aborts that came even before their reserve; bounded, by number
-    and by bytes, for each instance that they come from.
-    """
+    """Reserves without a sender yet, and aborts that overtook their reserve; bounded in number and bytes per instance."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -43,7 +41,7 @@ class Parked:
         return self._messages.get(key, {}).get(peer)
 
     def put(self, peer: PeerRank, key: RequestKey, message: Reserve | Abort, now: float) -> bool:
-        """Whether there was room for it."""
+        """Park a message. Returns whether there was room."""
         whose, nbytes = peer.instance, _nbytes(message)
         if self._count[whose] >= self._limits.max_parked_reserves:
             return False
@@ -68,7 +66,7 @@ class Parked:
         return (Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=retry_after_s),)
 
     def take(self, key: RequestKey) -> list[tuple[PeerRank, Reserve | Abort]]:
-        """Everything parked for a request, which is parked no longer."""
+        """Take everything that is parked for a request."""
         found = list(self._messages.get(key, {}).items())
         for peer, _ in found:
             self.drop(peer, key)
@@ -98,6 +96,6 @@ class Parked:
 
 
 def _nbytes(message: Reserve | Abort) -> int:
-    """What a parked message takes, about: ids are nearly all of a large one."""
+    """The approximate size of a parked message; page ids dominate."""
     rows = message.rows.values() if isinstance(message, Reserve) else ()
     return 512 + sum(len(row.ids) for row in rows if isinstance(row, PagesRow))

@@ -1,9 +1,9 @@
-"""Who is there: configured peer instances, their ranks, handshakes, liveness. No I/O and no clock, like `session`.
+"""The peer table: configured instances, their ranks, handshakes and liveness. No I/O and no clock.
 
-Every rank dials every rank of a peer instance on a connection of its own, says `hello`, and is answered `welcome`,
-`busy` or `reject` on the same connection; all other messages to that rank follow on it. What comes in on a connection
-counts only after an accepted hello. The leader of an instance (group rank 0 unless configured) names the others. A rank
-that restarts has another epoch: its old connection generation is dead for good.
+Every rank connects to every rank of a peer instance and sends `hello`. The answer is `welcome`, `busy` or `reject` on the same
+connection, which then carries all other messages to that rank. Messages from a peer count only after its hello was accepted. A
+leader's welcome names the other ranks of its instance. A restarted rank has a new epoch; connections of the old epoch stay
+closed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.types import NEVER, PeerRank
 
-REDIAL_AFTER = 4
-"""Hellos without any answer, before the connection is opened anew."""
+RECONNECT_AFTER = 4
+"""Unanswered hellos before the connection is reopened."""
 HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
-"""Judges a configured peer's hello and answers it; raises `DisaggError` to reject it."""
+"""Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it."""
 WelcomeValidator = Callable[[Welcome], int]
-"""Judges a peer's welcome and gives its number of ranks; raises `DisaggError` to refuse the peer."""
+"""Validates a welcome and returns the peer's number of ranks. Raises `DisaggError` to refuse it."""
 
 
 class PeerTable:
@@ -267,7 +267,7 @@ class PeerTable:
         instance.members = members
 
     def tick(self, now: float) -> None:
-        """Send hellos and heartbeats, and judge silence. Call it after everything that has arrived was handed in."""
+        """Send hellos and heartbeats, and drop silent peers. Call it after all arrived messages were taken."""
         for link in list(self._links()):
             if link.state is ConnectionState.GREETING and now >= link.hello_at:
                 self._greet(link, now)
@@ -323,7 +323,7 @@ class PeerTable:
         limits = self._limits
         link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
         link.hello_at = now + link.hello_retry_s
-        if link.unanswered >= REDIAL_AFTER:
+        if link.unanswered >= RECONNECT_AFTER:
             # ZeroMQ does not retry a connection that was refused, for instance because its key was not known there yet.
             link.unanswered = 0
             link.dial = next(self._dials)

@@ -66,11 +66,11 @@ class Coverage:
         self.need = need
         self._layers = layers
         self._missing: list[TokenRange] = [need] if layers and need[0] < need[1] else []
-        """Of every layer; until layers are accounted for one by one."""
+        """Missing ranges of every layer, until layers are tracked one by one."""
         self._by_layer: dict[int, list[TokenRange]] | None = None
 
     def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
-        """Account for `[start, stop)` in `layers`; what is not awaited, or no range, is ignored."""
+        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored."""
         if start >= stop:
             return
         if self._by_layer is None:
@@ -113,7 +113,7 @@ def _take_away(left: list[TokenRange], start: int, stop: int) -> None:
 
 
 class WriterState(enum.Enum):
-    """Of one writer, as the receiver sees it."""
+    """The state of one writer, as the receiver knows it."""
 
     RESERVED = "reserved"
     COMPLETE = "complete"

@@ -12,8 +12,11 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
+    CopyBegun,
     Drained,
+    EarlyComplete,
     Outcome,
+    RequestMessage,
     Reserve,
     SlotsFilled,
     TokenRange,
@@ -77,9 +80,7 @@ class Receives:
     ) -> ReceiveSession:
         """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
 
-        With `verify` it succeeds only after `verified`.
-
-        Raises `LocalProtocolError` where this attempt was opened before.
+        With `verify` it succeeds only after `verified`. Raises `LocalProtocolError` if this attempt was opened before.
         """
         if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
             raise LocalProtocolError(
@@ -99,7 +100,7 @@ class Receives:
         return session
 
     def ready(self, session: ReceiveSession, now: float) -> None:
-        """The rows may be written: reserve them."""
+        """The rows may be written now: reserve them."""
         if not self._step(session, ReceiveStep.READY):
             return
         for writer, at in session.writers.items():
@@ -122,7 +123,7 @@ class Receives:
         self._effects.append(SendMessage(peer, writer.reserve))
 
     def abort(self, session: ReceiveSession, error: DisaggError, now: float) -> None:
-        """End the request with `error`; once ended, nothing changes."""
+        """End the request with `error`. Does nothing once it has ended."""
         if not self._step(session, ReceiveStep.FAILURE):
             return
         session.error = error
@@ -146,7 +147,7 @@ class Receives:
         return Abort(**ids(session.key), nonce=session.nonce, reason=brief(session.error))
 
     def _judge(self, session: ReceiveSession) -> None:
-        """Success, once every writer is complete; or, where that is wanted, the rows are verified first."""
+        """Succeed once every writer is complete. With `verify`, verify the rows first."""
         for writer in session.writers.values():
             if writer.state is not WriterState.COMPLETE:
                 return
@@ -160,7 +161,7 @@ class Receives:
             self._effects.append(start)
 
     def verified(self, peer: str, key: RequestKey, now: float, *, error: DisaggError | None) -> None:
-        """The rows of a request hold what was sent; or not, and where."""
+        """Verification has finished: successful, or failed with `error`."""
         session = self.sessions[peer, key]
         session.local_work -= 1
         if error is not None:
@@ -177,7 +178,7 @@ class Receives:
         self._report(session, ok=True)
 
     def _settle(self, session: ReceiveSession) -> None:
-        """The end of a failed request, once every writer is quiet and nothing here uses its rows."""
+        """End a failed request once every writer is quiet and no local work uses its rows."""
         quiet = not session.local_work and all(writer.state.quiet for writer in session.writers.values())
         if quiet and self._step(session, ReceiveStep.QUIET):
             self._end(session, ok=False)
@@ -211,7 +212,7 @@ class Receives:
         self._conclude(session, peer, writer, now)
 
     def _conclude(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
-        """A writer is complete once its last word has come and everything is unpacked."""
+        """A writer is complete once its `Complete` has come and everything is unpacked."""
         if session.state is not ReceiveState.OPEN or not writer.has_everything:
             return
         writer.state = WriterState.COMPLETE
@@ -223,9 +224,7 @@ class Receives:
         self._judge(session)
 
     def begin_unpack(self, peer: PeerRank, message: SlotsFilled) -> ReceiveSession | None:
-        """The session whose rows a filled slot is to be unpacked into, if it still waits for that; its rows are then kept
-        until `end_unpack`.
-        """
+        """The session to unpack a slot into, or `None` if it no longer needs it. Its rows stay leased until `end_unpack`."""
         session = self._receive_of(peer, message)
         if session is None or session.state is not ReceiveState.OPEN or session.writers.get(peer) is None:
             return None
@@ -235,7 +234,7 @@ class Receives:
     def end_unpack(
         self, session: ReceiveSession, peer: PeerRank, *, chunk: int, nbytes: int, now: float, error: str = ""
     ) -> None:
-        """A slot has been unpacked into the rows of `session`; or could not be, and why."""
+        """A slot was unpacked into the session's rows, or failed with `error`."""
         session.local_work -= 1
         writer = session.writers[peer]
         writer.unpacked[chunk] = writer.unpacked.get(chunk, 0) + nbytes
@@ -271,12 +270,18 @@ class Receives:
             writer.retry_at = now + min(max(message.retry_after_s, 0.001), self._limits.max_retry_s)
             self._timers.arm(session)
 
-    def _receive_of(self, peer: PeerRank, message: SlotsFilled | Complete | Abort | Drained) -> ReceiveSession | None:
+    def answer_unknown(self, peer: PeerRank, message: SlotsFilled | CopyBegun | EarlyComplete) -> None:
+        """Answer a message about an attempt that is unknown or has ended, so that its writer does not wait for a deadline."""
+        session = self._receive_of(peer, message)
+        if session is None or peer not in session.writers:
+            self._answer_ended(peer, message)
+
+    def _receive_of(self, peer: PeerRank, message: RequestMessage) -> ReceiveSession | None:
         session = self.sessions.get((peer.instance, key_of(message)))
         return session if session is not None and session.nonce == message.nonce else None
 
-    def _answer_ended(self, peer: PeerRank, message: Complete | Abort | Drained) -> None:
-        """Say again how an attempt ended, to a writer that did not hear it."""
+    def _answer_ended(self, peer: PeerRank, message: RequestMessage) -> None:
+        """Resend the outcome of an ended attempt."""
         tombstone = self._ended.get(peer.instance, key_of(message))
         if tombstone is not None and tombstone.outcome is not None and tombstone.nonce == message.nonce:
             self._effects.append(SendMessage(peer, tombstone.outcome))
@@ -287,7 +292,7 @@ class Receives:
             )
 
     def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
-        """Its requests end; rows that it may still write stay with their leases until `peer_quiet`."""
+        """Its requests end. Rows that it may still write stay leased until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet:
@@ -298,7 +303,7 @@ class Receives:
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
 
     def peer_back(self, peer: PeerRank, now: float) -> None:
-        """The same process of a lost peer is reached again: ask it to prove what it has stopped."""
+        """A lost peer's process is connected again: resend the abort, to get its proof."""
         for session in self.sessions.values():
             writer = session.writers.get(peer)
             if writer is not None and writer.state is WriterState.LOST:
@@ -306,7 +311,7 @@ class Receives:
                 self._send_abort(session, peer, writer, now)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """It is proved that nothing of the peer that was lost at that epoch can land any more."""
+        """A peer lost at that epoch is proved quiet: nothing of it can land any more."""
         for session in list(self.sessions.values()):
             writer = session.writers.get(peer)
             if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
@@ -314,7 +319,7 @@ class Receives:
                 self._settle(session)
 
     def tick(self, session: ReceiveSession, now: float) -> None:
-        """Judge the deadlines of one session, and say again what was not answered."""
+        """Enforce the deadlines of a session, and resend unanswered messages."""
         if now >= session.deadline:
             self.abort(session, RequestTimeout(session.late_reason()), now)
         if now >= session.drain_deadline:

@@ -233,7 +233,7 @@ class Sends:
                 self._settle(session)
 
     def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
-        """Nothing is in flight any more to the peer that was lost at that epoch: that is proved."""
+        """A peer lost at that epoch is proved quiet: nothing is in flight to it."""
         for session in list(self.sessions.values()):
             destination = session.destinations.get(peer)
             if destination is not None and destination.state is SendState.LOST and destination.lost_at == epoch:
@@ -242,7 +242,7 @@ class Sends:
                 self._settle(session)
 
     def tick(self, session: SendSession, now: float) -> None:
-        """Judge the deadline of one session, and resend what was not answered."""
+        """Enforce the deadline of a session, and resend unanswered messages."""
         if now >= session.deadline and not session.reported:
             self.abort(session, RequestTimeout(session.late_reason()), now)
         for peer, destination in session.destinations.items():

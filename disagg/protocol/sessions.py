@@ -20,8 +20,10 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
+    CopyBegun,
     Credit,
     Drained,
+    EarlyComplete,
     Filled,
     Outcome,
     RequestMessage,
@@ -63,9 +65,12 @@ class Sessions:
             case Reserve():
                 self.sends.on_reserve(peer, message, now)
             case SlotsFilled():
+                self.receives.answer_unknown(peer, message)
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
                 for filled in message.slots:
                     self.credits.on_filled(peer, filled, begin)
+            case CopyBegun() | EarlyComplete():
+                self.receives.answer_unknown(peer, message)
             case Complete():
                 self.receives.on_complete(peer, message, now)
             case Abort(from_writer=True):
@@ -111,7 +116,7 @@ class Sessions:
         self.credits.peer_quiet(peer, epoch, renewed=renewed)
 
     def tick(self, now: float) -> None:
-        """Retry and judge deadlines. Call it after everything that has arrived was handed in: what arrived counts."""
+        """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""
         while (session := self._timers.pop(now)) is not None:
             if isinstance(session, ReceiveSession):
                 self.receives.tick(session, now)

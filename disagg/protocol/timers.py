@@ -14,11 +14,11 @@ from disagg.protocol.messages import Outcome
 from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey
 
 MIN_STALE = 64
-"""Timers of ended sessions that may lie around before they are swept."""
+"""Stale heap entries kept before they are swept."""
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is left of an ended attempt: enough to answer whoever asks again."""
+    """What is kept of an ended attempt, to answer resent messages."""
 
     nonce: int | None
     outcome: Outcome | None = None
@@ -33,7 +33,7 @@ class Tombstones:
         self._by_instance: dict[str, OrderedDict[Hashable, Tombstone]] = {}
 
     def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
-        """Remember how an attempt of an instance, or of one of its ranks, has ended."""
+        """Record how an attempt of an instance, or of one of its ranks, has ended."""
         found = self._by_instance.setdefault(_instance(peer), OrderedDict())
         found[peer, key] = tombstone
         found.move_to_end((peer, key))
@@ -53,7 +53,7 @@ def _instance(peer: str | PeerRank) -> str:
 
 
 class Timed(Protocol):
-    """A session that time alone may change."""
+    """A session with a due time."""
 
     armed_at: float
 
@@ -62,7 +62,7 @@ class Timed(Protocol):
 
 
 class Timers:
-    """Sessions by the time they are next due; each is looked at once, however often its times change."""
+    """Sessions by due time; each is in the heap once per earliest time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timed]] = []
@@ -73,7 +73,7 @@ class Timers:
         return len(self._heap)
 
     def arm(self, session: Timed) -> None:
-        """Look at the session when it is next due."""
+        """Schedule the session at its due time."""
         due = session.due
         if due < session.armed_at:
             self._stale += session.armed_at < NEVER
@@ -81,7 +81,7 @@ class Timers:
             heapq.heappush(self._heap, (due, next(self._count), session))
 
     def disarm(self, session: Timed) -> None:
-        """Forget a session that has ended: its deadline may be far away, and nothing should wait for that in memory."""
+        """Unschedule an ended session, so that a far deadline does not keep it in memory."""
         if session.armed_at < NEVER:
             session.armed_at = NEVER
             self._stale += 1
@@ -91,7 +91,7 @@ class Timers:
             self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
-        """A session that is due, to be armed again; `None` when there is no more."""
+        """A session that is due, to be armed again, or `None`."""
         while self._heap and self._heap[0][0] <= now:
             due, _, session = heapq.heappop(self._heap)
             if due == session.armed_at:  # otherwise it has been armed for an earlier time since
@@ -106,13 +106,13 @@ class Timers:
 
 
 class Waiting(Protocol):
-    """A party whose answer is awaited."""
+    """State of a message that is resent until answered."""
 
     retry_at: float
     retry_s: float
 
 
 def back_off(waiting: Waiting, limits: Limits, now: float) -> None:
-    """The next retry: twice as far away each time."""
+    """Schedule the next retry. The delay doubles each time."""
     waiting.retry_s = min(waiting.retry_s * 2 or limits.retry_s, limits.max_retry_s)
     waiting.retry_at = now + waiting.retry_s

@@ -1,4 +1,4 @@
-"""What both sides of a request share: names of things, effects, time, and memory of what has ended."""
+"""Names, values and effects that both sides of a request share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol; seconds. Counts and bytes are for each peer instance: none takes another's share."""
+    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance."""
 
     max_parked_reserves: int = 16384
     max_parked_nbytes: int = 256 << 20
@@ -70,7 +70,7 @@ class Limits:
 class Chunk(msgspec.Struct, frozen=True):
     """Rows given to one `send`: their tokens (`None`: from each row list's first token on) and layers (`None`: all).
 
-    `ready` is passed through to whoever starts transfers: the rows may be read once it has passed.
+    `ready` is passed on in `StartTransfer`: the rows may be read once it has passed.
     """
 
     number: int
@@ -80,7 +80,7 @@ class Chunk(msgspec.Struct, frozen=True):
     ready: Any = None
 
     def written(self, component: str, need: TokenRange) -> Written | None:
-        """What this chunk contributes to `need` of a component; `None` where it holds nothing of it."""
+        """The part of `need` that this chunk holds, or `None`."""
         rows = self.rows.get(component)
         if rows is None:
             return None
@@ -93,9 +93,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class State(enum.Enum):
-    """What a table of states is looked up by: members are equal only to themselves, and their hash is that of an object, as
-    `enum` would have it computed in Python.
-    """
+    """A key of a transition table. Hashed by identity, because `enum` computes its hash in Python."""
 
     __hash__ = object.__hash__
 
@@ -195,5 +193,5 @@ def ids(key: RequestKey) -> dict[str, Any]:
 
 
 def brief(error: DisaggError | str | None) -> str:
-    """An error as the reason of a message: not longer than the wire allows, and UTF-8 whatever an engine said."""
+    """An error as the reason of a message: truncated to the limit of the wire, and valid UTF-8."""
     return str(error or "")[:4096].encode(errors="replace").decode()

@@ -58,7 +58,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Peer:
-    """A connection that this side opened, its lane where the peer is on this machine, and what leaves with the next `poll`."""
+    """A connection that this side opened, its local connection if the peer is on this machine, and the messages to send."""
 
     socket: zmq.Socket[bytes]
     local: LocalConnection | None = None
@@ -82,9 +82,10 @@ class Wire(Protocol):
 class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
-    `listen` is `tcp://host:port`; off loopback `keys` must be given, or `insecure=True`. `allow` says whether a public
-    key may connect, `looks` whether its thread will `linger`, and so sees what peers of this machine show. Raises
-    `ConfigError` where the address cannot be bound, naming it.
+    `listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may
+    connect. `polls`: the thread busy-polls, so peers pass their completion pages.
+
+    Raises `ConfigError` that names an address which cannot be bound.
     """
 
     def __init__(

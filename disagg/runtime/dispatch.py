@@ -1,4 +1,4 @@
-"""What arrives goes to the protocol, and its effects are carried out. Only the control thread calls this."""
+"""Passes arrivals to the protocol and carries out its effects. Only the control thread calls this."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ class Dispatch:
             is_open = (peer.instance, key) in self._sessions.receives.sessions
             if isinstance(message, EarlyComplete) and arrived.page is not None and is_open:
                 self._early_completion.expect(peer, message, arrived.page, now)
+            self._sessions.on_message(peer, message, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
             return  # the engine is not connected yet; the writer reports the slots again
         elif isinstance(message, RequestMessage | Busy | Credit):
@@ -218,6 +219,15 @@ class Dispatch:
                     lease.quarantine(reason)
                 case Event() as event:
                     self._ended.append(event)
+
+    def carry_out_leases(self) -> None:
+        """Carry out the effects on leases only: the control thread ends, but what was proved stays true."""
+        for effect in self._sessions.effects:
+            match effect:
+                case ReleaseLease(lease):
+                    lease.release()
+                case QuarantineLease(lease, reason):
+                    lease.quarantine(reason)
 
     def send(self, peer: PeerRank, message: Message) -> None:
         """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all

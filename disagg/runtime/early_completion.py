@@ -116,7 +116,7 @@ class EarlyCompletion:
         return found
 
     def peer_lost(self, peer: PeerRank) -> None:
-        """The words of a peer that is gone mean nothing any more."""
+        """Forget the words of a lost peer."""
         for found in [expected for expected in self.expected if expected[0] == peer]:
             del self.expected[found]
 

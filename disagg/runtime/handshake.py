@@ -116,7 +116,7 @@ class Handshake:
         )
 
     def accept_hello(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
-        """ReplyOn a hello; raises `DisaggError` with both values where something that must match does not."""
+        """Answer a hello. Raises `DisaggError` with both values if a field does not match."""
         me = self._identity
         self._check_model(hello)
         siblings = hello.instance == me.instance

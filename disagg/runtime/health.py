@@ -1,4 +1,4 @@
-"""The state of a manager at one moment: for the server, and for whoever scrapes its metrics."""
+"""The state of a manager at one moment, for the server and for metrics."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import struct
 from dataclasses import dataclass
 
 import zmq
-import zmq.auth.thread
-import zmq.utils.monitor
 import zmq.utils.z85
 
 from disagg.core.errors import ConfigError

@@ -28,18 +28,15 @@ JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
 """Maximum lateness of timers under load."""
 BUSY_POLL_S, ALL_COMPLETIONS_POLL_S = 10e-6, 200e-6
-"""One busy poll, if some of the work under way has to be asked, and if native code polls all of it."""
+"""Length of one busy poll: if Python must poll some of the work, and if native code polls all of it."""
 BUSY_POLLS = 8
-"""Busy polls of the work under way, for one of the control channel."""
+"""Busy polls between two polls of the control channel."""
 
 Command = tuple[Callable[[float], None], Callable[[DisaggError], None] | None]
 
 
 class CommandQueue:
-    """Functions that other threads have the control thread run. Thread-safe. It exists before the loop, which drains it.
-
-    `pending` has those that were not run yet.
-    """
+    """Functions for the control thread to run; `pending` were not run yet. Thread-safe."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -65,9 +62,9 @@ class CommandQueue:
 class Loop:
     """The control thread of one manager. `on_death` is called in it if it dies, or if the worker has died.
 
-    After the last activity it polls for `spin_s` without a sleep, and moves bytes as well: of two threads that are awake each
-    would wait for the other's turn at the GIL. `problem` says why it died. `over` is set before the requests fail, so that a
-    request opened later sees it.
+    After the last activity it polls for `spin_s` without a sleep, and advances transfers itself, because two awake threads
+    would contend for the GIL. `problem` says why it died. `over` is set before the requests fail, so that a request opened
+    later sees it.
     """
 
     def __init__(
@@ -117,13 +114,13 @@ class Loop:
         self._commands.put(last)
         self._thread.join(JOIN_TIMEOUT_S)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, thread: str, error: BaseException) -> None:
         """In another thread of the manager that has died: nothing settles without it, so the control thread ends too."""
 
         def die(_: float) -> None:
             raise error
 
-        self.problem = f"the transfer thread died: {type(error).__name__}: {error}"
+        self.problem = f"the {thread} thread died: {type(error).__name__}: {error}"
         self._commands.put(die)
 
     def _run(self) -> None:
@@ -135,12 +132,13 @@ class Loop:
             self.over = True
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
             logger.exception("%s: the control thread died", self._name)
-            self.over = True
             self.problem = self.problem or f"the control thread died: {type(error).__name__}: {error}"
+            self.over = True
+            self._dispatch.carry_out_leases()
             self._on_death(self.problem)
 
     def _iterate(self) -> None:
-        """Take what has arrived, then commands, and carry out the effects; then judge timers."""
+        """Take what has arrived, then commands, and carry out the effects; then run due timers."""
         work, arrived = self._take_arrived()
         now = time.monotonic()
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
@@ -152,7 +150,7 @@ class Loop:
         if self._dispatch.not_ready:
             self._dispatch.take_ready(now)
         self._dispatch.carry_out(now)
-        self._judge_timers(now)
+        self._run_timers(now)
         early = self._early_completion
         if (early.announced or early.expected) and not (self._commands.pending or self._worker.has_reports):
             # At once: releasing the GIL first may take long. A message over TCP may be seen late by as much as this lasts.
@@ -174,7 +172,7 @@ class Loop:
                 arrived = True
         return work, arrived
 
-    def _judge_timers(self, now: float) -> None:
+    def _run_timers(self, now: float) -> None:
         if now >= self._next_timer_check:
             self._next_timer_check = now + MAX_TIMER_LATENESS_S
             self._next_due()
@@ -207,7 +205,7 @@ class Loop:
         return bool(early.announced or early.expected) and early.is_spinning(now)
 
     def _idle_s(self) -> float:
-        """How long nothing is due, in seconds."""
+        """Seconds until the next timer."""
         now = time.monotonic()
         if self._commands.pending or self._is_awake(now):
             return 0.0

@@ -1,8 +1,7 @@
 """Prometheus metrics of one manager: a registry of its own, and an HTTP server for it.
 
-What has happened to requests is counted as it happens; everything else is read from the manager when someone scrapes, so
-that it costs nothing between scrapes. Every label is a configured peer's name or a word of an enumeration: nothing that a
-peer or a request says becomes a label.
+Requests are counted as they end; everything else is read at each scrape. Labels are names of configured peers or enumeration
+values, never text from a peer.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """One request that has ended: `cause` is empty where it went well."""
+    """An ended request. `cause` is empty if it succeeded."""
 
     direction: str
     peer: str
@@ -53,7 +52,7 @@ class Ended:
 
 
 Row = tuple[str, str, str | None, Mapping[str, float]]
-"""A family of metrics: its name, what it is, its one label if it has one, and its values by that."""
+"""A metric family: name, help text, optional label, and values by label."""
 
 
 class _Reader(Collector):
@@ -63,19 +62,19 @@ class _Reader(Collector):
         self._read = read
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is read when it is registered."""
+        """Describe no metrics, so that registration reads nothing."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         now = self._read()
         gauges: tuple[Row, ...] = (
-            ("healthy", "1 while the manager works; 0 for good once a thread of it has died.", None, {"": now.healthy}),
+            ("healthy", "1 while the manager works, 0 once a thread of it has died or it was closed.", None, {"": now.healthy}),
             ("peer_ready", "Whether every rank of a configured peer is ready.", "peer", now.peers_ready),
             ("peer_ranks_connected", "Ranks of a configured peer that are connected.", "peer", now.peer_ranks),
-            ("pack_below_bytes", "Below which size pieces travel packed; the largest of a peer's.", "peer", now.pack_below),
-            ("quarantined_rows", "Rows that nothing has proved quiet.", "reason", now.quarantined_rows),
+            ("pack_below_bytes", "Pieces below this size travel packed.", "peer", now.pack_below),
+            ("quarantined_rows", "Rows that are not proved quiet.", "reason", now.quarantined_rows),
             ("quarantined_requests", "Requests with such rows.", "reason", now.quarantined_requests),
-            ("queue_depth", "What waits inside the manager, in items.", "queue", now.queue_depths),
+            ("queue_depth", "Items that wait inside the manager.", "queue", now.queue_depths),
         )
         counters: tuple[Row, ...] = (
             ("peer_losses", "How often a rank of a configured peer was lost.", "peer", now.peer_losses),
@@ -84,7 +83,7 @@ class _Reader(Collector):
             ("phase_seconds", "Time in each phase of this side's transfers.", "phase", now.phase_seconds),
             ("transfers", "Transfers that have settled.", None, {"": now.transfers}),
             ("transfer_failures", "Transfers that have failed.", None, {"": now.transfer_failures}),
-            ("pieces", "Pieces that the engine was given.", None, {"": now.pieces}),
+            ("pieces", "Pieces posted to the engine.", None, {"": now.pieces}),
         )
         yield from (_family(GaugeMetricFamily, row) for row in gauges)
         yield from (_family(CounterMetricFamily, row) for row in counters)
@@ -111,7 +110,7 @@ class Metrics:
 
     def __post_init__(self) -> None:
         ended, failed = ("direction", "peer", "outcome"), ("direction", "peer", "cause")
-        share = "Bytes of this rank's share of requests that went well."
+        share = "Bytes of this rank's share of successful requests."
         own = self.registry
         self._ended = Counter("disagg_requests_ended", "Requests that have ended.", ended, registry=own)
         self._failures = Counter("disagg_request_failures", "Failed requests, by first cause.", failed, registry=own)
@@ -141,9 +140,9 @@ class Metrics:
 
 
 class MetricsServer:
-    """Serves a registry at `http://host:port/metrics`; port 0 is any. Whoever reaches it may read: there is no authentication.
+    """Serves a registry at `http://host:port/metrics` without authentication. Port 0 means any free port.
 
-    Raises `ConfigError` where the address cannot be bound.
+    Raises `ConfigError` if the address cannot be bound.
     """
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:

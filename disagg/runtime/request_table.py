@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
@@ -36,13 +37,14 @@ class Request:
 
 class RequestTable:
     """Ends requests: the log, the metrics, the server's events, and threads that wait. Calls may come from any thread, but
-    `opened`, `work_of` and `end` only from the control thread, or after its end.
+    `open`, `work_of` and `end` only from the control thread, or after its end.
 
     `fileno` is readable while there are events.
     """
 
     def __init__(self, *, name: str, local: LocalRank, group_rank: int) -> None:
         self._name = name
+        self._lock = threading.Lock()
         held = local.table.ranks[group_rank].by_name
         self._sizes = {component: HeldSize(layout) for component, layout in held.items()}
         self._requests: dict[Place, Request] = {}
@@ -55,8 +57,10 @@ class RequestTable:
     def add(self, handle: Receiver | Sender) -> None:
         """Register a request. Raises `LocalProtocolError` if the same attempt is under way."""
         request = Request(handle)
-        if self._requests.setdefault(_place(handle), request) is not request:
-            raise LocalProtocolError(f"request {handle.key}: this attempt is under way; use a new attempt number")
+        known = self._requests.setdefault(_place(handle), request)
+        if known is not request:
+            state = "was already used" if known.ended else "is under way"
+            raise LocalProtocolError(f"request {handle.key}: this attempt {state}; use a new attempt number")
 
     def fileno(self) -> int:
         return self._event_fd
@@ -67,8 +71,9 @@ class RequestTable:
 
     def take_events(self) -> list[Event]:
         """Every event since the last call."""
-        with contextlib.suppress(OSError):  # nothing to read, or closed
-            os.eventfd_read(self._event_fd)
+        if self._event_fd >= 0:
+            with contextlib.suppress(OSError):  # nothing to read
+                os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def open_handles(self) -> list[Receiver | Sender]:
@@ -76,15 +81,20 @@ class RequestTable:
         return [request.handle for request in tuple(self._requests.values()) if not request.ended]
 
     def leased_sessions(self) -> list[Session]:
-        """Sessions whose lease is not released."""
+        """Sessions of the requests in the table, whose leases are not released or were only just."""
         return [request.session for request in tuple(self._requests.values()) if request.session is not None]
 
     # -- the control thread ------------------------------------------------------------------------------------------
 
-    def opened(self, handle: Receiver | Sender, session: Session) -> None:
-        """A request has its session. Its record stays until the session's lease is released."""
+    def open(self, handle: Receiver | Sender, run: Callable[[], Session]) -> None:
+        """Open the session of a request, unless the request has ended meanwhile. Its record stays until the session's lease is
+        released.
+        """
         place = _place(handle)
-        self._requests[place].session = session
+        request = self._requests.get(place)
+        if request is None:
+            return
+        request.session = session = run()
         session.lease.on_release(functools.partial(self._on_release, place))
 
     def work_of(self, direction: str, session: Session) -> Work:
@@ -97,7 +107,7 @@ class RequestTable:
         return request.work
 
     def begin(self, peer: str, key: RequestKey) -> None:
-        """A copy has begun for a request that is received: have its waiting threads ready."""
+        """A copy for a received request has begun: wake its waiting threads."""
         request = self._requests.get((Receiver.direction, peer, key))
         if request is not None:
             request.handle.begin()
@@ -109,9 +119,8 @@ class RequestTable:
             for event in events:
                 place = event.direction, event.peer, event.key
                 request = self._requests.get(place)
-                if request is None or request.ended:
+                if request is None or not self._claim(request):
                     continue
-                request.ended = True
                 try:
                     self._account(event, request)
                 finally:
@@ -122,10 +131,17 @@ class RequestTable:
                         self._requests.pop(place, None)
         finally:
             if ended:
-                os.eventfd_write(self._event_fd, 1)
+                if self._event_fd >= 0:
+                    os.eventfd_write(self._event_fd, 1)
                 for handle in ended:
                     handle.wake()
                 ended[-1].yield_to_waiter()
+
+    def _claim(self, request: Request) -> bool:
+        """Whether the caller is the one that ends a request: two threads may try while the manager ends."""
+        with self._lock:
+            first, request.ended = not request.ended, True
+        return first
 
     def end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
         """A request could not be opened, so nothing ever touched its rows."""
@@ -135,15 +151,15 @@ class RequestTable:
 
     def fail_all(self, reason: str) -> None:
         """The manager has ended: every request fails, and leases that are not released are quarantined."""
-        for request in tuple(self._requests.values()):
+        requests = tuple(self._requests.values())
+        for request in requests:
             if request.session is not None:
                 request.session.lease.quarantine(reason)
-            if request.ended:
-                continue
-            error = RequestAborted(reason, cause=Cause.ENDED)
+        error = RequestAborted(reason, cause=Cause.ENDED)
+        for request in requests:
             if request.session is None:
                 self.end_unopened(request.handle, error)
-            else:
+            elif not request.ended:
                 self.end([_failed(request.handle, error, request.session.lease)])
 
     def release_all(self) -> None:
@@ -152,7 +168,9 @@ class RequestTable:
             session.lease.release()
 
     def close(self) -> None:
-        os.close(self._event_fd)
+        """Close the descriptor. Requests that end from now on are still reported by their handles."""
+        descriptor, self._event_fd = self._event_fd, -1
+        os.close(descriptor)
 
     def _on_release(self, place: Place) -> None:
         request = self._requests.get(place)

@@ -13,7 +13,7 @@ from disagg.backends import registry
 from disagg.backends.abilities import QuietWhenClosed
 from disagg.backends.base import Backend, BackendOptions
 from disagg.core.address import advertised_address
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, LocalProtocolError
 from disagg.core.memory import merge_regions
 from disagg.core.topology import Topology
 from disagg.layout.agreement import LocalRank, ModelId
@@ -73,15 +73,15 @@ class Runtime:
         self.stats = Stats()
         self.changed = threading.Condition()
         self.allowed_keys = {settings.keys.public} if settings.keys is not None else set()
-        self._closed = False
-        self._opened = contextlib.ExitStack()
+        self._closed = self._interposed = False
         with contextlib.ExitStack() as opened:
+            name = f"{settings.name}/{settings.topology.rank}"
+            self.requests = RequestTable(name=name, local=self.local, group_rank=settings.topology.group_rank)
+            opened.callback(self.requests.close)
             self._open(settings, components, opened)
+            self.commands = CommandQueue(self.channel)
+            self._build()
             self._opened = opened.pop_all()
-        self.requests = RequestTable(name=str(self.handshake.me), local=self.local, group_rank=settings.topology.group_rank)
-        self._opened.callback(self.requests.close)
-        self.commands = CommandQueue(self.channel)
-        self._build()
 
     def _open(self, settings: RuntimeSettings, components: Sequence[Component], opened: contextlib.ExitStack) -> None:
         """Open what must be closed again, and register memory with the engine."""
@@ -145,7 +145,7 @@ class Runtime:
             slots=self._slots,
             caller_steps=self.spin_s > 0,
             on_reports=self.channel.wake,
-            on_death=self._fail,
+            on_death=lambda error: self.loop.fail("transfer", error),
         )
         self.verification = Verification(
             name=name,
@@ -154,7 +154,7 @@ class Runtime:
             digest=self.memory.digest,
             stats=self.stats,
             command=self.commands.put,
-            on_death=self._fail,
+            on_death=lambda error: self.loop.fail("checksum", error),
         )
         self._early_completion = EarlyCompletion(self.channel, self.peers, self.sessions.sends)
         self.transfers = Transfers(
@@ -221,7 +221,7 @@ class Runtime:
         """
         self.requests.add(handle)
         self.commands.put(
-            lambda now: self.requests.opened(handle, run(now)),
+            lambda now: self.requests.open(handle, lambda: run(now)),
             lambda error: self.requests.end_unopened(handle, error),
         )
         if self.loop.over:
@@ -249,8 +249,10 @@ class Runtime:
         self._opened.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
-        """Put something between this rank and its control channel; once."""
-        wire = wrap(self.channel)
+        """Put something between this rank and its control channel. Raises `LocalProtocolError` the second time."""
+        if self._interposed:
+            raise LocalProtocolError("interpose: something was already put between this manager and its channel")
+        self._interposed, wire = True, wrap(self.channel)
         self.loop.channel = self.dispatch.channel = self._early_completion.channel = wire
 
     # -- state, for any thread ---------------------------------------------------------------------------------------
@@ -301,9 +303,7 @@ class Runtime:
 
     def _on_death(self, problem: str) -> None:
         """The control thread has died: no session changes any more."""
-        self.requests.fail_all(problem)
-        self.notify()
-
-    def _fail(self, error: BaseException) -> None:
-        """The worker's or the checksum thread has died."""
-        self.loop.fail(error)
+        try:
+            self.requests.fail_all(problem)
+        finally:
+            self.notify()

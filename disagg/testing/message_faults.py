@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from disagg.core import _native
-from disagg.protocol.messages import decode
+from disagg.core.errors import ConfigError
+from disagg.protocol.messages import MESSAGE_TYPES, decode, message_type
 from disagg.runtime.channel import Channel, Inbound, Reply
 from disagg.runtime.completion_page import CompletionPage
 from disagg.testing.backend_faults import check_probabilities
@@ -39,6 +40,9 @@ class MessageFaults:
 
     def __post_init__(self) -> None:
         check_probabilities("message faults", self, ["lose", "double", "delay"])
+        unknown = sorted((self.kinds or frozenset()) - MESSAGE_TYPES)
+        if unknown:
+            raise ConfigError(f"message faults: expected kinds of {', '.join(sorted(MESSAGE_TYPES))}, found {unknown[0]!r}")
 
 
 @dataclass
@@ -109,7 +113,7 @@ class FaultyChannel:
         draw = self._rng.random()
         if self.counts.total() >= self.faults.at_most:
             return None
-        if self.faults.kinds is not None and type(decode(data)).__name__.lower() not in self.faults.kinds:
+        if self.faults.kinds is not None and message_type(decode(data)) not in self.faults.kinds:
             return None
         for fault in ("lose", "double", "delay"):
             draw -= getattr(self.faults, fault)

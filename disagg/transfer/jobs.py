@@ -116,7 +116,7 @@ class SlotFilled(msgspec.Struct, frozen=True):
 
 
 class CopyBegun(msgspec.Struct, frozen=True):
-    """Report: the engine has begun a long copy. Its receiver may want to be awake when it ends. `completion` tells the end,
+    """Report: the engine has begun a long copy. Its receiver may want to be awake when it ends. `completion` signals the end,
     if the engine has one.
     """
 

@@ -64,12 +64,11 @@ class TransferWorker:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float) -> bool:
-        """Take no more jobs and end. Returns whether the thread has ended in time."""
+    def stop(self, timeout_s: float) -> None:
+        """Take no more jobs, and wait up to `timeout_s` seconds for the thread to end."""
         self._stopping = True
         self._alarm.set()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     # -- any thread --------------------------------------------------------------------------------------------------
 

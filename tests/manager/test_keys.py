@@ -103,6 +103,6 @@ def test_a_peer_without_its_key_cannot_be_dialled_and_kills_no_thread() -> None:
 def test_what_is_no_key_is_refused_and_secrets_are_not_shown(public: str) -> None:
     with pytest.raises(ConfigError, match="public key: expected a 40-character Z85 key"):
         KeyPair(public, PREFILL.secret)
-    with pytest.raises(ConfigError, match="secret key: expected 40 characters"):
+    with pytest.raises(ConfigError, match="secret key: expected a 40-character Z85 key"):
         KeyPair(PREFILL.public, public)
     assert PREFILL.secret not in repr(PREFILL)

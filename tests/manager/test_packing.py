@@ -88,7 +88,7 @@ def test_a_writer_that_lies_about_a_slot_fails_its_request_and_no_thread(
         assert all(event.ok for event in made.transfer(20))
 
 
-@pytest.mark.parametrize("lost", ["slotsfilled", "complete", "credit"])
+@pytest.mark.parametrize("lost", ["slots_filled", "complete", "credit"])
 def test_messages_about_slots_may_be_lost(lost: str) -> None:
     """The first three of a kind do not arrive; nothing is lost and nothing is unpacked twice."""
     with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:

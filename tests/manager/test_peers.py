@@ -242,14 +242,14 @@ def manager(**settings: Any) -> KVManager:
     ("settings", "message"),
     [
         ({"listen": "tcp://10.1.2.3:0"}, "can be reached from other hosts, so it needs keys"),
-        ({"listen": "tcp://0.0.0.0:0", "insecure": True}, "is every interface, so advertise="),
+        ({"listen": "tcp://0.0.0.0:0", "insecure": True}, "is every interface; set advertise="),
         ({"listen": "ipc:///tmp/x"}, "expected tcp://host:port"),
         ({"listen": "127.0.0.1:7000"}, "expected tcp://host:port"),
         ({"backend": "carrier-pigeon"}, "backend: expected 'auto' or one of cma, local, mooncake, nixl"),
         ({"transport": "smoke"}, "transport: expected one of auto, rdma, tcp, shm, found 'smoke'"),
         ({"require": "auto"}, "require: expected 'rdma', 'tcp' or 'shm'"),
         ({"transport": "tcp", "require": "rdma"}, "require='rdma' contradicts transport='tcp'"),
-        ({"topology": Topology(tp=2, tp_rank=1)}, "leader: rank 1 of 2 must be told the address of rank 0"),
+        ({"topology": Topology(tp=2, tp_rank=1)}, "leader: rank 1 of 2 needs the address of rank 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -5,11 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from disagg.core.errors import RequestAborted
 from disagg.core.leases import LeaseState
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Complete, Drained, Filled, Outcome, Part, Reserve, SlotsFilled, Written, pack_rows
+from disagg.protocol.messages import (
+    Abort,
+    Complete,
+    CopyBegun,
+    Drained,
+    EarlyComplete,
+    Filled,
+    Message,
+    Outcome,
+    Part,
+    Reserve,
+    SlotsFilled,
+    Written,
+    pack_rows,
+)
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
@@ -135,3 +150,26 @@ def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:
     said = [e.message for e in sessions.effects if isinstance(e, SendMessage)][-1]
     assert isinstance(said, Complete)
     assert said.packed == ((0, 4096),)
+
+
+@pytest.mark.parametrize("kind", [SlotsFilled, CopyBegun, EarlyComplete])
+def test_messages_about_unknown_attempts_are_answered(kind: type[Message]) -> None:
+    sessions, session = receiving()
+    more: dict[type[Message], dict[str, Any]] = {
+        SlotsFilled: {"slots": slot().slots},
+        CopyBegun: {},
+        EarlyComplete: {"word": (0, 1)},
+    }
+    message = kind(**IDS, **more[kind])
+    sessions.on_message(WRITER, message, 0.2)  # type: ignore[arg-type]
+    assert list(sessions.effects) == [], "the attempt is open"
+    sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
+    sessions.on_message(WRITER, Drained(**IDS), 0.6)
+    sessions.effects.clear()
+    sessions.on_message(WRITER, message, 0.7)  # type: ignore[arg-type]
+    sessions.on_message(STRANGER, kind(**{**IDS, "request_id": bytes(16)}, **more[kind]), 0.7)  # type: ignore[arg-type]
+    answers = [(e.peer, e.message) for e in sessions.effects if isinstance(e, SendMessage)]
+    assert [(peer, type(answer), answer.ok) for peer, answer in answers if isinstance(answer, Outcome)] == [
+        (WRITER, Outcome, False),
+        (STRANGER, Outcome, False),
+    ]
