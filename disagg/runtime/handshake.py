@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from disagg.backends.abilities import Gathering
 from disagg.backends.base import Backend, RemotePeer
@@ -101,19 +102,20 @@ class Handshake:
 
     def hello(self, generation: int, dial: int) -> Hello:
         """This rank's introduction on its connection number `dial`, of that generation."""
+        return Hello(**self._header(), address=self._identity.address, generation=generation, dial=dial)
+
+    def _header(self) -> dict[str, Any]:
+        """What hello and welcome have in common."""
         me = self._identity
-        return Hello(
-            version=PROTOCOL_VERSION,
-            instance=me.instance,
-            rank=me.rank,
-            epoch=me.epoch,
-            model=me.model,
-            revision=me.revision,
-            table=me.table,
-            address=me.address,
-            generation=generation,
-            dial=dial,
-        )
+        return {
+            "version": PROTOCOL_VERSION,
+            "instance": me.instance,
+            "rank": me.rank,
+            "epoch": me.epoch,
+            "model": me.model,
+            "revision": me.revision,
+            "table": me.table,
+        }
 
     def accept_hello(self, hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
         """Answer a hello. Raises `DisaggError` with both values if a field does not match."""
@@ -121,13 +123,7 @@ class Handshake:
         self._check_model(hello)
         siblings = hello.instance == me.instance
         return Welcome(
-            version=PROTOCOL_VERSION,
-            instance=me.instance,
-            rank=me.rank,
-            epoch=me.epoch,
-            model=me.model,
-            revision=me.revision,
-            table=me.table,
+            **self._header(),
             plans=b"" if siblings else self._agree(hello).digests,
             members=members() if me.leader else (),
             placements=b"" if siblings else self._placements,
@@ -152,7 +148,9 @@ class Handshake:
             raise RemoteProtocolError(f"protocol version: {welcome.version} at {who}, {PROTOCOL_VERSION} at {self.me}")
         if welcome.backend != self._backend.name:
             names = welcome.backend, self._backend.name
-            several = "; 'auto' is several engines for memory of GPUs: name one, on both sides" if "auto" in names else ""
+            several = (
+                "; 'auto' is several engines, so both sides must use it, or name the same engine" if "auto" in names else ""
+            )
             raise RemoteProtocolError(f"backend: {welcome.backend!r} at {who}, {self._backend.name!r} at {self.me}{several}")
         agreement = self._agree(welcome)
         agreement.check_digests(welcome.plans)
