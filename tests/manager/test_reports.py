@@ -1,4 +1,4 @@
-"""Bugs reported against other systems, replayed against an engine with faults.
+"""Protocol bugs reported in the field, replayed against an engine with faults.
 
 The tests check when a row may be reused, and which side learns which error.
 """

@@ -139,7 +139,7 @@ def test_numpy_integers_are_accepted(instances: Cluster) -> None:
 
 
 def test_a_message_that_cannot_be_encoded_fails_only_its_request(instances: Cluster) -> None:
-    """The rows are made invalid behind the checks of `receiver`."""
+    """The test invalidates the rows after the checks of `receiver`."""
     rows, request = {"kv": Pages(np.arange(5))}, new_request_id()
     object.__setattr__(rows["kv"], "first_token", 2**80)
     receiver = instances.decode[0].manager._runtime.sessions.receives

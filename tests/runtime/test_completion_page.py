@@ -91,7 +91,7 @@ def test_a_listener_without_polling_takes_no_completion_page(listener: LocalList
     assert not connection.polled
     connection.close()
     assert len(list(listener.accept())) == 1
-    assert accepts_page(listener, page.fileno())  # the client sends a page without being asked
+    assert accepts_page(listener, page.fileno())  # the client sends a page although the invitation asks for none
     assert listener.page_of(SOURCE) is None
 
 
