@@ -1,4 +1,4 @@
-"""How requests end while their manager ends, or beside its end: what was proved stays true, and each is reported once."""
+"""Requests that end while a thread fails or the manager ends: each is reported once, and proofs are kept."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 
-def test_rows_proved_quiet_before_a_thread_died_are_released() -> None:
-    """The release was in the queue of effects when the control thread died."""
+def test_rows_of_quiescent_writers_are_released_although_the_thread_fails() -> None:
+    """The queue of effects holds the release when the control thread fails."""
     with cluster(Side(), Side()) as instances:
         manager = instances.decode[0].manager
         receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 12))
         runtime = manager._runtime
 
-        def prove_and_die(_: float) -> None:
+        def release_and_fail(_: float) -> None:
             assert receiver.session is not None
             runtime.sessions.effects.append(ReleaseLease(receiver.session.lease))
             raise ZeroDivisionError
 
-        runtime.command(prove_and_die)
+        runtime.command(release_and_fail)
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert "died: ZeroDivisionError" in str(event.error)
         assert event.lease.state is LeaseState.RELEASED
@@ -39,7 +39,7 @@ def test_rows_proved_quiet_before_a_thread_died_are_released() -> None:
         instances.decode.clear()
 
 
-def test_an_attempt_that_has_ended_cannot_be_used_again_while_its_rows_are_leased() -> None:
+def test_an_ended_attempt_cannot_be_used_again_while_its_rows_are_leased() -> None:
     with cluster(Side(), Side()) as instances:
         manager, request = instances.decode[0].manager, new_request_id()
         receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 12))
@@ -50,7 +50,7 @@ def test_an_attempt_that_has_ended_cannot_be_used_again_while_its_rows_are_lease
         assert session is not None
         receiver.abort("client gone")
         assert not receiver.wait(timeout_s=DEADLINE_S).ok
-        if not session.lease.released:  # the writer has not confirmed yet
+        if not session.lease.released:  # the writer has not acknowledged yet
             with pytest.raises(LocalProtocolError, match="this attempt was already used; use a new attempt number"):
                 receive(instances.decode[0], request, PageList((3, 4, 5)), need=(0, 12))
         assert manager.health().ok
@@ -76,35 +76,35 @@ def test_two_threads_that_end_a_request_report_it_once() -> None:
         assert len(events) == len({event.key for event in events}) == 20
 
 
-def test_a_request_that_has_ended_unopened_is_not_opened_any_more() -> None:
+def test_a_request_that_ended_before_its_session_opened_is_not_opened_later() -> None:
     with cluster(Side(), Side()) as instances:
-        manager, held = instances.decode[0].manager, threading.Event()
-        busy = threading.Event()
+        manager = instances.decode[0].manager
+        busy, go_on = threading.Event(), threading.Event()
 
         def hold(_: float) -> None:
             busy.set()
-            held.wait(DEADLINE_S)
+            go_on.wait(DEADLINE_S)
 
         manager._runtime.command(hold)
         assert busy.wait(DEADLINE_S)
         receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 12))
         manager._runtime.requests.fail_all("the test ends it")
-        held.set()
+        go_on.set()
         assert not receiver.wait(timeout_s=DEADLINE_S).ok
         assert all(event.ok for event in instances.transfer(12))
         assert receiver.session is None
         assert manager.health().ok
 
 
-def test_a_manager_whose_metrics_cannot_be_served_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no threads are left")
+def test_a_manager_that_cannot_serve_metrics_closes_its_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(MetricsServer, "__init__", refuse)
+    monkeypatch.setattr(MetricsServer, "__init__", fail)
     cache = np.zeros((2, 4, 4, 2, 16), np.float16)
     kv = paged.gqa({0: (cache[0], cache[1])}, axes="page token kv_head dim", num_kv_heads=2, topology=Topology())
     address = "tcp://127.0.0.1:0"
-    with pytest.raises(RuntimeError, match="no threads are left"):
+    with pytest.raises(RuntimeError, match="can't start new thread"):
         KVManager(
             name="p", topology=Topology(), components=[kv], model=ModelId("m"), backend="local", listen=address, metrics_port=0
         )
@@ -115,7 +115,7 @@ def test_a_manager_whose_metrics_cannot_be_served_leaves_nothing_open(monkeypatc
         assert manager.health().ok
 
 
-def test_a_channel_is_interposed_once() -> None:
+def test_a_channel_can_be_interposed_only_once() -> None:
     with cluster(Side(), Side()) as instances:
         manager = instances.decode[0].manager
         mistreat(manager, MessageFaults())
@@ -123,8 +123,8 @@ def test_a_channel_is_interposed_once() -> None:
             mistreat(manager, MessageFaults())
 
 
-def test_a_writer_that_reports_slots_of_an_unknown_attempt_hears_how_it_ended() -> None:
-    """The receiver has ended the attempt, and its outcome was lost: the writer does not wait for its deadline."""
+def test_a_writer_that_reports_slots_of_an_unknown_attempt_gets_its_outcome() -> None:
+    """The outcome of an ended attempt was lost; the writer's report brings it before the deadline."""
     with cluster(Side(tp=2), Side(page=8), settings={"pack_below": 1 << 20}) as instances:
         mistreat(instances.decode[0].manager, MessageFaults(lose=1.0, kinds=frozenset(("outcome", "abort")), at_most=2))
         request = new_request_id()

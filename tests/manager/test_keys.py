@@ -1,4 +1,4 @@
-"""Control channels with CURVE keys: who is let in, and who is not."""
+"""Control channels with CURVE keys: accepted and rejected connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def close(*sides: list[Rank]) -> None:
             rank.manager.close()
 
 
-def test_instances_that_know_each_others_keys_exchange_requests() -> None:
+def test_instances_with_each_others_keys_complete_requests() -> None:
     prefill, decode = start("prefill-0", PREFILL, Side(tp=2)), start("decode-0", DECODE)
     try:
         introduce(prefill, decode, decode_key=DECODE.public, prefill_key=PREFILL.public)
@@ -47,7 +47,7 @@ def test_instances_that_know_each_others_keys_exchange_requests() -> None:
         close(prefill, decode)
 
 
-def test_a_peer_with_another_key_than_the_configured_one_is_never_ready() -> None:
+def test_a_peer_with_an_unexpected_key_never_becomes_ready() -> None:
     prefill, decode = start("prefill-0", PREFILL), start("decode-0", STRANGER)
     try:
         introduce(prefill, decode, decode_key=DECODE.public, prefill_key=PREFILL.public)
@@ -59,8 +59,8 @@ def test_a_peer_with_another_key_than_the_configured_one_is_never_ready() -> Non
         close(prefill, decode)
 
 
-def test_a_known_key_does_not_speak_for_another_instance() -> None:
-    """A peer that is let in says that it is someone else."""
+def test_a_configured_key_is_rejected_under_another_instances_name() -> None:
+    """An accepted peer sends a hello in another peer's name."""
     prefill, decode, other = start("prefill-0", PREFILL), start("decode-0", DECODE), start("decode-0", STRANGER)
     try:
         introduce(prefill, decode, decode_key=DECODE.public, prefill_key=PREFILL.public)
@@ -74,7 +74,7 @@ def test_a_known_key_does_not_speak_for_another_instance() -> None:
         close(prefill, decode, other)
 
 
-def test_whoever_has_no_key_is_not_answered() -> None:
+def test_a_connection_without_a_key_gets_no_answer() -> None:
     prefill = start("prefill-0", PREFILL)
     context = zmq.Context()
     try:
@@ -89,7 +89,7 @@ def test_whoever_has_no_key_is_not_answered() -> None:
         close(prefill)
 
 
-def test_a_peer_without_its_key_cannot_be_dialled_and_kills_no_thread() -> None:
+def test_adding_a_peer_without_its_key_is_refused_and_stops_no_thread() -> None:
     prefill = start("prefill-0", PREFILL)
     try:
         with pytest.raises(ConfigError, match="the peer's public key is needed"):
@@ -100,7 +100,7 @@ def test_a_peer_without_its_key_cannot_be_dialled_and_kills_no_thread() -> None:
 
 
 @pytest.mark.parametrize("public", ["short", "x" * 41, '"' * 40, "ü" * 40, "#" * 40])
-def test_what_is_no_key_is_refused_and_secrets_are_not_shown(public: str) -> None:
+def test_invalid_keys_are_refused_and_secrets_are_not_printed(public: str) -> None:
     with pytest.raises(ConfigError, match="public key: expected a 40-character Z85 key"):
         KeyPair(public, PREFILL.secret)
     with pytest.raises(ConfigError, match="secret key: expected a 40-character Z85 key"):

@@ -1,4 +1,4 @@
-"""What is counted and logged: numbers against what was done, labels from lists, the dashboard against the metrics."""
+"""Metrics and request logs: their values, the allowed labels, and the queries of the dashboard."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LABELS = {
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[Cluster]:
-    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings={"metrics_port": 0}) as both:
-        yield both
+def instances() -> Iterator[Cluster]:
+    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings={"metrics_port": 0}) as instances:
+        yield instances
 
 
 def scrape(manager: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by name and labels."""
+    """All samples, by name and labels."""
     with urllib.request.urlopen(manager.metrics_url, timeout=DEADLINE_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
@@ -58,33 +58,33 @@ def value(manager: Any, name: str, **labels: str) -> float:
     return scrape(manager).get((f"disagg_{name}", tuple(sorted(labels.items()))), 0.0)
 
 
-def test_what_is_counted_is_what_was_done(made: Cluster) -> None:
-    decode, prefill = made.decode[0].manager, made.prefill[0].manager
+def test_counters_match_the_transferred_requests(instances: Cluster) -> None:
+    decode, prefill = instances.decode[0].manager, instances.prefill[0].manager
     before = value(decode, "requests_ended_total", direction="receive", peer="prefill-0", outcome="ok")
     sent = value(prefill, "request_bytes_total", direction="send", peer="decode-0")
-    assert all(event.ok for event in made.transfer(20))
-    assert all(event.ok for event in made.transfer(20, first_token=8))
+    assert all(event.ok for event in instances.transfer(20))
+    assert all(event.ok for event in instances.transfer(20, first_token=8))
     ok = {"direction": "receive", "peer": "prefill-0"}
     assert value(decode, "requests_ended_total", **ok, outcome="ok") == before + 2
     per_token = 3 * 4 * (8 + 6) * 2  # layers, heads, dims of k and v, bytes of a uint16
     assert value(decode, "request_bytes_total", **ok) == (20 + 12) * per_token
     assert value(prefill, "request_bytes_total", direction="send", peer="decode-0") - sent == (20 + 12) * per_token / 2
     assert value(decode, "request_seconds_count", direction="receive", outcome="ok") == before + 2
-    both = sum(value(prefill, "transfer_bytes_total", way=way) for way in ("direct", "packed"))
-    assert both == prefill.stats.nbytes > 0
+    transferred = sum(value(prefill, "transfer_bytes_total", way=way) for way in ("direct", "packed"))
+    assert transferred == prefill.stats.nbytes > 0
     assert value(prefill, "pieces_total") == prefill.stats.pieces
     assert value(prefill, "phase_seconds_total", phase="wire") > 0
     assert value(decode, "peer_ready", peer="prefill-0") == value(decode, "healthy") == 1
     assert value(decode, "peer_ranks_connected", peer="prefill-0") == 2
 
 
-def test_requests_under_way_are_counted_by_state_and_failures_by_their_first_cause(made: Cluster) -> None:
-    decode, prefill, request = made.decode[0].manager, made.prefill[0].manager, new_request_id()
-    receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+def test_active_requests_are_counted_by_state_and_failures_by_their_first_cause(instances: Cluster) -> None:
+    decode, prefill, request = instances.decode[0].manager, instances.prefill[0].manager, new_request_id()
+    receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
     sender = prefill.sender(request, peer="decode-0")
     until(lambda: value(decode, "requests", direction="receive", state="open") == 1)
     until(lambda: value(prefill, "requests", direction="send", state="active") == 1)
-    until(lambda: value(made.prefill[1].manager, "queue_depth", queue="parked_reserves") == 1)
+    until(lambda: value(instances.prefill[1].manager, "queue_depth", queue="parked_reserves") == 1)
     receiver.abort("client gone")
     assert not receiver.wait(timeout_s=DEADLINE_S).ok
     sender.finish()
@@ -92,70 +92,72 @@ def test_requests_under_way_are_counted_by_state_and_failures_by_their_first_cau
     failed = {"direction": "receive", "peer": "prefill-0", "cause": "aborted"}
     until(lambda: value(decode, "request_failures_total", **failed) == 1)
     until(lambda: value(prefill, "request_failures_total", direction="send", peer="decode-0", cause="peer") == 1)
-    late = receive(made.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.01)
+    late = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.01)
     assert late.wait(timeout_s=DEADLINE_S).error.cause is Cause.DEADLINE  # type: ignore[union-attr]
     request = new_request_id()
-    lacking = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
-    wrong = send(made.prefill[0], request, PageList((0, 1, 2, 3, 99)), 20)
+    incomplete = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    wrong = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 99)), 20)
     assert wrong.wait(timeout_s=DEADLINE_S).error.cause is Cause.TRANSFER  # type: ignore[union-attr]
-    assert lacking.wait(timeout_s=DEADLINE_S).error.cause is Cause.PEER  # type: ignore[union-attr]
+    assert incomplete.wait(timeout_s=DEADLINE_S).error.cause is Cause.PEER  # type: ignore[union-attr]
     assert value(prefill, "transfer_failures_total") == 1
-    clear(made.decode[0].pools)
+    clear(instances.decode[0].pools)
 
 
-def test_labels_are_words_of_lists_and_names_from_the_configuration(made: Cluster) -> None:
-    """Whatever requests and peers say: no request id, no address, no message becomes a label."""
-    for rank in (*made.prefill, *made.decode):
+def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) -> None:
+    """No request id, address or message becomes a label value."""
+    for rank in (*instances.prefill, *instances.decode):
         samples = scrape(rank.manager)
         assert samples
         for name, labels in samples:
             if name.startswith("disagg_"):
-                for label, word in labels:
-                    assert label == "le" or word in LABELS[label], (name, label, word)
+                for label, found in labels:
+                    assert label == "le" or found in LABELS[label], (name, label, found)
 
 
-def test_the_dashboard_asks_for_metrics_and_labels_that_exist(made: Cluster) -> None:
-    receive(made.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20)).abort("so that there is a failure")
-    made.transfer(20)
-    until(lambda: any(name == "disagg_request_failures_total" for name, _ in scrape(made.decode[0].manager)))
+def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -> None:
+    receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20)).abort("one failure for the metrics")
+    instances.transfer(20)
+    until(lambda: any(name == "disagg_request_failures_total" for name, _ in scrape(instances.decode[0].manager)))
     known: dict[str, set[str]] = {}
-    for rank in (*made.prefill, *made.decode):
+    for rank in (*instances.prefill, *instances.decode):
         for name, labels in scrape(rank.manager):
             known.setdefault(name, {"instance"}).update(label for label, _ in labels)
     known.setdefault("disagg_requests", {"instance"}).update(("direction", "state"))
-    board = json.loads((ROOT / "docs/grafana.json").read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    asked += [variable["definition"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [variable["definition"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
     used = set()
-    for query in asked:
+    for query in queries:
         names = re.findall(r"\bdisagg_\w+", query)
         assert names, query
         used.update(names)
         for name in names:
             assert name in known, query
-        asked_by = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
-        asked_by |= set(re.findall(r"(\w+)=~?\"", query))
-        assert asked_by <= set.union(*(known[name] for name in names)), query
+        labels_of_query = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+        labels_of_query |= set(re.findall(r"(\w+)=~?\"", query))
+        assert labels_of_query <= set.union(*(known[name] for name in names)), query
     shown = {re.sub("_(bucket|count|sum|created)$", "", n) for n in known if n.startswith("disagg_")}
     assert shown - {re.sub("_(bucket|count|sum|created)$", "", n) for n in used} <= {
         f"disagg_{n}" for n in ("requests_ended", "request_failures", "request_bytes")
-    }, "a metric that nobody sees"
+    }, "a metric that no panel shows"
 
 
-def test_metrics_are_off_unless_asked_for_and_end_with_the_manager() -> None:
+def test_metrics_are_off_by_default_and_stop_with_the_manager() -> None:
     before = set(threading.enumerate())
-    with cluster(Side(), Side()) as made:
-        assert made.decode[0].manager.metrics_url is None
-        begun = [thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("disagg-connect")]
-        assert len(begun) == 4, f"two for each manager, and no server: {begun}"
-    with cluster(Side(), Side(), settings={"metrics_port": 0}) as made:
-        url = made.decode[0].manager.metrics_url
+    with cluster(Side(), Side()) as instances:
+        assert instances.decode[0].manager.metrics_url is None
+        started = [
+            thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("disagg-connect")
+        ]
+        assert len(started) == 4, f"expected two threads for each manager and no metrics server, found {started}"
+    with cluster(Side(), Side(), settings={"metrics_port": 0}) as instances:
+        url = instances.decode[0].manager.metrics_url
         assert url is not None
         assert url.startswith("http://127.0.0.1:")
         with pytest.raises(ConfigError, match=r"metrics: cannot listen at .192\.0\.2\.77."):
             KVManager(
                 name="x",
-                topology=made.decode[0].topology,
+                topology=instances.decode[0].topology,
                 components=[],
                 model=ModelId("toy"),
                 backend="local",
@@ -167,17 +169,17 @@ def test_metrics_are_off_unless_asked_for_and_end_with_the_manager() -> None:
 
 
 def fields(text: str) -> dict[str, str]:
-    """The `name=value` pairs of a request's line."""
+    """The `name=value` pairs of a request's log line."""
     return dict(pair.split("=", 1) for pair in shlex.split(text))
 
 
-def test_each_request_has_one_line_on_both_sides(made: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_logs_one_line_on_both_sides(instances: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="disagg.requests")
-    assert all(event.ok for event in made.transfer(20))
+    assert all(event.ok for event in instances.transfer(20))
     request = new_request_id()
-    receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
-    bad = send(made.prefill[0], request, PageList((0, 1, 2, 3, 99)), 20)
-    good = send(made.prefill[1], request, PageList((0, 1, 2, 3, 4)), 20)
+    receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    bad = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 99)), 20)
+    good = send(instances.prefill[1], request, PageList((0, 1, 2, 3, 4)), 20)
     for handle in (receiver, bad, good):
         assert not handle.wait(timeout_s=DEADLINE_S).ok
     lines = [(record, fields(record.getMessage())) for record in caplog.records if record.name == "disagg.requests"]
@@ -196,11 +198,11 @@ def test_each_request_has_one_line_on_both_sides(made: Cluster, caplog: pytest.L
     }
     assert all(record.levelno == logging.WARNING for record, line in lines[3:])
     cause = "token 16 lies in page 99, outside the pool of 32 pages"
-    assert all(cause in line["error"] for line in failed), "the first cause reaches every line"
-    clear(made.decode[0].pools)
+    assert all(cause in line["error"] for line in failed), "every line has the first cause"
+    clear(instances.decode[0].pools)
 
 
-def test_a_line_is_one_line_whatever_an_error_says() -> None:
+def test_a_request_is_logged_on_one_line_for_any_error_text() -> None:
     numbers: dict[str, Any] = dict.fromkeys(("bind_s", "pack_s", "post_s", "wire_s", "unpack_s", "total_s"), 0.25)
     texts: dict[str, Any] = {
         "rank": "a/0",
@@ -219,33 +221,33 @@ def test_a_line_is_one_line_whatever_an_error_says() -> None:
 
 
 def test_quarantined_rows_are_counted_by_reason() -> None:
-    """A peer dies without a word while it may write: its rows stay out of use, and are seen to."""
-    with cluster(Side(), Side(page=8), settings={"metrics_port": 0}) as made:
-        manager = made.decode[0].manager
-        receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20))
+    """The rows of a silent writer stay quarantined and are counted until the writer is quiescent."""
+    with cluster(Side(), Side(page=8), settings={"metrics_port": 0}) as instances:
+        manager = instances.decode[0].manager
+        receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20))
         until(lambda: value(manager, "requests", direction="receive", state="open") == 1)
         lease = receiver.session.lease  # type: ignore[union-attr]
         assert value(manager, "quarantined_rows", reason="silent") == 0
-        lease.quarantine("as if its writer did not answer")
+        lease.quarantine("the writer does not answer")
         assert value(manager, "quarantined_rows", reason="silent") == 3
         assert value(manager, "quarantined_requests", reason="silent") == 1
         assert num_rows(receiver.session) == 3  # type: ignore[arg-type]
         assert quarantine_of(receiver.session, ended=True) is Quarantine.ENDED  # type: ignore[arg-type]
-        receiver.abort("over")
+        receiver.abort("the test is finished")
         until(lambda: lease.state is LeaseState.RELEASED)
         until(lambda: value(manager, "quarantined_rows", reason="silent") == 0)
 
 
-def test_held_bytes_are_those_of_the_pools() -> None:
-    """By another way: the size of the reference's own arrays."""
-    with cluster(Side(tp=3), Side(tp=2, page=16), num_kv_heads=6) as made:
-        for rank in (*made.prefill, *made.decode):
+def test_held_bytes_equal_the_sizes_of_the_pools() -> None:
+    """Compares with the sizes of the reference implementation's arrays."""
+    with cluster(Side(tp=3), Side(tp=2, page=16), num_kv_heads=6) as instances:
+        for rank in (*instances.prefill, *instances.decode):
             table = rank.manager._runtime.local.table.ranks[rank.topology.group_rank].by_name["kv"]
             tokens = rank.spec.page_size * rank.spec.num_pages
             assert HeldSize(table).nbytes((0, tokens)) == sum(t.nbytes for ts in rank.pools.values() for t in ts)
             assert HeldSize(table).nbytes((3, 3)) == 0
 
 
-def test_errors_have_a_cause_each() -> None:
+def test_each_error_has_a_cause() -> None:
     assert RequestAborted("x").cause is Cause.ABORTED
     assert ConfigError("x").cause is Cause.INVALID

@@ -1,4 +1,4 @@
-"""Requests whose small pieces travel packed: faults of peers, of messages, and of the packed bytes themselves."""
+"""Packed requests under faults: silent peers, wrong or lost messages, and aborts while rows are unpacked."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, sen
 
 
 class Stuck(LocalTransfer):
-    """A write that never ends."""
+    """A write that stays pending."""
 
     def poll(self) -> TransferStatus:
         return TransferStatus.PENDING
 
 
 class HalfStuck(LocalBackend):
-    """The `local` engine with two slots, whose writes to one of its peers never end."""
+    """The `local` engine with two staging buffers; its writes to some peers stay pending."""
 
     stuck: ClassVar[set[Backend]] = set()
 
@@ -43,16 +43,16 @@ class HalfStuck(LocalBackend):
         return Stuck() if peer.target in self.stuck else super().submit(op, peer, copies)
 
 
-def test_a_peer_that_takes_nothing_does_not_hold_up_the_others() -> None:
-    with cluster(Side(tp=1), Side(tp=2), settings={"backend": HalfStuck}) as made:
-        dead, live = made.decode
-        HalfStuck.stuck.add(dead.manager.backend)
-        request, pages = new_request_id(), [made.pages(rank, 96) for rank in (*made.prefill, dead, live)]
-        given_up = receive(dead, request, pages[1], need=(0, 96), deadline_s=2.0)
+def test_pending_writes_to_one_peer_do_not_block_other_peers() -> None:
+    with cluster(Side(tp=1), Side(tp=2), settings={"backend": HalfStuck}) as instances:
+        blocked, live = instances.decode
+        HalfStuck.stuck.add(blocked.manager.backend)
+        request, pages = new_request_id(), [instances.pages(rank, 96) for rank in (*instances.prefill, blocked, live)]
+        unserved = receive(blocked, request, pages[1], need=(0, 96), deadline_s=2.0)
         served = receive(live, request, pages[2], need=(0, 96))
-        send(made.prefill[0], request, pages[0], 96)
+        send(instances.prefill[0], request, pages[0], 96)
         assert served.wait(timeout_s=DEADLINE_S).ok
-        assert not given_up.wait(timeout_s=DEADLINE_S).ok
+        assert not unserved.wait(timeout_s=DEADLINE_S).ok
         HalfStuck.stuck.clear()
 
 
@@ -60,50 +60,50 @@ SMALL_RINGS: dict[str, Any] = {"pack_below": 1 << 20}
 
 
 @pytest.mark.parametrize(
-    ("lie", "message"),
+    ("falsify", "message"),
     [
         (lambda f: Filled(f.slot, f.sequence, f.chunk, f.parts, f.offset + 10**6, f.nbytes, f.ring), "packed stream of"),
         (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1, f.ring), "component 'ssm'"),
         (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1, f.ring), "span classes (77,)"),
     ],
 )
-def test_a_writer_that_lies_about_a_slot_fails_its_request_and_no_thread(
-    monkeypatch: pytest.MonkeyPatch, lie: Callable[[Filled], Filled], message: str
+def test_an_invalid_filled_slot_fails_its_request_and_stops_no_thread(
+    monkeypatch: pytest.MonkeyPatch, falsify: Callable[[Filled], Filled], message: str
 ) -> None:
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
-        honest = Credits.on_filled
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
+        on_filled = Credits.on_filled
 
-        def take(self: Credits, peer: PeerRank, found: Filled, begin: Callable[[], Any]) -> None:
-            honest(self, peer, lie(found), begin)
+        def on_falsified(self: Credits, peer: PeerRank, found: Filled, begin: Callable[[], Any]) -> None:
+            on_filled(self, peer, falsify(found), begin)
 
-        monkeypatch.setattr(Credits, "on_filled", take)
+        monkeypatch.setattr(Credits, "on_filled", on_falsified)
         request = new_request_id()
-        receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
-        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert message in str(event.error)
         assert all(not sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
         monkeypatch.undo()
-        clear(made.decode[0].pools)
-        assert all(event.ok for event in made.transfer(20))
+        clear(instances.decode[0].pools)
+        assert all(event.ok for event in instances.transfer(20))
 
 
 @pytest.mark.parametrize("lost", ["slots_filled", "complete", "credit"])
-def test_messages_about_slots_may_be_lost(lost: str) -> None:
-    """The first three of a kind do not arrive; nothing is lost and nothing is unpacked twice."""
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
+def test_requests_complete_although_slot_messages_are_lost(lost: str) -> None:
+    """The first three messages of a kind are dropped; no data is lost or unpacked twice."""
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
         faults = MessageFaults(lose=1.0, kinds=frozenset((lost,)), at_most=3)
-        channels = [mistreat(rank.manager, faults) for rank in made.prefill + made.decode]
+        channels = [mistreat(rank.manager, faults) for rank in instances.prefill + instances.decode]
         for _ in range(3):
-            assert all(event.ok for event in made.transfer(37))
+            assert all(event.ok for event in instances.transfer(37))
         assert sum(channel.counts["lose"] for channel in channels) >= 3
 
 
-def test_rows_are_not_given_back_while_they_are_being_unpacked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as made:
+def test_rows_are_not_released_while_the_receiver_unpacks_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
         entered, go_on = threading.Event(), threading.Event()
         scatter = unpacking.scatter
-        scatter_thread = made.decode[0].manager._runtime.worker._thread
+        scatter_thread = instances.decode[0].manager._runtime.worker._thread
 
         def slow(unpack: Unpack) -> None:
             if threading.current_thread() is scatter_thread:
@@ -112,10 +112,10 @@ def test_rows_are_not_given_back_while_they_are_being_unpacked_into(monkeypatch:
             scatter(unpack)
 
         monkeypatch.setattr(unpacking, "scatter", slow)
-        monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # it is the transfer thread that is held up
+        monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # so that the transfer thread unpacks, and the test can block it
         request = new_request_id()
-        receiver = receive(made.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
-        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in made.prefill]
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+        senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
         assert entered.wait(DEADLINE_S)
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The ways that bytes go, against the naive reference: together they write what is needed and not a byte more."""
+"""The paths of a transfer, against the naive reference: together they write exactly the needed bytes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 HND = "page kv_head token dim"
 
 
-class Carrier:
-    """Does what a transfer thread and a peer do with a binding: copies, slots of `slot_nbytes`, and no more than that."""
+class TransferModel:
+    """Performs a bound transfer as a transfer thread and a peer do: direct copies, and slots of `slot_nbytes`."""
 
     def __init__(self, scene: Scene, source: int, destination: int, slot_nbytes: int) -> None:
         self.scene, self.source, self.destination = scene, source, destination
         self.slot = np.zeros(slot_nbytes, np.uint8)
 
-    def carry(self, bound: BoundTransfer, plan: TransferPlan) -> None:
-        """Every way, one after the other."""
+    def move(self, bound: BoundTransfer, plan: TransferPlan) -> None:
+        """Move the pieces of every path, one path after the other."""
         assert isinstance(bound.direct, CopyBatch)
         assert self.scene.source.holds(self.source, bound.direct.source, bound.direct.nbytes)
         self.write(bound.direct)
-        at, room = self.slot.ctypes.data, len(self.slot)
+        slot, room = self.slot.ctypes.data, len(self.slot)
         _, theirs = self.scene.rows(self.source, self.destination)
         name, case = self.scene.case.model.component, self.scene.case
         incoming = bind_incoming(plan, bound.parts, {name: theirs}, {name: (case.need, case.num_tokens)})
@@ -50,21 +50,21 @@ class Carrier:
             nbytes = min(room, incoming.total - offset)
             if bound.gathered is None:
                 assert bound.stream is not None
-                bound.stream.gather(offset, nbytes, at)
+                bound.stream.gather(offset, nbytes, slot)
             else:
-                self.copy(*bound.gathered.copies(offset, nbytes, at))
-            incoming.scatter(offset, nbytes, at)
+                self.copy(*bound.gathered.copies(offset, nbytes, slot))
+            incoming.scatter(offset, nbytes, slot)
 
     def write(self, copies: CopyBatch) -> None:
-        """Make copies whose every byte must lie in the destination's pools."""
+        """Perform copies; every written byte must lie in the destination's pools."""
         assert self.scene.destination.holds(self.destination, copies.destination, copies.nbytes)
         self.copy(copies.source, copies.destination, copies.nbytes)
 
     @staticmethod
     def copy(*columns: Addresses) -> None:
-        """As an engine does, be it that it collects pieces."""
-        for where, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-            ctypes.memmove(target, where, nbytes)
+        """Perform copies as an engine does, with or without gathering."""
+        for origin, target, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            ctypes.memmove(target, origin, nbytes)
 
 
 @given(
@@ -75,10 +75,10 @@ class Carrier:
     st.booleans(),
     st.data(),
 )
-def test_all_ways_together_write_every_needed_byte_and_no_other(
+def test_all_paths_together_write_exactly_the_needed_bytes(
     case: Any, pack_below: int, gathers_from: int | None, slot_nbytes: int, has_ring: bool, data: st.DataObject
 ) -> None:
-    """In chunks too; whatever the threshold, the slots, whether there is a ring, and whether the engine collects pieces."""
+    """For any chunks, threshold and slot size, with and without a ring, with and without gathering by the engine."""
     scene = Scene(case)
     cut = data.draw(st.integers(case.need, case.num_tokens), label="cut")
     name = case.model.component
@@ -97,41 +97,44 @@ def test_all_ways_together_write_every_needed_byte_and_no_other(
         ticket = Ticket(PeerRank("decode-0", destination), RequestKey(bytes(16), 0), 0)
         for start, stop in ((case.need, cut), (cut, case.num_tokens)):
             written = Written(0, name, None, start, stop)
-            begun = StartTransfer(ticket, Chunk(0, {name: ours}, (start, stop), None), reserve, (written,))
-            bound = bind_outgoing(plan, begun, pack_below=pack_below, has_ring=has_ring, gathers_from=gathers_from)
+            start_transfer = StartTransfer(ticket, Chunk(0, {name: ours}, (start, stop), None), reserve, (written,))
+            bound = bind_outgoing(plan, start_transfer, pack_below=pack_below, has_ring=has_ring, gathers_from=gathers_from)
             assert has_ring or not bound.parts
             assert gathers_from is not None or bound.gathered is None
-            Carrier(scene, source, destination, slot_nbytes).carry(bound, plan)
+            TransferModel(scene, source, destination, slot_nbytes).move(bound, plan)
     assert scene.difference() is None
 
 
-class Small(LocalBackend):
-    """The `local` engine with two slots of 1,000 bytes; pieces below 128 bytes are packed."""
+class SmallStaging(LocalBackend):
+    """The `local` engine with two slots of 1,000 bytes; it packs pieces below 128 bytes.
+
+    After `num_allowed` writes it raises, or returns transfers with the status `outcome`.
+    """
 
     def __init__(self, options: BackendOptions) -> None:
         super().__init__(options)
-        self.allowed = 1 << 30
+        self.num_allowed = 1 << 30
         self.outcome: TransferStatus | None = None
-        self.posted = threading.Event()
+        self.limit_reached = threading.Event()
 
     @property
     def staging(self) -> StagingShape:
         return StagingShape(pack_below=128, slot_nbytes=1000, num_slots=2, num_rings=8)
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
-        if self.allowed == 0:
-            self.posted.set()
+        if self.num_allowed == 0:
+            self.limit_reached.set()
             if self.outcome is None:
-                raise PeerUnreachable("so that there is a failure")
-            return Ending(self)
-        self.allowed -= 1
+                raise PeerUnreachable("the test lets this write fail")
+            return FixedStatus(self)
+        self.num_allowed -= 1
         return super().submit(op, peer, copies)
 
 
-class Ending(LocalTransfer):
-    """A write that is what its engine says that it is."""
+class FixedStatus(LocalTransfer):
+    """A write whose status is the engine's `outcome`."""
 
-    def __init__(self, engine: Small) -> None:
+    def __init__(self, engine: SmallStaging) -> None:
         super().__init__()
         self._engine = engine
 
@@ -148,61 +151,61 @@ LONG_RUNS = [
 
 
 @pytest.mark.parametrize(("prefill", "decode"), LONG_RUNS)
-def test_small_pieces_are_packed_even_if_they_are_contiguous_at_the_destination(prefill: Side, decode: Side) -> None:
-    with cluster(prefill, decode, num_kv_heads=12, settings={"backend": Small}) as made:
+def test_small_pieces_are_packed_even_if_contiguous_at_the_destination(prefill: Side, decode: Side) -> None:
+    with cluster(prefill, decode, num_kv_heads=12, settings={"backend": SmallStaging}) as instances:
         for first, chunks in ((0, ()), (16, (32,)), (13, (21, 40))):
-            assert all(event.ok for event in made.transfer(61, first_token=first, chunks=chunks))
-        paths = [rank.manager.stats.nbytes_by_way for rank in made.prefill]
+            assert all(event.ok for event in instances.transfer(61, first_token=first, chunks=chunks))
+        paths = [rank.manager.stats.nbytes_by_way for rank in instances.prefill]
         assert all(path["packed"] > 0 for path in paths)
-        assert all(sum(path.values()) == rank.manager.stats.nbytes for path, rank in zip(paths, made.prefill, strict=True))
+        assert all(sum(path.values()) == rank.manager.stats.nbytes for path, rank in zip(paths, instances.prefill, strict=True))
 
 
-def test_small_pages_that_follow_each_other_on_both_sides_are_long_pieces() -> None:
+def test_adjacent_small_pages_form_long_pieces() -> None:
     ids = tuple(page for first in (0, 8, 4, 16, 12, 24, 20) for page in range(first, first + 4))
-    with cluster(Side(), Side(), num_kv_heads=1, settings={"backend": Small}) as made:
+    with cluster(Side(), Side(), num_kv_heads=1, settings={"backend": SmallStaging}) as instances:
         request, pages = new_request_id(), PageList(ids, 0)
-        receiver = receive(made.decode[0], request, pages, need=(0, 112))
-        sender = send(made.prefill[0], request, pages, 112)
+        receiver = receive(instances.decode[0], request, pages, need=(0, 112))
+        sender = send(instances.prefill[0], request, pages, 112)
         assert receiver.wait(timeout_s=DEADLINE_S).ok
         assert sender.wait(timeout_s=DEADLINE_S).ok
-        stats = made.prefill[0].manager.stats
+        stats = instances.prefill[0].manager.stats
         assert stats.nbytes_by_way["direct"] == stats.nbytes > 0
         assert stats.pieces == 7 * 2 * 3 > MIN_PIECES
 
 
-@pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.parametrize("num_allowed", [0, 1])
 @pytest.mark.parametrize("outcome", [None, TransferStatus.FAILED])
-def test_a_write_that_fails_ends_its_request_and_its_slot_serves_the_next(allowed: int, outcome: TransferStatus | None) -> None:
-    with cluster(*LONG_RUNS[0], num_kv_heads=12, settings={"backend": Small}) as made:
-        (rank,) = made.prefill
+def test_a_failed_write_ends_its_request_and_frees_its_slot(num_allowed: int, outcome: TransferStatus | None) -> None:
+    with cluster(*LONG_RUNS[0], num_kv_heads=12, settings={"backend": SmallStaging}) as instances:
+        (rank,) = instances.prefill
         engine = rank.manager.backend
-        assert isinstance(engine, Small)
-        engine.allowed, engine.outcome = allowed, outcome
-        assert not any(event.ok for event in made.transfer(61))
-        engine.allowed = 1 << 30
+        assert isinstance(engine, SmallStaging)
+        engine.num_allowed, engine.outcome = num_allowed, outcome
+        assert not any(event.ok for event in instances.transfer(61))
+        engine.num_allowed = 1 << 30
         for _ in range(3):
-            assert all(event.ok for event in made.transfer(61))
+            assert all(event.ok for event in instances.transfer(61))
 
 
-def test_rows_are_held_until_the_last_write_has_settled_and_nothing_is_written_after_an_abort() -> None:
-    with cluster(Side(tp=1), Side(tp=1, page=16), num_kv_heads=1, settings={"backend": Small}) as made:
-        (rank,), (sink,) = made.prefill, made.decode
+def test_after_an_abort_rows_are_held_until_the_last_write_has_settled() -> None:
+    with cluster(Side(tp=1), Side(tp=1, page=16), num_kv_heads=1, settings={"backend": SmallStaging}) as instances:
+        (rank,), (sink,) = instances.prefill, instances.decode
         engine = rank.manager.backend
-        assert isinstance(engine, Small)
-        engine.allowed, engine.outcome = 0, TransferStatus.PENDING
-        request, pages = new_request_id(), [made.pages(each, 120) for each in (rank, sink)]
+        assert isinstance(engine, SmallStaging)
+        engine.num_allowed, engine.outcome = 0, TransferStatus.PENDING
+        request, pages = new_request_id(), [instances.pages(each, 120) for each in (rank, sink)]
         receiver = receive(sink, request, pages[1], need=(0, 120))
         sender = send(rank, request, pages[0], 120)
-        assert engine.posted.wait(DEADLINE_S)
+        assert engine.limit_reached.wait(DEADLINE_S)
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
         released = threading.Event()
         event.lease.on_release(released.set)
-        assert not released.wait(0.05), "a write of it is under way"
+        assert not released.wait(0.05), "one of its writes is pending"
         engine.outcome = TransferStatus.DONE
         assert released.wait(DEADLINE_S)
         assert not sender.wait(timeout_s=DEADLINE_S).ok
-        engine.allowed = 1 << 30
+        engine.num_allowed = 1 << 30
         assert all((tensor.view(np.uint8) == CANARY).all() for tensors in sink.pools.values() for tensor in tensors)
-        assert all(event.ok for event in made.transfer(61))
+        assert all(event.ok for event in instances.transfer(61))

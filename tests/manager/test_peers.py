@@ -1,4 +1,4 @@
-"""Handshakes with reasons, hostile messages, restarts, and threads that die."""
+"""Handshakes and their rejections, invalid messages, restarts, and failed threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 
 
 def until(condition: Any) -> None:
-    """Wait for something that is bound to happen."""
+    """Wait until a condition holds; fail after `DEADLINE_S`."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -42,13 +42,13 @@ def until(condition: Any) -> None:
 
 
 def problem(manager: KVManager, peer: str = "prefill-0") -> str:
-    """Why a peer is not ready, as far as the manager has got."""
+    """The manager's present reason why a peer is not ready, or ''."""
     found = manager.health().peers.get(peer)
     return found.problem if found is not None else ""
 
 
 def refusal(prefill: dict[str, Any], decode: dict[str, Any], models: tuple[KVModel, KVModel] = (MODEL, MODEL)) -> str:
-    """Why two instances refuse each other."""
+    """Connect two instances that must refuse each other, and return decode's reason."""
     ranks = []
     try:
         for name, settings, model in (("prefill-0", prefill, models[0]), ("decode-0", decode, models[1])):
@@ -75,10 +75,10 @@ def refusal(prefill: dict[str, Any], decode: dict[str, Any], models: tuple[KVMod
         ({"num_layers": 2}, {"num_layers": 3}, "component 'kv', tensor 'k': layers: [0, 2) here, [0, 3) at the peer"),
     ],
 )
-def test_a_mismatch_is_refused_with_the_field_both_values_and_both_peers(
+def test_the_reason_of_a_mismatch_names_the_field_both_values_and_both_peers(
     prefill: dict[str, Any], decode: dict[str, Any], message: str
 ) -> None:
-    """Case 41: same geometry, other revision, among them."""
+    """Case 41, which includes equal layouts of different model revisions."""
     assert message in refusal(dict(prefill), dict(decode))
 
 
@@ -97,7 +97,7 @@ def test_layouts_that_cannot_match_are_refused(other: KVModel, message: str) -> 
     assert message in refusal({}, {}, (MODEL, other))
 
 
-def test_an_unknown_peer_is_refused_by_name() -> None:
+def test_an_unconfigured_peer_is_refused_by_name() -> None:
     prefill = start_side(MODEL, Side(), "prefill-0", num_layers=2)
     decode = start_side(MODEL, Side(), "decode-7", num_layers=2)
     try:
@@ -109,8 +109,8 @@ def test_an_unknown_peer_is_refused_by_name() -> None:
         decode[0].manager.close()
 
 
-def test_an_address_of_another_instance_is_refused() -> None:
-    """Case 45: whoever answers must be who was asked for."""
+def test_an_address_that_another_instance_answers_is_refused() -> None:
+    """Case 45: the instance that answers must be the configured one."""
     prefill = start_side(MODEL, Side(), "prefill-0", num_layers=2)
     decode = start_side(MODEL, Side(), "decode-0", num_layers=2)
     try:
@@ -123,7 +123,7 @@ def test_an_address_of_another_instance_is_refused() -> None:
         decode[0].manager.close()
 
 
-HOSTILE = [
+INVALID = [
     b"",
     b"\xc1",
     b"\x91" * 100_000,
@@ -136,15 +136,15 @@ HOSTILE = [
 ]
 
 
-def test_garbage_on_the_control_port_changes_nothing_and_kills_no_thread() -> None:
-    """Case 39, on the live port."""
-    with cluster(Side(tp=2), Side()) as made:
+def test_garbage_on_the_control_port_changes_nothing_and_stops_no_thread() -> None:
+    """Case 39, on the port of a running manager."""
+    with cluster(Side(tp=2), Side()) as instances:
         context = zmq.Context()
-        for rank in made.prefill + made.decode:
+        for rank in instances.prefill + instances.decode:
             port = rank.manager.address.rpartition(":")[2]
             with context.socket(zmq.DEALER) as dealer:
                 dealer.connect(rank.manager.address)
-                for data in HOSTILE:
+                for data in INVALID:
                     dealer.send(data)
                 dealer.send_multipart([b"a", b"b", b"c"])
                 answer = msgpack.unpackb(dealer.recv())
@@ -153,43 +153,43 @@ def test_garbage_on_the_control_port_changes_nothing_and_kills_no_thread() -> No
             with socket.create_connection(("127.0.0.1", int(port))) as raw:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
         context.term()
-        assert all(event.ok for event in made.transfer(20))
+        assert all(event.ok for event in instances.transfer(20))
 
 
-def test_a_restarted_peer_is_taken_back_at_another_address_without_others_restarting() -> None:
+def test_a_restarted_peer_reconnects_at_another_address_while_others_keep_running() -> None:
     """Case 40, in one process."""
-    with cluster(Side(tp=2), Side()) as made:
-        assert all(event.ok for event in made.transfer(20))
-        old, side = made.decode[0], Side()
+    with cluster(Side(tp=2), Side()) as instances:
+        assert all(event.ok for event in instances.transfer(20))
+        old, side = instances.decode[0], Side()
         old.manager.close()
-        until(lambda: not any(rank.manager.health().peers["decode-0"].ready for rank in made.prefill))
+        until(lambda: not any(rank.manager.health().peers["decode-0"].ready for rank in instances.prefill))
         with pytest.raises(PeerUnreachable, match="peer 'decode-0' is not ready"):
-            made.prefill[0].manager.sender(new_request_id(), peer="decode-0")
-        made.decode = start_side(made.model, side, "decode-0", num_layers=3)
-        introduce(made.prefill, made.decode)
-        for rank in made.prefill:
+            instances.prefill[0].manager.sender(new_request_id(), peer="decode-0")
+        instances.decode = start_side(instances.model, side, "decode-0", num_layers=3)
+        introduce(instances.prefill, instances.decode)
+        for rank in instances.prefill:
             rank.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
-        made.decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
-        assert all(event.ok for event in made.transfer(20))
+        instances.decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        assert all(event.ok for event in instances.transfer(20))
 
 
-def test_requests_of_a_peer_that_goes_away_end_with_the_cause() -> None:
-    with cluster(Side(), Side()) as made:
+def test_requests_of_a_closed_peer_fail_with_the_cause() -> None:
+    with cluster(Side(), Side()) as instances:
         request = new_request_id()
-        receiver = receive(made.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
-        made.prefill[0].manager.close()
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        instances.prefill[0].manager.close()
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert "prefill-0/0 is gone: closed: the manager was closed" in str(event.error)
-        assert event.lease.released, "the local engine proves a closed peer quiet"
-        made.prefill.clear()
+        assert event.lease.released, "the local engine proves that a closed peer is quiescent"
+        instances.prefill.clear()
 
 
-def test_a_thread_that_dies_flips_health_and_fails_what_it_owned() -> None:
+def test_a_failed_thread_makes_health_false_and_fails_its_requests() -> None:
     """Case 46."""
     for victim in ("control", "transfers"):
-        with pytest.MonkeyPatch.context() as patch, cluster(Side(), Side()) as made:
-            manager = made.decode[0].manager
-            receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        with pytest.MonkeyPatch.context() as patch, cluster(Side(), Side()) as instances:
+            manager = instances.decode[0].manager
+            receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
             runtime = manager._runtime
             if victim == "control":
                 runtime.command(lambda _: 1 / 0)  # type: ignore[arg-type]
@@ -203,28 +203,28 @@ def test_a_thread_that_dies_flips_health_and_fails_what_it_owned() -> None:
             with pytest.raises(LocalProtocolError, match="the manager has ended"):
                 manager.receiver(new_request_id(), peer="prefill-0", rows={})
             manager.close()
-            made.decode.clear()
+            instances.decode.clear()
 
 
-def test_close_ends_what_is_under_way_and_can_be_called_twice() -> None:
-    with cluster(Side(), Side()) as made:
-        receiver = receive(made.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
-        made.decode[0].manager.close()
-        made.decode[0].manager.close()
+def test_close_aborts_active_requests_and_can_be_called_twice() -> None:
+    with cluster(Side(), Side()) as instances:
+        receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        instances.decode[0].manager.close()
+        instances.decode[0].manager.close()
         assert isinstance(receiver.wait(timeout_s=DEADLINE_S).error, RequestAborted)
-        assert made.decode[0].manager.events()
-        made.decode.clear()
+        assert instances.decode[0].manager.events()
+        instances.decode.clear()
 
 
-def test_drain_takes_nothing_new_and_waits_for_the_rest() -> None:
-    with cluster(Side(), Side()) as made:
+def test_drain_refuses_new_requests_and_waits_for_active_ones() -> None:
+    with cluster(Side(), Side()) as instances:
         request = new_request_id()
-        receiver = receive(made.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
-        manager = made.decode[0].manager
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        manager = instances.decode[0].manager
         assert not manager.drain(timeout_s=0.01)
         with pytest.raises(LocalProtocolError, match="draining"):
-            receive(made.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
-        send(made.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
+            receive(instances.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        send(instances.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
         assert manager.drain(timeout_s=DEADLINE_S)
         assert receiver.wait(timeout_s=0).ok
 
@@ -252,90 +252,92 @@ def manager(**settings: Any) -> KVManager:
         ({"topology": Topology(tp=2, tp_rank=1)}, "leader: rank 1 of 2 needs the address of rank 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         manager(**settings)
     assert message in str(caught.value)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with manager() as first, pytest.raises(ConfigError, match=r"cannot bind 'tcp://127\.0\.0\.1:\d+': Address already in use"):
         manager(listen=first.address)
 
 
-def test_adding_oneself_as_a_peer_is_refused() -> None:
-    with manager() as made, pytest.raises(ConfigError, match="this instance's own name"):
-        made.add_peer("x", address=made.address)
+def test_adding_this_instance_as_a_peer_is_refused() -> None:
+    with manager() as only, pytest.raises(ConfigError, match="this instance's own name"):
+        only.add_peer("x", address=only.address)
 
 
-def test_a_handle_knows_its_request() -> None:
-    with cluster(Side(), Side()) as made:
+def test_a_handle_has_its_request_id_and_attempt() -> None:
+    with cluster(Side(), Side()) as instances:
         request = new_request_id()
-        receiver = receive(made.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20), attempt=3)
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20), attempt=3)
         assert (receiver.request_id, receiver.key) == (request, RequestKey(request, 3))
         with pytest.raises(TimeoutError, match=r"not ended within 0.01 s"):
             receiver.wait(timeout_s=0.01)
-        receiver.abort("enough")
+        receiver.abort("the test is finished")
 
 
 class Unfenced(LocalBackend):
-    """The `local` engine, which never proves a peer quiet."""
+    """The `local` engine without proofs that a peer is quiescent."""
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         return Fence.UNKNOWN
 
 
 class NoProof(Unfenced):
+    """An `Unfenced` engine that may still write after it is closed."""
+
     def is_quiet_when_closed(self) -> bool:
         return False
 
 
 @pytest.mark.parametrize(("backend", "proved"), [(Unfenced, True), (NoProof, False)])
-def test_the_last_resort_is_to_close_the_manager_whose_engines_end_is_a_proof(backend: Any, proved: bool) -> None:
-    """Rows of a lost writer stay quarantined, `health` says when that is too many, and `close` gives them back."""
+def test_closing_the_manager_releases_quarantined_rows_if_the_closed_engine_is_quiescent(backend: Any, proved: bool) -> None:
+    """Rows of a lost writer stay quarantined, `health` reports too many of them, and `close` releases them."""
     settings = {"backend": backend, "limits": Limits(max_quarantined=0)}
-    with cluster(Side(), Side(), settings=settings) as made:
-        decode, prefill = made.decode[0].manager, made.prefill[0].manager
+    with cluster(Side(), Side(), settings=settings) as instances:
+        decode, prefill = instances.decode[0].manager, instances.prefill[0].manager
         freed: list[int] = []
-        receiver = receive(made.decode[0], new_request_id(), made.pages(made.decode[0], 8), need=(0, 8))
+        receiver = receive(instances.decode[0], new_request_id(), instances.pages(instances.decode[0], 8), need=(0, 8))
         assert decode.health().renewal_due == ""
         prefill.close()
         event = receiver.wait(timeout_s=DEADLINE_S)
         event.lease.on_release(lambda: freed.append(1))
         assert event.lease.state is LeaseState.QUARANTINED
         assert decode.health().renewal_due == "requests with quarantined rows: 1, of 0 at most"
-        made.prefill.clear()
-        made.decode.clear()
+        instances.prefill.clear()
+        instances.decode.clear()
         decode.close()
         assert (bool(freed), event.lease.released) == (proved, proved)
 
 
 class Stalling(LocalBackend):
-    """The `local` engine, which does not come to an end of connecting to some of its peers before it is told to."""
+    """The `local` engine, which connects to some peers only after `go_on` is set."""
 
     stalled: ClassVar[set[Any]] = set()
-    begun, go_on = threading.Event(), threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def connect(self, endpoint: bytes, *, epoch: int) -> LocalPeer:
         peer = super().connect(endpoint, epoch=epoch)
         if peer.target in self.stalled:
-            self.begun.set()
+            self.entered.set()
             assert self.go_on.wait(DEADLINE_S)
         return peer
 
 
-def test_a_peer_that_does_not_answer_the_engine_holds_up_nobody_else() -> None:
+def test_a_peer_that_does_not_answer_the_engine_delays_no_other_peer() -> None:
     settings = {"backend": Stalling, "limits": FAST, "connection_limits": FAST_LINKS}
-    with cluster(Side(), Side(page=8), settings=settings) as made:
-        (slow,) = start_side(made.model, Side(), "slow-0", num_layers=3, settings=settings)
+    with cluster(Side(), Side(page=8), settings=settings) as instances:
+        (slow,) = start_side(instances.model, Side(), "slow-0", num_layers=3, settings=settings)
         Stalling.stalled.add(slow.manager.backend)
-        manager = made.prefill[0].manager
+        manager = instances.prefill[0].manager
         with slow.manager:
             slow.manager.add_peer("prefill-0", address=manager.address)
             manager.add_peer("slow-0", address=slow.manager.address)
-            assert Stalling.begun.wait(DEADLINE_S)
-            assert all(event.ok for event in made.transfer(20))
+            assert Stalling.entered.wait(DEADLINE_S)
+            assert all(event.ok for event in instances.transfer(20))
             assert not manager.health().peers["slow-0"].ready
             Stalling.go_on.set()
             manager.wait_ready("slow-0", timeout_s=DEADLINE_S)
-            assert all(event.ok for event in made.transfer(20))
+            assert all(event.ok for event in instances.transfer(20))

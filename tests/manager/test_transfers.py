@@ -1,4 +1,4 @@
-"""`KVManager` end to end in one process, over the `local` engine: every byte of every pool, against the reference."""
+"""`KVManager` end to end over the `local` engine; every pool byte is compared with the reference."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PACKED_PAIRS = [
 ]
 
 
-class TinyRings(LocalBackend):
-    """The `local` engine with staging of another shape."""
+class SmallStaging(LocalBackend):
+    """The `local` engine with staging of the given shape."""
 
     def __init__(self, options: BackendOptions, shape: StagingShape) -> None:
         super().__init__(options)
@@ -39,83 +39,83 @@ def ok(events: object) -> bool:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (4, 1), (1, 4), (8, 1), (2, 8), (3, 2), (6, 4)])
-def test_any_tensor_parallel_size_to_any_other(prefill_tp: int, decode_tp: int) -> None:
-    """Cases 1, 2 and 7: replicas all contribute, slices are right, non-divisors are not floored."""
-    with cluster(Side(tp=prefill_tp), Side(tp=decode_tp, page=8, num_pages=24), num_kv_heads=6) as made:
-        assert ok(made.transfer(37))
+def test_tensor_parallel_sizes_may_differ_in_any_ratio(prefill_tp: int, decode_tp: int) -> None:
+    """Cases 1, 2 and 7: replicated heads, head slices, and sizes that do not divide the heads."""
+    with cluster(Side(tp=prefill_tp), Side(tp=decode_tp, page=8, num_pages=24), num_kv_heads=6) as instances:
+        assert ok(instances.transfer(37))
 
 
 def test_decode_pages_larger_than_prefill_pages_with_an_unaligned_prefix_hit() -> None:
-    """Case 53: tokens are paired by position, not pages by count from the tail."""
-    with cluster(Side(page=4), Side(page=16)) as made:
+    """Case 53: tokens are paired by position, not pages by their count from the end."""
+    with cluster(Side(page=4), Side(page=16)) as instances:
         for num_tokens in (40, 44, 43):
-            assert ok(made.transfer(num_tokens, first_token=16))
+            assert ok(instances.transfer(num_tokens, first_token=16))
 
 
-def test_decode_holds_a_prefix_of_the_request() -> None:
-    """Case 27: a hit moves the rest; a hit longer than the prefill's own, and a complete one, still conclude."""
-    with cluster(Side(tp=2), Side(tp=1, page=8)) as made:
+def test_a_prefix_hit_at_decode_reduces_the_transfer() -> None:
+    """Case 27: only missing tokens move. A request succeeds even when no token is missing."""
+    with cluster(Side(tp=2), Side(tp=1, page=8)) as instances:
         for first_token in (0, 5, 8, 36, 37):
-            events = made.transfer(37, first_token=first_token)
+            events = instances.transfer(37, first_token=first_token)
             assert ok(events)
             assert events[0].payload == b"token"
 
 
 def test_uneven_pipeline_stages_pair_layers_by_id() -> None:
-    """Case 9: 15 layers as 7 + 8 to one stage, and back to 5 + 5 + 5."""
+    """Case 9: 15 layers from stages of 7 + 8 to one stage, and from one stage to 5 + 5 + 5."""
     halves = (tuple(range(7)), tuple(range(7, 15)))
     thirds = (tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15)))
-    with cluster(Side(tp=2, stages=halves), Side(tp=1), num_layers=15) as made:
-        assert ok(made.transfer(21))
-    with cluster(Side(tp=1), Side(stages=thirds), num_layers=15) as made:
-        assert ok(made.transfer(21))
+    with cluster(Side(tp=2, stages=halves), Side(tp=1), num_layers=15) as instances:
+        assert ok(instances.transfer(21))
+    with cluster(Side(tp=1), Side(stages=thirds), num_layers=15) as instances:
+        assert ok(instances.transfer(21))
 
 
 @pytest.mark.parametrize(("source", "destination"), [(NHD, HND), (HND, NHD), (PACKED, HND), (NHD, PACKED), (HND, HND)])
-def test_axis_orders_are_declared_on_each_side(source: str, destination: str) -> None:
-    """Cases 8 and 26: K and V of different width where both sides can have them, heads as many as tokens per page."""
+def test_axis_orders_may_differ_between_the_sides(source: str, destination: str) -> None:
+    """Cases 8 and 26: K and V differ in width where the layouts allow it; a page has as many heads as tokens."""
     dims = (8, 8) if PACKED in (source, destination) else (8, 6)
-    with cluster(Side(tp=2, axes=source), Side(tp=1, axes=destination, page=2), num_kv_heads=2, dims=dims) as made:
-        assert ok(made.transfer(13))
+    with cluster(Side(tp=2, axes=source), Side(tp=1, axes=destination, page=2), num_kv_heads=2, dims=dims) as instances:
+        assert ok(instances.transfer(13))
 
 
-def test_chunked_prefill_in_any_order_of_send_and_reserve() -> None:
-    with cluster(Side(tp=2), Side(tp=4, page=8)) as made:
-        assert ok(made.transfer(37, chunks=(5, 6, 20), send_first=True))
-        assert ok(made.transfer(37, chunks=(16, 32), first_token=12))
+def test_chunked_prefill_works_with_send_before_or_after_reserve() -> None:
+    with cluster(Side(tp=2), Side(tp=4, page=8)) as instances:
+        assert ok(instances.transfer(37, chunks=(5, 6, 20), send_first=True))
+        assert ok(instances.transfer(37, chunks=(16, 32), first_token=12))
 
 
-def test_data_parallel_groups_are_told_apart() -> None:
-    with cluster(Side(tp=2, dp=2), Side(tp=1, dp=3)) as made:
-        assert ok(made.transfer(17, source_group=1, destination_group=2))
-        assert ok(made.transfer(17, source_group=0, destination_group=1))
+def test_requests_reach_the_selected_data_parallel_groups() -> None:
+    with cluster(Side(tp=2, dp=2), Side(tp=1, dp=3)) as instances:
+        assert ok(instances.transfer(17, source_group=1, destination_group=2))
+        assert ok(instances.transfer(17, source_group=0, destination_group=1))
 
 
 @pytest.mark.parametrize("context", [Context.PAGE_BLOCKS, Context.PAGES_IN_TURN, Context.TOKENS_IN_TURN])
 def test_context_parallel_prefill(context: Context) -> None:
-    with cluster(Side(tp=2, cp=3, context=context), Side(tp=1, page=8)) as made:
-        assert ok(made.transfer(37))
-        assert ok(made.transfer(37, first_token=9, chunks=(20,)))
+    with cluster(Side(tp=2, cp=3, context=context), Side(tp=1, page=8)) as instances:
+        assert ok(instances.transfer(37))
+        assert ok(instances.transfer(37, first_token=9, chunks=(20,)))
 
 
 def test_context_parallel_decode_by_token() -> None:
-    with cluster(Side(tp=2), Side(tp=2, cp=2, context=Context.TOKENS_IN_TURN)) as made:
-        assert ok(made.transfer(37))
-        assert ok(made.transfer(37, first_token=6))
+    with cluster(Side(tp=2), Side(tp=2, cp=2, context=Context.TOKENS_IN_TURN)) as instances:
+        assert ok(instances.transfer(37))
+        assert ok(instances.transfer(37, first_token=6))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PACKED_PAIRS)
-def test_small_pieces_travel_packed_and_land_where_they_belong(prefill: Side, decode: Side) -> None:
-    """Through rings of two slots of 1,000 bytes, so that slots are reused and pieces are cut at their ends."""
-    tiny = StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
-    settings = {"backend": lambda options: TinyRings(options, tiny)}
-    with cluster(prefill, decode, num_kv_heads=6, settings=settings) as made:
-        assert ok(made.transfer(61))
-        assert ok(made.transfer(61, first_token=13, chunks=(20, 21, 40)))
-        assert sum(rank.manager.stats.nbytes_packed for rank in made.prefill) > 0
-        assert sum(rank.manager.stats.unpack_s for rank in made.decode) > 0
+def test_small_pieces_are_packed_and_unpacked_at_the_right_place(prefill: Side, decode: Side) -> None:
+    """Rings of two slots of 1,000 bytes: slots are reused, and pieces are cut at slot ends."""
+    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
+    settings = {"backend": lambda options: SmallStaging(options, shape)}
+    with cluster(prefill, decode, num_kv_heads=6, settings=settings) as instances:
+        assert ok(instances.transfer(61))
+        assert ok(instances.transfer(61, first_token=13, chunks=(20, 21, 40)))
+        assert sum(rank.manager.stats.nbytes_packed for rank in instances.prefill) > 0
+        assert sum(rank.manager.stats.unpack_s for rank in instances.decode) > 0
 
 
-def test_a_request_of_no_tokens_still_concludes() -> None:
-    with cluster(Side(), Side()) as made:
-        assert ok(made.transfer(0))
+def test_a_request_without_tokens_succeeds() -> None:
+    with cluster(Side(), Side()) as instances:
+        assert ok(instances.transfer(0))

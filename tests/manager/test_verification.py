@@ -1,4 +1,4 @@
-"""`verify=`: managers sum what they send and receive, and a wrong byte fails the request on both sides, by its name."""
+"""The setting `verify`: managers compare checksums, and a wrong byte fails the request on both sides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HND = "page kv_head token dim"
 
 
 class Damaging(LocalBackend):
-    """Changes a bit of every batch's last byte, at its destination."""
+    """The `local` engine, which flips a bit in the last destination byte of every batch."""
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
         transfer = super().submit(op, peer, copies)
@@ -42,21 +42,21 @@ class Damaging(LocalBackend):
         (Side(tp=8), Side(tp=1, cp=2)),
     ],
 )
-def test_right_bytes_pass(prefill: Side, decode: Side, pack_below: int, verify: str) -> None:
+def test_correct_transfers_pass_verification(prefill: Side, decode: Side, pack_below: int, verify: str) -> None:
     settings = {"verify": verify, "pack_below": pack_below}
-    with cluster(prefill, decode, settings=settings) as made:
-        for tokens, more in ((23, {}), (40, {"chunks": (4, 20)}), (30, {"first_token": 9})):
-            events = made.transfer(tokens, **more)
+    with cluster(prefill, decode, settings=settings) as instances:
+        for tokens, options in ((23, {}), (40, {"chunks": (4, 20)}), (30, {"first_token": 9})):
+            events = instances.transfer(tokens, **options)
             assert all(event.ok for event in events), [event.error for event in events]
-        for rank in made.decode:
+        for rank in instances.decode:
             assert (rank.manager.stats.verified, rank.manager.stats.mismatches) == (3, 0)
 
 
 @pytest.mark.parametrize("pack_below", [0, 1 << 20])
 def test_a_damaged_byte_fails_the_request_on_both_sides_and_is_counted(pack_below: int) -> None:
     settings = {"verify": "full", "backend": Damaging, "pack_below": pack_below}
-    with cluster(Side(tp=2), Side(tp=1), settings=settings) as made:
-        events = made.transfer(24)
+    with cluster(Side(tp=2), Side(tp=1), settings=settings) as instances:
+        events = instances.transfer(24)
         assert [event.ok for event in events] == [False] * 3
         assert {event.direction for event in events} == {"receive", "send"}
         received = next(event for event in events if event.direction == "receive")
@@ -65,29 +65,29 @@ def test_a_damaged_byte_fails_the_request_on_both_sides_and_is_counted(pack_belo
             assert "component 'kv', layer 2" in str(event.error)
             assert "page 5 of the request, tokens 20 to 24" in str(event.error)
             assert event.lease.released
-        stats = made.decode[0].manager.stats
+        stats = instances.decode[0].manager.stats
         assert (stats.verified, stats.mismatches) == (1, 1)
 
 
-def test_without_it_the_same_damage_goes_unseen() -> None:
-    with cluster(Side(tp=2), Side(tp=1), settings={"backend": Damaging}) as made:
-        pages = [made.pages(rank, 24) for rank in made.prefill + made.decode]
+def test_without_verification_a_damaged_byte_goes_undetected() -> None:
+    with cluster(Side(tp=2), Side(tp=1), settings={"backend": Damaging}) as instances:
+        pages = [instances.pages(rank, 24) for rank in instances.prefill + instances.decode]
         request = new_request_id()
-        handles: list[Any] = [send(rank, request, p, 24) for rank, p in zip(made.prefill, pages, strict=False)]
-        handles.append(receive(made.decode[0], request, pages[-1], need=(0, 24)))
+        handles: list[Any] = [send(rank, request, p, 24) for rank, p in zip(instances.prefill, pages, strict=False)]
+        handles.append(receive(instances.decode[0], request, pages[-1], need=(0, 24)))
         events: list[Event] = [handle.wait(timeout_s=DEADLINE_S) for handle in handles]
         assert all(event.ok for event in events)
 
 
-def test_the_receiver_says_whether_its_writers_sum() -> None:
-    with cluster(Side(tp=1), Side(tp=1)) as made:
-        rank = made.decode[0]
+def test_the_receivers_setting_makes_its_writers_send_checksums() -> None:
+    with cluster(Side(tp=1), Side(tp=1)) as instances:
+        rank = instances.decode[0]
         rank.manager._verify = "full"
-        assert all(event.ok for event in made.transfer(9))
-        assert (rank.manager.stats.verified, made.prefill[0].manager.stats.verified) == (1, 0)
+        assert all(event.ok for event in instances.transfer(9))
+        assert (rank.manager.stats.verified, instances.prefill[0].manager.stats.verified) == (1, 0)
 
 
-def test_what_is_no_such_setting_is_refused() -> None:
+def test_an_unknown_verify_setting_is_refused() -> None:
     pool = np.zeros((4, 4, 2, 8), dtype=np.uint16)
     topology = Topology()
     kv = paged.gqa({0: (pool, pool.copy())}, axes="page token kv_head dim", num_kv_heads=2, topology=topology)
@@ -97,40 +97,40 @@ def test_what_is_no_such_setting_is_refused() -> None:
 
 
 def test_rows_of_both_sides_may_be_reused_after_success() -> None:
-    with cluster(Side(tp=2), Side(tp=1), settings={"verify": "full"}) as made:
+    with cluster(Side(tp=2), Side(tp=1), settings={"verify": "full"}) as instances:
         request = new_request_id()
-        pages = [made.pages(rank, 8) for rank in (*made.prefill, *made.decode)]
-        receiver = receive(made.decode[0], request, pages[-1], need=(0, 8))
-        senders = [send(rank, request, listed, 8) for rank, listed in zip(made.prefill, pages, strict=False)]
+        pages = [instances.pages(rank, 8) for rank in (*instances.prefill, *instances.decode)]
+        receiver = receive(instances.decode[0], request, pages[-1], need=(0, 8))
+        senders = [send(rank, request, listed, 8) for rank, listed in zip(instances.prefill, pages, strict=False)]
         for handle in (receiver, *senders):
             event = handle.wait(timeout_s=DEADLINE_S)
             assert event.ok
             assert event.lease.released
 
 
-class Never:
-    """An event that does not pass."""
+class NeverReady:
+    """A ready event that never completes."""
 
     def query(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        raise AssertionError("nobody may wait for it")
+        raise AssertionError("the manager must not block on a ready event")
 
 
-def test_a_chunk_whose_event_does_not_pass_holds_up_no_others_sums() -> None:
-    with cluster(Side(tp=1), Side(tp=1), settings={"verify": "full"}) as made:
+def test_a_chunk_that_never_becomes_ready_does_not_delay_other_checksums() -> None:
+    with cluster(Side(tp=1), Side(tp=1), settings={"verify": "full"}) as instances:
         stuck = new_request_id()
-        pages = made.pages(made.prefill[0], 8)
-        waiting = receive(made.decode[0], stuck, made.pages(made.decode[0], 8), need=(0, 8))
-        sender = made.prefill[0].manager.sender(stuck, peer="decode-0", deadline_s=DEADLINE_S)
-        sender.send({"kv": Pages(np.array(pages.ids, dtype=np.int32))}, tokens=(0, 8), ready=Never())
-        assert all(event.ok for event in made.transfer(24))
+        pages = instances.pages(instances.prefill[0], 8)
+        waiting = receive(instances.decode[0], stuck, instances.pages(instances.decode[0], 8), need=(0, 8))
+        sender = instances.prefill[0].manager.sender(stuck, peer="decode-0", deadline_s=DEADLINE_S)
+        sender.send({"kv": Pages(np.array(pages.ids, dtype=np.int32))}, tokens=(0, 8), ready=NeverReady())
+        assert all(event.ok for event in instances.transfer(24))
         sender.abort("client gone")
         assert not waiting.wait(timeout_s=DEADLINE_S).ok
 
 
-def test_a_manager_keeps_the_arrays_that_it_was_given() -> None:
+def test_a_manager_keeps_references_to_its_arrays() -> None:
     pool = np.zeros((4, 4, 2, 8), dtype=np.uint16)
     gone = weakref.ref(pool)
     topology = Topology()

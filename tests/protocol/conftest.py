@@ -1,4 +1,4 @@
-"""Effects on leases are carried out at once, as the control thread does after each step, so that tests can read the leases."""
+"""Performs effects on leases at once, as the control thread does, so that tests can read the leases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from disagg.protocol import sessions
 from disagg.protocol.types import Effect, QuarantineLease, ReleaseLease
 
 
-class LeasesCarriedOut(deque[Effect]):
-    """Effects but for those on leases, which take effect when they are appended."""
+class EffectsWithoutLeases(deque[Effect]):
+    """A queue of effects; effects on leases are performed when they are appended, and not kept."""
 
     def append(self, effect: Effect) -> None:
         match effect:
@@ -24,6 +24,6 @@ class LeasesCarriedOut(deque[Effect]):
 
 
 @pytest.fixture(autouse=True)
-def _carry_out_leases(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _perform_lease_effects(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "effects_on_leases" not in request.keywords:
-        monkeypatch.setattr(sessions, "deque", LeasesCarriedOut)
+        monkeypatch.setattr(sessions, "deque", EffectsWithoutLeases)

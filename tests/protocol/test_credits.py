@@ -1,4 +1,4 @@
-"""Rings and credits: grants, filled slots that are unpacked once and credited, and what late messages may do."""
+"""Rings and credits: grants, filled slots that are unpacked and credited once, and late messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEY = RequestKey(bytes(16), 0)
 NEVER = float("inf")
 
 
-class TwoRings:
-    """Two rings of two slots."""
+class TwoFreeRings:
+    """A pool of two rings with two slots each."""
 
     def __init__(self) -> None:
         self.free = [Ring(address, 512, 2) for address in (4096, 8192)]
@@ -32,13 +32,13 @@ class TwoRings:
 
 
 def make(*, first: int = 0) -> Credits:
-    """Both directions of a rank; uses of the slots of every grant are numbered from `first`."""
+    """The credits of one rank; `first` numbers the first use of a slot in every grant."""
     limits = Limits(retry_s=1.0, max_retry_s=2.0)
-    return Credits(limits=limits, effects=deque[Effect](), rings=TwoRings(), draw=lambda _: first)
+    return Credits(limits=limits, effects=deque[Effect](), rings=TwoFreeRings(), draw=lambda _: first)
 
 
-def taken(ledger: Credits) -> list[Effect]:
-    """The effects since the last call, with what was collected."""
+def take_effects(ledger: Credits) -> list[Effect]:
+    """The effects since the last call, with the flushed messages."""
     ledger.flush()
     found = list(ledger._effects)
     ledger._effects.clear()
@@ -46,8 +46,8 @@ def taken(ledger: Credits) -> list[Effect]:
 
 
 def sent(ledger: Credits) -> list[tuple[PeerRank, object]]:
-    """The messages since the last call, which brought no other effect."""
-    effects = taken(ledger)
+    """The messages since the last call, which must be the only effects."""
+    effects = take_effects(ledger)
     assert all(isinstance(effect, SendMessage) for effect in effects)
     return [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendMessage)]
 
@@ -68,7 +68,7 @@ def filled(grant: RingGrant | None, slot: int = 0, use: int = 1, nbytes: int = 1
 
 
 def unpack_of(ledger: Credits, found: Filled, begin: Callable[[], ReceiveSession | None] = session) -> UnpackSlot | None:
-    """The unpacking that a filled slot starts, if any."""
+    """The unpacking that a filled slot starts, or None."""
     ledger.on_filled(PEER, found, begin)
     effects = [ledger._effects.pop() for _ in range(len(ledger._effects))]
     assert len(effects) <= 1
@@ -79,7 +79,7 @@ def unpack_of(ledger: Credits, found: Filled, begin: Callable[[], ReceiveSession
     return effect
 
 
-def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
+def test_a_connection_keeps_its_ring_and_a_new_connection_gets_another() -> None:
     ledger = make()
     first = ledger.grant(PEER, 7, 0)
     assert first is not None
@@ -92,7 +92,7 @@ def test_a_connection_keeps_its_ring_and_a_new_one_gets_another() -> None:
     assert Credits(limits=Limits(), effects=deque()).grant(PEER, 7, 0) is None
 
 
-def test_a_ring_is_granted_again_once_its_writer_is_proved_quiet() -> None:
+def test_a_ring_is_granted_again_once_its_writer_is_quiescent() -> None:
     ledger = make()
     first = ledger.grant(PEER, 7, 0)
     ledger.peer_quiet(PEER, 6)
@@ -103,7 +103,7 @@ def test_a_ring_is_granted_again_once_its_writer_is_proved_quiet() -> None:
     assert ledger.grant(PEER, 8, 0) == first
 
 
-def test_rings_of_every_connection_of_a_dead_process_are_granted_again() -> None:
+def test_all_rings_of_a_dead_process_are_granted_again() -> None:
     ledger = make()
     rings = [ledger.grant(PEER, 7, generation) for generation in (0, 1)]
     assert ledger.grant(PEER, 8, 0) is None
@@ -130,21 +130,21 @@ def test_the_ring_of_a_renewed_connection_stays_granted() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_slot_is_unpacked_once_and_credited_as_often_as_it_is_reported(first: int) -> None:
-    ledger, begun = make(first=first), []
+def test_a_slot_is_unpacked_once_and_credited_at_every_report(first: int) -> None:
+    ledger, calls = make(first=first), []
     grant = ledger.grant(PEER, 7, 0)
     assert grant is not None
     assert grant.first == first << 32
 
     def begin() -> ReceiveSession:
-        begun.append(1)
+        calls.append(1)
         return session()
 
     unpack = unpack_of(ledger, filled(grant), begin)
     assert unpack is not None
     assert unpack.address == grant.address
     assert unpack_of(ledger, filled(grant), begin) is None
-    assert credited(ledger) == [], "not before it is unpacked"
+    assert credited(ledger) == [], "no credit before the slot is unpacked"
     ledger.unpacked(unpack)
     assert credited(ledger) == [((0, grant.first + 1),)]
     assert unpack_of(ledger, filled(grant), begin) is None
@@ -152,10 +152,10 @@ def test_a_slot_is_unpacked_once_and_credited_as_often_as_it_is_reported(first: 
     assert unpack_of(ledger, filled(grant, use=2), begin) is not None
     assert unpack_of(ledger, filled(grant, use=1), begin) is None
     assert credited(ledger) == []
-    assert len(begun) == 2
+    assert len(calls) == 2
 
 
-def test_a_slot_of_a_request_that_has_ended_is_given_back_unread() -> None:
+def test_a_slot_of_an_ended_request_is_credited_without_unpacking() -> None:
     ledger = make()
     grant = ledger.grant(PEER, 7, 0)
     assert unpack_of(ledger, filled(grant), lambda: None) is None
@@ -167,32 +167,32 @@ def test_a_slot_of_a_request_that_has_ended_is_given_back_unread() -> None:
 @pytest.mark.parametrize("wrong", [{"slot": 2}, {"nbytes": 0}, {"nbytes": 513}])
 def test_slots_that_do_not_exist_are_ignored(wrong: dict[str, int]) -> None:
     ledger = make()
-    assert unpack_of(ledger, filled(None)) is None, "no ring was granted"
+    assert unpack_of(ledger, filled(None)) is None, "no ring is granted"
     grant = ledger.grant(PEER, 7, 0)
     assert unpack_of(ledger, filled(grant, **wrong)) is None
     assert sent(ledger) == []
 
 
-def test_a_slot_is_read_from_the_ring_that_its_writer_names() -> None:
-    """One side may know of a newer connection of the same process before the other does."""
+def test_a_slot_is_read_from_the_ring_named_in_the_message() -> None:
+    """One side may learn of a newer connection to the same process before the other side."""
     ledger = make()
     rings = [ledger.grant(PEER, 7, generation) for generation in (0, 1)]
     for ring in rings:
         assert ring is not None
         unpack = unpack_of(ledger, filled(ring))
-        assert unpack is not None, "the same slot and number, of another ring"
+        assert unpack is not None, "the same slot and sequence number in another ring"
         assert unpack.address == ring.address
         assert unpack_of(ledger, filled(ring)) is None
         ledger.unpacked(unpack)
         assert sent(ledger) == [(PEER, Credit(ring=ring.address, slots=((0, 1),)))]
     assert ledger.grant(PEER, 7, 2) is None
-    assert unpack_of(ledger, filled(rings[0], use=2)) is not None, "no newer ring is left, so this one serves"
+    assert unpack_of(ledger, filled(rings[0], use=2)) is not None, "no newer ring is free, so this one stays in use"
     ledger.grant(PEER, 8, 0)
-    assert unpack_of(ledger, filled(rings[0], use=3)) is None, "its process is gone"
+    assert unpack_of(ledger, filled(rings[0], use=3)) is None, "its writer's process has ended"
     assert sent(ledger) == []
 
 
-def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
+def test_no_credit_is_sent_to_an_ended_connection() -> None:
     ledger = make()
     grant = ledger.grant(PEER, 7, 0)
     unpack = unpack_of(ledger, filled(grant))
@@ -202,10 +202,10 @@ def test_no_credit_goes_to_a_connection_that_has_ended() -> None:
     assert sent(ledger) == []
 
 
-def test_uses_of_an_earlier_grant_mean_nothing_for_the_next() -> None:
-    """A ring may be granted again: a late report about the earlier grant must not be taken for a new one."""
+def test_reports_about_an_earlier_grant_of_a_ring_are_ignored() -> None:
+    """A late report about an earlier grant must not count for the present grant of the same ring."""
     draws = iter((5, 9))
-    ledger = Credits(limits=Limits(), effects=deque[Effect](), rings=TwoRings(), draw=lambda _: next(draws))
+    ledger = Credits(limits=Limits(), effects=deque[Effect](), rings=TwoFreeRings(), draw=lambda _: next(draws))
     first = ledger.grant(PEER, 7, 0)
     ledger.peer_quiet(PEER, 7)
     ledger.grant(SIBLING, 1, 0)
@@ -214,7 +214,7 @@ def test_uses_of_an_earlier_grant_mean_nothing_for_the_next() -> None:
     assert sent(ledger) == []
 
 
-def test_a_filled_slot_is_reported_until_its_credit_comes() -> None:
+def test_a_filled_slot_is_reported_until_its_credit_arrives() -> None:
     ledger = make()
     slot = Filled(1, 4, 3, (), 0, 64, 4096)
     ledger.report(PEER, KEY, 9, slot, 0.0)
@@ -225,7 +225,7 @@ def test_a_filled_slot_is_reported_until_its_credit_comes() -> None:
         assert len(sent(ledger)) == expected
     for ring, number, sequence in ((4096, 1, 3), (4096, 0, 4), (8192, 1, 4)):
         ledger.on_credit(PEER, Credit(ring=ring, slots=((number, sequence),)))
-        assert taken(ledger) == [CreditSlots(PEER, ring, ((number, sequence),))]
+        assert take_effects(ledger) == [CreditSlots(PEER, ring, ((number, sequence),))]
     assert ledger.next_tick < NEVER
     ledger.on_credit(PEER, Credit(ring=4096, slots=((1, 4),)))
     assert ledger.next_tick == NEVER

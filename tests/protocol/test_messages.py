@@ -1,4 +1,4 @@
-"""The bytes of every message, and what comes of bytes that are none."""
+"""The encoded bytes of every message, and the refusal of invalid bytes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ SAMPLES: dict[str, Message] = {
     "heartbeat": Heartbeat(epoch=2**63 - 1),
     "goodbye": Goodbye(reason="closing"),
 }
-PLAIN: dict[str, dict[str, Any]] = {
+MAPS: dict[str, dict[str, Any]] = {
     "reserve": {
         "type": "reserve",
         **IDS,
@@ -121,7 +121,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """The message's map, read by a reader that knows nothing of messages."""
+    """The message's map, decoded without the message types."""
     found: dict[str, Any] = msgpack.unpackb(encode(message))
     return found
 
@@ -129,23 +129,23 @@ def plain(message: Message) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- the bytes
 
 
-def test_there_is_a_sample_and_a_golden_file_of_every_message() -> None:
+def test_every_message_has_a_sample_and_a_golden_file() -> None:
     assert {type(sample) for sample in SAMPLES.values()} == set(get_args(AnyMessage))
     assert {path.stem for path in GOLDEN.glob("*.hex")} == set(SAMPLES)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_bytes_of_a_message_are_what_they_have_always_been(name: str) -> None:
+def test_encoded_messages_equal_the_golden_files(name: str) -> None:
     golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
     assert PROTOCOL_VERSION == 2
     assert encode(SAMPLES[name]) == golden
     assert decode(golden) == SAMPLES[name]
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_message_is_a_plain_map_with_a_type(name: str) -> None:
-    assert plain(SAMPLES[name]) == PLAIN[name]
-    assert decode(msgpack.packb(PLAIN[name])) == SAMPLES[name]
+@pytest.mark.parametrize("name", MAPS)
+def test_a_message_is_encoded_as_a_map_with_a_type(name: str) -> None:
+    assert plain(SAMPLES[name]) == MAPS[name]
+    assert decode(msgpack.packb(MAPS[name])) == SAMPLES[name]
 
 
 SMALL, NONCE, TOKEN = st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**40)
@@ -195,7 +195,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
 
 
 @given(MESSAGES)
-def test_every_message_comes_back_as_it_was(message: Message) -> None:
+def test_every_message_decodes_to_an_equal_message(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -203,13 +203,13 @@ def test_every_message_comes_back_as_it_was(message: Message) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_fields_that_are_not_known_yet_are_ignored(name: str) -> None:
+def test_unknown_fields_are_ignored(name: str) -> None:
     later = {**plain(SAMPLES[name]), "zz_new": {"deep": [1, [2, {"x": None}]]}}
     assert decode(msgpack.packb(later)) == SAMPLES[name]
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_fields_of_later_versions_have_defaults(name: str) -> None:
+def test_optional_fields_have_defaults(name: str) -> None:
     sample = SAMPLES[name]
     for field in msgspec.structs.fields(sample):
         earlier = {key: value for key, value in plain(sample).items() if key != field.encode_name}
@@ -223,15 +223,15 @@ def test_fields_of_later_versions_have_defaults(name: str) -> None:
 # -------------------------------------------------------------------------------------------------------- decode is total
 
 
-def refused(data: bytes) -> str:
-    """That `data` is refused, and why."""
+def refusal(data: bytes) -> str:
+    """The error with which `decode` refuses `data`."""
     with pytest.raises(RemoteProtocolError) as caught:
         decode(data)
     return str(caught.value)
 
 
-def harmless(data: bytes) -> None:
-    """A message, or a refusal; and a message can be said again."""
+def decode_or_refuse(data: bytes) -> None:
+    """Decode `data` to a message that can be encoded and decoded again, or refuse it."""
     try:
         message = decode(data)
     except RemoteProtocolError:
@@ -240,25 +240,25 @@ def harmless(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_message_that_was_cut_off_or_continues_is_refused(name: str) -> None:
+def test_a_truncated_or_extended_message_is_refused(name: str) -> None:
     data = encode(SAMPLES[name])
     for length in range(len(data)):
-        refused(data[:length])
-    refused(data + b"\xc0")
-    refused(data + data)
+        refusal(data[:length])
+    refusal(data + b"\xc0")
+    refusal(data + data)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_message_with_any_one_byte_changed_is_read_or_refused(name: str) -> None:
+def test_a_message_with_one_changed_byte_is_decoded_or_refused(name: str) -> None:
     data = encode(SAMPLES[name])
     for position in range(len(data)):
         for value in bytes.fromhex("00 7f 80 90 a0 c0 c1 c4 c7 cb cf d9 dd df ff") + bytes([data[position] ^ 1]):
-            harmless(data[:position] + bytes([value]) + data[position + 1 :])
+            decode_or_refuse(data[:position] + bytes([value]) + data[position + 1 :])
 
 
 @given(st.binary(max_size=200))
-def test_rubbish_is_refused(data: bytes) -> None:
-    refused(data)
+def test_random_bytes_are_refused(data: bytes) -> None:
+    refusal(data)
 
 
 JSON = st.recursive(
@@ -269,23 +269,23 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.data())
-def test_a_message_with_any_field_replaced_is_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_a_message_with_a_replaced_field_is_decoded_or_refused(name: str, data: st.DataObject) -> None:
     found = plain(SAMPLES[name])
     found[data.draw(st.sampled_from(sorted(found)))] = data.draw(JSON)
-    harmless(msgpack.packb(found))
+    decode_or_refuse(msgpack.packb(found))
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.data())
-def test_a_message_with_parts_cut_out_and_doubled_is_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_a_message_with_removed_or_repeated_bytes_is_decoded_or_refused(name: str, data: st.DataObject) -> None:
     found = encode(SAMPLES[name])
     for _ in range(data.draw(st.integers(1, 3))):
         start, stop = sorted(data.draw(st.tuples(st.integers(0, len(found)), st.integers(0, len(found)))))
         found = found[:start] + data.draw(st.sampled_from([b"", found[start:stop] * 2, b"\x00" * 3])) + found[stop:]
-    harmless(found)
+    decode_or_refuse(found)
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"", "truncated"),
         (b"\x91" * 100_000, "got `array`"),
@@ -307,27 +307,27 @@ def test_a_message_with_parts_cut_out_and_doubled_is_read_or_refused(name: str, 
         (msgpack.packb({"type": "heartbeat", "epoch": -1}), r"$.epoch"),
         (msgpack.packb({"type": "heartbeat", "epoch": 2**64 - 1}), r"$.epoch"),
         (msgpack.packb({"type": "heartbeat", "epoch": True}), r"$.epoch"),
-        (msgpack.packb({**PLAIN["reserve"], "request_id": b"short"}), r"$.request_id"),
-        (msgpack.packb({**PLAIN["reserve"], "rows": {"kv": {"kind": "tree"}}}), r"$.rows"),
-        (msgpack.packb({**PLAIN["reserve"], "need": {"kv": [1, 2, 3]}}), r"$.need"),
-        (msgpack.packb({**PLAIN["complete"], "written": [[0, "kv", None, 1]]}), r"$.written[0]"),
+        (msgpack.packb({**MAPS["reserve"], "request_id": b"short"}), r"$.request_id"),
+        (msgpack.packb({**MAPS["reserve"], "rows": {"kv": {"kind": "tree"}}}), r"$.rows"),
+        (msgpack.packb({**MAPS["reserve"], "need": {"kv": [1, 2, 3]}}), r"$.need"),
+        (msgpack.packb({**MAPS["complete"], "written": [[0, "kv", None, 1]]}), r"$.written[0]"),
     ],
     ids=range(24),
 )
-def test_what_is_wrong_is_named(data: bytes, why: str) -> None:
-    assert why.lower() in refused(data).lower()
+def test_the_error_names_the_invalid_part(data: bytes, reason: str) -> None:
+    assert reason.lower() in refusal(data).lower()
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), float("-inf"), -1.0])
-def test_a_time_that_is_none_is_refused(seconds: float) -> None:
-    assert "$.retry_after_s" in refused(encode(Busy(reason="full", retry_after_s=seconds)))
+def test_an_invalid_duration_is_refused(seconds: float) -> None:
+    assert "$.retry_after_s" in refusal(encode(Busy(reason="full", retry_after_s=seconds)))
 
 
-def test_a_message_that_is_too_long_is_refused_unread() -> None:
-    assert "expected 67108864 at most" in refused(bytes(MAX_MESSAGE_NBYTES + 1))
+def test_a_message_that_is_too_long_is_refused_without_decoding() -> None:
+    assert "expected 67108864 at most" in refusal(bytes(MAX_MESSAGE_NBYTES + 1))
 
 
-def test_an_attack_costs_little_memory() -> None:
+def test_malicious_messages_use_little_memory() -> None:
     attacks = [
         b"\xdd\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
         b"\xdf\x00\x00\xff\xff" * 1000 + b"\xc0" * 70_000,
@@ -337,7 +337,7 @@ def test_an_attack_costs_little_memory() -> None:
     ]
     for attack in attacks:
         tracemalloc.start()
-        harmless(attack)
+        decode_or_refuse(attack)
         assert tracemalloc.get_traced_memory()[1] < 700 << 20
         tracemalloc.stop()
 
@@ -346,23 +346,23 @@ def test_an_attack_costs_little_memory() -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), TOKEN)
-def test_pages_come_back_as_they_were_and_read_only(ids: list[int], first_token: int) -> None:
+def test_decoded_pages_are_equal_and_read_only(ids: list[int], first_token: int) -> None:
     pages = Pages(np.array(ids, dtype=np.int32), first_token)
     row = pack_rows(pages)
     assert isinstance(row, PagesRow)
     assert row.ids == b"".join(page.to_bytes(4, "little", signed=True) for page in ids)
-    back = unpack_rows(row)
-    assert back == pages
-    assert isinstance(back, Pages)
-    assert not back.ids.flags.writeable
+    decoded = unpack_rows(row)
+    assert decoded == pages
+    assert isinstance(decoded, Pages)
+    assert not decoded.ids.flags.writeable
 
 
-def test_a_slot_comes_back_as_it_was() -> None:
+def test_a_decoded_slot_is_equal() -> None:
     assert pack_rows(Slot(5)) == SlotRow(5)
     assert unpack_rows(SlotRow(5)) == Slot(5)
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_ids_that_are_no_whole_number_of_pages_are_refused(length: int) -> None:
+def test_a_fraction_of_a_page_id_is_refused(length: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"{length} bytes of page ids"):
         unpack_rows(PagesRow(bytes(length), 0))

@@ -1,4 +1,4 @@
-"""Whole schedules: faults in every control message, random schedules, and protocols broken on purpose."""
+"""Simulated schedules: faults in every control message, random schedules, and broken protocols."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LIMITS = Limits(parked_reserve_s=15.0)
 CHUNKS = (Piece(0.0, (0, 3)), Piece(0.3, (3, 5)), Piece(0.5, state=True))
 
 
-def endings(simulation: Simulation) -> dict[str, bool]:
-    """Whether each rank's request succeeded."""
+def outcomes(simulation: Simulation) -> dict[str, bool]:
+    """Whether the request succeeded, by rank."""
     return {
         f"{name.instance}{name.rank}": event.ok for name, host in simulation.hosts.items() for event in host.events.values()
     }
@@ -53,7 +53,7 @@ def test_without_faults_every_rank_succeeds(num_senders: int, num_receivers: int
     script = Script(prompt=7, hit=3, replicated=replicated, pieces=(Piece(0, (0, 4)), Piece(0, (4, 7)), Piece(0, state=True)))
     simulation = run(script, num_senders=num_senders, num_receivers=num_receivers, tp=tp)
     assert len(simulation.hosts) == num_senders + num_receivers + 1
-    assert set(endings(simulation).values()) == {True}
+    assert set(outcomes(simulation).values()) == {True}
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_without_faults_every_rank_succeeds(num_senders: int, num_receivers: int
         Script(pieces=(*(Piece(0.0, (0, 5), (layer,)) for layer in range(NUM_LAYERS)), Piece(0.0, state=True))),
         Script(pieces=(Piece(0.0, (2, 5)), Piece(0.0, state=True), Piece(0.05, (0, 3)))),
     ],
-    ids=["reserve late", "send late", "ready late", "whole hit", "back", "groups", "impostor", "twice", "layers", "overlap"],
+    ids=["reserve late", "send late", "ready late", "full hit", "reverse", "groups", "impostor", "repeat", "layers", "overlap"],
 )
 def test_servers_may_act_in_any_order(script: Script) -> None:
-    found = endings(run(script, num_groups=2))
-    assert found.pop("E0", False) is False
-    assert list(found.values()) == [True, True]
+    ok_by_rank = outcomes(run(script, num_groups=2))
+    assert ok_by_rank.pop("E0", False) is False
+    assert list(ok_by_rank.values()) == [True, True]
 
 
 # ----------------------------------------------------------------------------------------------------------- with faults
 
-SMALL: dict[str, tuple[Script, dict[str, bool] | None]] = {
+SMALL_SCRIPTS: dict[str, tuple[Script, dict[str, bool] | None]] = {
     "success": (Script(pieces=CHUNKS, finish_after_s=0.6), {"P0": True, "D0": True}),
     "send first": (Script(pieces=CHUNKS, finish_after_s=0.6, reserve_at=1.0), {"P0": True, "D0": True}),
     "reserve first": (Script(pieces=CHUNKS, finish_after_s=0.6, send_at=1.0), {"P0": True, "D0": True}),
@@ -98,8 +98,8 @@ SMALL: dict[str, tuple[Script, dict[str, bool] | None]] = {
 }
 MESSAGE_FAULTS: dict[str, tuple[float, ...]] = {
     "lost": (),
-    "doubled": (0.001, 0.002),
-    "doubled late": (0.001, 3.0),
+    "duplicated": (0.001, 0.002),
+    "duplicated late": (0.001, 3.0),
     "delayed": (0.4,),
     "reordered": (1.3,),
     "very late": (8.0,),
@@ -107,29 +107,29 @@ MESSAGE_FAULTS: dict[str, tuple[float, ...]] = {
 
 
 @pytest.mark.parametrize("fault", MESSAGE_FAULTS)
-@pytest.mark.parametrize("name", SMALL)
-def test_each_control_message_lost_doubled_delayed_or_reordered(name: str, fault: str) -> None:
-    script, expected = SMALL[name]
+@pytest.mark.parametrize("name", SMALL_SCRIPTS)
+def test_each_control_message_lost_duplicated_delayed_or_reordered(name: str, fault: str) -> None:
+    script, expected = SMALL_SCRIPTS[name]
     num_messages = run(script).num_messages
     for index in range(num_messages + 2):
-        found = endings(run(script, FixedFaults({index: MESSAGE_FAULTS[fault]})))
-        assert expected is None or found == expected
+        ok_by_rank = outcomes(run(script, FixedFaults({index: MESSAGE_FAULTS[fault]})))
+        assert expected is None or ok_by_rank == expected
 
 
 @pytest.mark.parametrize("name", ["success", "decode aborts", "prefill aborts", "decode aborts before the sender"])
-def test_any_two_control_messages_with_faults(name: str) -> None:
-    script, expected = SMALL[name]
+def test_every_two_control_messages_with_faults(name: str) -> None:
+    script, expected = SMALL_SCRIPTS[name]
     for first, second in itertools.combinations(range(run(script).num_messages + 1), 2):
         for one, other in itertools.product(MESSAGE_FAULTS.values(), repeat=2):
-            assert endings(run(script, FixedFaults({first: one, second: other}))) == expected
+            assert outcomes(run(script, FixedFaults({first: one, second: other}))) == expected
 
 
 @pytest.mark.parametrize("fault", MESSAGE_FAULTS)
-def test_each_control_message_with_a_fault_between_two_and_two_ranks(fault: str) -> None:
+def test_each_control_message_with_a_fault_between_instances_of_two_ranks(fault: str) -> None:
     script = Script(pieces=CHUNKS, finish_after_s=0.6)
     for index in range(run(script, num_senders=2, num_receivers=2).num_messages):
         simulation = run(script, FixedFaults({index: MESSAGE_FAULTS[fault]}), num_senders=2, num_receivers=2)
-        assert set(endings(simulation).values()) == {True}
+        assert set(outcomes(simulation).values()) == {True}
 
 
 @pytest.mark.parametrize("result", TransferResult)
@@ -144,7 +144,7 @@ def test_each_transfer_with_each_result(result: TransferResult, abort: str, inde
         send_aborts=when if abort == "prefill" else {},
     )
     simulation = run(script, FixedFaults(transfers={index: Behaviour(result, 0.2, 9.0, "cancelled")}))
-    assert set(endings(simulation).values()) == {result is TransferResult.DONE and abort == "neither"}
+    assert set(outcomes(simulation).values()) == {result is TransferResult.DONE and abort == "neither"}
 
 
 @pytest.mark.parametrize("at", [0.0005, 0.05, 0.105, 0.1115, 0.3, 5.0])
@@ -152,7 +152,7 @@ def test_each_transfer_with_each_result(result: TransferResult, abort: str, inde
 @pytest.mark.parametrize("other", [None, "other"])
 @pytest.mark.parametrize("proved", [True, False])
 @pytest.mark.parametrize("reopen", [True, False])
-def test_a_peer_or_a_connection_lost_at_any_time(
+def test_a_peer_or_connection_lost_at_any_time(
     at: float, rank: PeerRank, other: str | None, *, proved: bool, reopen: bool
 ) -> None:
     partner = {P0: D0, D0: P0}[rank]
@@ -173,7 +173,7 @@ def test_after_one_rank_restarts_a_later_request_succeeds() -> None:
 def test_deadlines_hold_while_no_message_arrives() -> None:
     lost: Mapping[int, tuple[float, ...]] = dict.fromkeys(range(1, 16), ())
     simulation = run(Script(deadline_s=4.0, send_deadline_s=4.0), FixedFaults(lost), heal_at=30.0)
-    assert endings(simulation) == {"P0": False, "D0": False}
+    assert outcomes(simulation) == {"P0": False, "D0": False}
 
 
 # ------------------------------------------------------------------------------------------------------------- at random
@@ -233,14 +233,14 @@ SCENARIOS = st.builds(
 # CI runs 10,000 examples: 42 s on one core.
 @settings(deadline=None, max_examples=10_000 if os.environ.get("CI") == "true" else settings().max_examples)
 @given(SCENARIOS, st.lists(DELAYS, max_size=12), st.lists(BEHAVIOURS, max_size=4))
-def test_any_schedule_keeps_the_promises(
+def test_any_schedule_keeps_the_guarantees(
     scenario: Scenario, messages: list[tuple[float, ...]], transfers: list[Behaviour]
 ) -> None:
     Simulation(scenario, FixedFaults(dict(enumerate(messages)), dict(enumerate(transfers)))).run()
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_random_schedules_keep_the_promises(block: int) -> None:
+def test_random_schedules_keep_the_guarantees(block: int) -> None:
     for seed in range(7_000_000 + 150 * block, 7_000_000 + 150 * (block + 1)):
         random_simulation(seed).run()
 
@@ -302,7 +302,7 @@ def a_lost_peer_is_quiescent(patch: pytest.MonkeyPatch) -> None:
 
 
 def success_by_count(patch: pytest.MonkeyPatch) -> None:
-    """Success once enough tokens were sent, whichever they are."""
+    """Succeed once enough tokens were sent, without checking which tokens."""
 
     def add(self: Coverage, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
         left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self.missing))
@@ -360,7 +360,7 @@ def reports_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "promise"),
+    ("mutation", "violation"),
     [
         (release_at_abort, "released during"),
         (release_at_finish, "released during"),
@@ -379,12 +379,12 @@ def reports_twice(patch: pytest.MonkeyPatch) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_broken_protocol_is_caught(
-    mutation: Callable[[pytest.MonkeyPatch], None], promise: str, monkeypatch: pytest.MonkeyPatch
+    mutation: Callable[[pytest.MonkeyPatch], None], violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_many_schedules() -> None:
         for seed in range(3000):
             random_simulation(seed).run()
 
     mutation(monkeypatch)
-    with pytest.raises(Violation, match=promise):
+    with pytest.raises(Violation, match=violation):
         run_many_schedules()

@@ -1,4 +1,7 @@
-"""The two tables, by brute force: what is not in them changes nothing; what is, happens by some call or message."""
+"""The two state tables, tested exhaustively.
+
+A pair outside a table changes nothing. Some call or message performs every pair in a table.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ ROWS = {"kv": Pages(np.array([1, 2]))}
 RESERVE = Reserve(**IDS, source_group=0, destination_group=0, rows={"kv": pack_rows(ROWS["kv"])}, need={"kv": (0, 8)})
 RECEIVE_PAIRS = list(itertools.product(ReceiveState, ReceiveStep))
 SEND_PAIRS = list(itertools.product(SendState, SendStep))
-FAILED = RequestAborted("no more")
+FAILED = RequestAborted("client gone")
 
 
 # ------------------------------------------------------------------------------------------------------------ receiving
 
 
 def receive_in(state: ReceiveState) -> tuple[Sessions, ReceiveSession]:
-    """A receive that got into `state` by calls and messages."""
+    """A receive that calls and messages have brought into `state`."""
     sessions = Sessions()
     session = sessions.receives.open(
         KEY,
@@ -59,7 +62,7 @@ def receive_in(state: ReceiveState) -> tuple[Sessions, ReceiveSession]:
 
 
 def receive_step(sessions: Sessions, session: ReceiveSession, step: ReceiveStep) -> None:
-    """What makes `step` happen, where it may."""
+    """Make the call, or deliver the message, that performs `step` where the state allows it."""
     match step:
         case ReceiveStep.READY:
             sessions.receives.ready(session, 2.0)
@@ -69,7 +72,7 @@ def receive_step(sessions: Sessions, session: ReceiveSession, step: ReceiveStep)
             session.verify = "full" if step is ReceiveStep.LANDED else "off"
             sessions.on_message(P, Complete(**IDS, written=(Written(0, "kv", None, 0, 8),)), 2.0)
         case ReceiveStep.FAILURE:
-            sessions.receives.abort(session, RequestAborted("once more"), 2.0)
+            sessions.receives.abort(session, RequestAborted("a second abort"), 2.0)
         case ReceiveStep.QUIET:
             sessions.on_message(P, Drained(**IDS), 2.0)
 
@@ -79,28 +82,28 @@ def receive_snapshot(session: ReceiveSession) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("state", "step"), RECEIVE_PAIRS, ids=str)
-def test_a_receive_moves_as_its_table_says_and_by_nothing_else(state: ReceiveState, step: ReceiveStep) -> None:
+def test_a_receive_moves_exactly_as_its_table_says(state: ReceiveState, step: ReceiveStep) -> None:
     sessions, session = receive_in(state)
     assert sessions.receives._step(session, step) is ((state, step) in RECEIVE_TABLE)
     assert session.state is RECEIVE_TABLE.get((state, step), state)
 
 
 @pytest.mark.parametrize(("state", "step"), RECEIVE_PAIRS, ids=str)
-def test_a_receive_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(state: ReceiveState, step: ReceiveStep) -> None:
+def test_a_step_outside_the_table_does_not_change_a_receive(state: ReceiveState, step: ReceiveStep) -> None:
     sessions, session = receive_in(state)
     before = receive_snapshot(session)
     receive_step(sessions, session, step)
-    # `Drained` says also that the writer has failed, and `Complete` also that it is quiet.
+    # `Drained` also means that the writer failed, and `Complete` also that it is quiescent.
     implied = {
         ReceiveStep.QUIET: ReceiveStep.FAILURE,
         ReceiveStep.COVERED: ReceiveStep.QUIET,
         ReceiveStep.LANDED: ReceiveStep.QUIET,
     }
-    may = (state, step) in RECEIVE_TABLE or (state, implied.get(step, step)) in RECEIVE_TABLE
+    may_change = (state, step) in RECEIVE_TABLE or (state, implied.get(step, step)) in RECEIVE_TABLE
     if state is ReceiveState.WAITING and step not in (ReceiveStep.READY, ReceiveStep.FAILURE):
-        return  # no writer knows the nonce yet
-    assert (receive_snapshot(session) != before) is may
-    if not may:
+        return  # no writer has received the nonce yet
+    assert (receive_snapshot(session) != before) is may_change
+    if not may_change:
         assert not [e for e in sessions.effects if not isinstance(e, SendMessage) or not isinstance(e.message, Outcome)]
 
 
@@ -108,7 +111,7 @@ def test_a_receive_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(sta
 
 
 def send_in(state: SendState) -> tuple[Sessions, SendSession, Destination]:
-    """A send whose only destination got into `state` by calls and messages."""
+    """A send whose only destination calls and messages have brought into `state`."""
     sessions = Sessions()
     session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=10.0)
     sessions.sends.send(session, Chunk(0, ROWS, (0, 8), None), 0.0)
@@ -134,7 +137,7 @@ def send_in(state: SendState) -> tuple[Sessions, SendSession, Destination]:
 
 
 def send_step(sessions: Sessions, session: SendSession, step: SendStep) -> None:
-    """What makes `step` happen, where it may."""
+    """Make the call, or deliver the message, that performs `step` where the state allows it."""
     match step:
         case SendStep.RESERVED:
             sessions.on_message(D, RESERVE, 2.0)
@@ -153,17 +156,17 @@ def send_step(sessions: Sessions, session: SendSession, step: SendStep) -> None:
 
 
 @pytest.mark.parametrize(("state", "step"), SEND_PAIRS, ids=str)
-def test_a_destination_moves_as_its_table_says_and_by_nothing_else(state: SendState, step: SendStep) -> None:
+def test_a_destination_moves_exactly_as_its_table_says(state: SendState, step: SendStep) -> None:
     _, _, destination = send_in(state)
     assert destination.step(step) is ((state, step) in SEND_TABLE)
     assert destination.state is SEND_TABLE.get((state, step), state)
 
 
 @pytest.mark.parametrize(("state", "step"), [p for p in SEND_PAIRS if p[0] is not SendState.AWAITED], ids=str)
-def test_a_destination_that_is_asked_for_a_step_outside_its_table_stays_as_it_is(state: SendState, step: SendStep) -> None:
+def test_a_step_outside_the_table_does_not_change_a_destination(state: SendState, step: SendStep) -> None:
     sessions, session, destination = send_in(state)
     send_step(sessions, session, step)
-    settled = SendStep.QUIET if step is SendStep.LANDED else step  # the same report, about a destination that has failed
+    settled = SendStep.QUIET if step is SendStep.LANDED else step  # the same report about a failed destination
     if (state, step) in SEND_TABLE or (state, settled) in SEND_TABLE:
         assert destination.state is not state
     else:
@@ -173,7 +176,7 @@ def test_a_destination_that_is_asked_for_a_step_outside_its_table_stays_as_it_is
 
 @pytest.mark.parametrize("state", [SendState.CLOSED])
 @pytest.mark.parametrize("step", SendStep)
-def test_a_send_that_has_ended_says_nothing_more_to_its_server(state: SendState, step: SendStep) -> None:
+def test_an_ended_send_reports_no_second_event(state: SendState, step: SendStep) -> None:
     sessions, session, _ = send_in(state)
     before = session.error, session.lease.state, session.payload
     if step is not SendStep.LANDED:
@@ -194,7 +197,7 @@ def test_a_send_that_has_ended_says_nothing_more_to_its_server(state: SendState,
     ],
     ids=["receive", "send"],
 )
-def test_every_state_can_be_reached_every_step_is_used_and_every_state_ends(
+def test_every_state_is_reachable_every_step_is_used_and_every_state_leads_to_an_end(
     table: dict[tuple[Any, Any], Any], states: Any, steps: Any, first: set[Any]
 ) -> None:
     reached = set(first)
@@ -211,7 +214,7 @@ def test_every_state_can_be_reached_every_step_is_used_and_every_state_ends(
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Limits) if field.name.endswith("_s")])
-def test_times_that_would_never_pass_are_refused(name: str) -> None:
+def test_durations_that_never_elapse_are_refused(name: str) -> None:
     for value in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match=f"limits {name}: expected more than 0"):
             Limits(**dict[str, Any]({name: value}))

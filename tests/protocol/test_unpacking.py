@@ -1,4 +1,4 @@
-"""Bytes that arrive packed: a writer is complete only when they have been unpacked, and rows are kept until then."""
+"""Packed transfers: a writer is complete, and rows are released, only after all bytes are unpacked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def complete(*, packed: tuple[tuple[int, int], ...]) -> Complete:
     return Complete(**IDS, written=(Written(0, "kv", None, 0, 8),), packed=packed, payload=b"first")
 
 
-def slot(number: int = 0, nonce: int = 7) -> SlotsFilled:
+def slots_filled(number: int = 0, nonce: int = 7) -> SlotsFilled:
     return SlotsFilled(**{**IDS, "nonce": nonce}, slots=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
 
 
@@ -73,7 +73,7 @@ def ends(sessions: Sessions) -> list[bool]:
 def test_success_waits_for_the_last_packed_byte() -> None:
     sessions, session = receiving()
     for _ in range(2):
-        assert sessions.receives.begin_unpack(WRITER, slot()) is session
+        assert sessions.receives.begin_unpack(WRITER, slots_filled()) is session
     sessions.on_message(WRITER, complete(packed=((0, 128),)), 0.5)
     assert ends(sessions) == []
     unpack(sessions, session, 64)
@@ -84,27 +84,27 @@ def test_success_waits_for_the_last_packed_byte() -> None:
     assert session.lease.released
 
 
-def test_bytes_unpacked_before_the_last_word_count_as_well() -> None:
+def test_bytes_unpacked_before_complete_count() -> None:
     sessions, session = receiving()
-    assert sessions.receives.begin_unpack(WRITER, slot()) is session
-    sessions.on_message(WRITER, slot(), 0.2)
+    assert sessions.receives.begin_unpack(WRITER, slots_filled()) is session
+    sessions.on_message(WRITER, slots_filled(), 0.2)
     unpack(sessions, session, 64)
     assert ends(sessions) == []
     sessions.on_message(WRITER, complete(packed=((0, 64),)), 0.5)
     assert ends(sessions) == [True]
 
 
-def test_another_chunks_bytes_do_not_make_up_for_it() -> None:
+def test_bytes_of_another_chunk_do_not_count() -> None:
     sessions, session = receiving()
-    sessions.receives.begin_unpack(WRITER, slot())
+    sessions.receives.begin_unpack(WRITER, slots_filled())
     sessions.on_message(WRITER, complete(packed=((0, 64), (1, 64))), 0.5)
     unpack(sessions, session, 128, chunk=1)
     assert ends(sessions) == []
 
 
-def test_an_abort_keeps_the_rows_until_the_unpacking_has_ended() -> None:
+def test_an_aborted_request_holds_its_rows_until_the_unpacking_has_ended() -> None:
     sessions, session = receiving()
-    sessions.receives.begin_unpack(WRITER, slot())
+    sessions.receives.begin_unpack(WRITER, slots_filled())
     sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
     sessions.on_message(WRITER, Drained(**IDS), 0.6)
     assert ends(sessions) == [False]
@@ -114,25 +114,25 @@ def test_an_abort_keeps_the_rows_until_the_unpacking_has_ended() -> None:
     assert [e.message.ok for e in sessions.effects if isinstance(e, SendMessage) and isinstance(e.message, Outcome)] == [False]
 
 
-def test_what_cannot_be_unpacked_fails_the_request() -> None:
+def test_a_failed_unpacking_fails_the_request() -> None:
     sessions, session = receiving()
-    sessions.receives.begin_unpack(WRITER, slot())
+    sessions.receives.begin_unpack(WRITER, slots_filled())
     unpack(sessions, session, 64, error="packed stream of 10 bytes")
     assert "packed stream of 10 bytes" in str(session.error)
     aborts = [e.message.reason for e in sessions.effects if isinstance(e, SendMessage) and isinstance(e.message, Abort)]
     assert aborts == ["packed stream of 10 bytes"]
 
 
-def test_nobody_waits_for_slots_of_strangers_of_other_nonces_or_of_requests_that_ended() -> None:
+def test_slots_of_other_peers_other_nonces_or_ended_requests_are_not_unpacked() -> None:
     sessions, session = receiving()
-    assert sessions.receives.begin_unpack(STRANGER, slot()) is None
-    assert sessions.receives.begin_unpack(WRITER, slot(nonce=8)) is None
+    assert sessions.receives.begin_unpack(STRANGER, slots_filled()) is None
+    assert sessions.receives.begin_unpack(WRITER, slots_filled(nonce=8)) is None
     sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
-    assert sessions.receives.begin_unpack(WRITER, slot()) is None
+    assert sessions.receives.begin_unpack(WRITER, slots_filled()) is None
     assert session.local_work == 0
 
 
-def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:
+def test_complete_has_the_number_of_packed_bytes_of_each_chunk() -> None:
     sessions = Sessions()
     session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
     rows = Pages(np.array([1, 2]))
@@ -147,27 +147,27 @@ def test_a_sender_says_how_many_bytes_of_each_chunk_went_packed() -> None:
     first, second = [effect.ticket for effect in sessions.effects if isinstance(effect, StartTransfer)]
     sessions.sends.settled(first, now=0.2, packed=4096)
     sessions.sends.settled(second, now=0.2)
-    said = [e.message for e in sessions.effects if isinstance(e, SendMessage)][-1]
-    assert isinstance(said, Complete)
-    assert said.packed == ((0, 4096),)
+    complete_message = [e.message for e in sessions.effects if isinstance(e, SendMessage)][-1]
+    assert isinstance(complete_message, Complete)
+    assert complete_message.packed == ((0, 4096),)
 
 
 @pytest.mark.parametrize("kind", [SlotsFilled, CopyBegun, EarlyComplete])
-def test_messages_about_unknown_attempts_are_answered(kind: type[Message]) -> None:
+def test_messages_about_unknown_attempts_get_a_failed_outcome(kind: type[Message]) -> None:
     sessions, session = receiving()
-    more: dict[type[Message], dict[str, Any]] = {
-        SlotsFilled: {"slots": slot().slots},
+    fields: dict[type[Message], dict[str, Any]] = {
+        SlotsFilled: {"slots": slots_filled().slots},
         CopyBegun: {},
         EarlyComplete: {"word": (0, 1)},
     }
-    message = kind(**IDS, **more[kind])
+    message = kind(**IDS, **fields[kind])
     sessions.on_message(WRITER, message, 0.2)  # type: ignore[arg-type]
-    assert list(sessions.effects) == [], "the attempt is open"
+    assert list(sessions.effects) == [], "messages about an open attempt get no answer"
     sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
     sessions.on_message(WRITER, Drained(**IDS), 0.6)
     sessions.effects.clear()
     sessions.on_message(WRITER, message, 0.7)  # type: ignore[arg-type]
-    sessions.on_message(STRANGER, kind(**{**IDS, "request_id": bytes(16)}, **more[kind]), 0.7)  # type: ignore[arg-type]
+    sessions.on_message(STRANGER, kind(**{**IDS, "request_id": bytes(16)}, **fields[kind]), 0.7)  # type: ignore[arg-type]
     answers = [(e.peer, e.message) for e in sessions.effects if isinstance(e, SendMessage)]
     assert [(peer, type(answer), answer.ok) for peer, answer in answers if isinstance(answer, Outcome)] == [
         (WRITER, Outcome, False),

@@ -1,4 +1,4 @@
-"""A receive whose rows are summed before it succeeds, and a writer that is asked for its sums."""
+"""Verification: a receive compares checksums before it succeeds, and its writers send theirs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = {"kv": Pages(np.array([1, 2]))}
 NEED = {"kv": (0, 8)}
 SUMS = (PartialChecksums("kv", b"\1" * 8, b"\2" * 16),)
 COMPLETE = Complete(**IDS, written=(Written(0, "kv", None, 0, 8),), payload=b"hi", sums=SUMS)
-WRONG = VerificationFailed("component 'kv', layer 3: what arrived is not what was sent")
+WRONG = VerificationFailed("component 'kv', layer 3: the checksums differ")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def sessions() -> Sessions:
 
 @pytest.fixture
 def landed(sessions: Sessions) -> ReceiveSession:
-    """A receive that has everything, and is being verified."""
+    """A receive whose data is complete and is being verified."""
     session = sessions.receives.open(
         KEY,
         peer="P",
@@ -44,7 +44,7 @@ def landed(sessions: Sessions) -> ReceiveSession:
         deadline=9.0,
         verify="full",
     )
-    (reserve,) = taken(sessions)
+    (reserve,) = take_effects(sessions)
     assert isinstance(reserve, SendMessage)
     assert isinstance(reserve.message, Reserve)
     assert reserve.message.verify == "full"
@@ -52,73 +52,73 @@ def landed(sessions: Sessions) -> ReceiveSession:
     return session
 
 
-def taken(sessions: Sessions) -> list[Any]:
+def take_effects(sessions: Sessions) -> list[Any]:
     effects = list(sessions.effects)
     sessions.effects.clear()
     return effects
 
 
-def test_it_succeeds_once_its_rows_hold_what_was_sent(sessions: Sessions, landed: ReceiveSession) -> None:
-    assert taken(sessions) == [StartVerify(KEY, "P", "full", ROWS, NEED, {WRITER: SUMS})]
+def test_a_receive_succeeds_after_its_verification(sessions: Sessions, landed: ReceiveSession) -> None:
+    assert take_effects(sessions) == [StartVerify(KEY, "P", "full", ROWS, NEED, {WRITER: SUMS})]
     assert landed.state is ReceiveState.VERIFYING
     sessions.on_message(WRITER, COMPLETE, 1.5)
-    assert taken(sessions) == []
+    assert take_effects(sessions) == []
     sessions.receives.verified("P", KEY, 2.0, error=None)
-    outcome, event = taken(sessions)
+    outcome, event = take_effects(sessions)
     assert outcome == SendMessage(WRITER, Outcome(**IDS, ok=True))
     assert isinstance(event, Event)
     assert (event.ok, event.payload, landed.lease.released) == (True, b"hi", True)
 
 
-def test_a_mismatch_fails_both_sides(sessions: Sessions, landed: ReceiveSession) -> None:
-    taken(sessions)
+def test_a_checksum_mismatch_fails_both_sides(sessions: Sessions, landed: ReceiveSession) -> None:
+    take_effects(sessions)
     sessions.receives.verified("P", KEY, 2.0, error=WRONG)
-    event, outcome = taken(sessions)
+    event, outcome = take_effects(sessions)
     assert isinstance(event, Event)
     assert (event.ok, event.error, landed.lease.released) == (False, WRONG, True)
     assert outcome == SendMessage(WRITER, Outcome(**IDS, ok=False, reason=str(WRONG)))
 
 
 @pytest.mark.parametrize("verdict", [None, WRONG])
-def test_rows_are_kept_while_they_are_summed_however_the_request_ends(
+def test_rows_are_held_until_the_verification_has_ended(
     sessions: Sessions, landed: ReceiveSession, verdict: VerificationFailed | None
 ) -> None:
-    taken(sessions)
+    take_effects(sessions)
     sessions.receives.abort(landed, RequestAborted("client gone"), 2.0)
-    (event,) = taken(sessions)
+    (event,) = take_effects(sessions)
     assert (event.ok, str(event.error), landed.lease.released) == (False, "client gone", False)
     sessions.receives.verified("P", KEY, 3.0, error=verdict)
-    (outcome,) = taken(sessions)
+    (outcome,) = take_effects(sessions)
     assert (outcome.message.ok, outcome.message.reason, landed.lease.released) == (False, "client gone", True)
 
 
-def test_its_deadline_holds(sessions: Sessions, landed: ReceiveSession) -> None:
-    taken(sessions)
+def test_the_deadline_holds_during_verification(sessions: Sessions, landed: ReceiveSession) -> None:
+    take_effects(sessions)
     sessions.tick(9.0)
-    (event,) = taken(sessions)
+    (event,) = take_effects(sessions)
     assert isinstance(event.error, RequestTimeout)
     sessions.peer_lost(WRITER, "killed", 9.5)
     sessions.receives.verified("P", KEY, 10.0, error=None)
     assert landed.lease.released
 
 
-def test_a_writers_abort_is_heard(sessions: Sessions, landed: ReceiveSession) -> None:
-    taken(sessions)
+def test_a_writers_abort_ends_a_receive_during_verification(sessions: Sessions, landed: ReceiveSession) -> None:
+    take_effects(sessions)
     sessions.on_message(WRITER, Abort(**IDS, reason="no", from_writer=True), 2.0)
-    assert [effect.ok for effect in taken(sessions) if isinstance(effect, Event)] == [False]
+    assert [effect.ok for effect in take_effects(sessions) if isinstance(effect, Event)] == [False]
     assert not landed.lease.released
 
 
-def test_a_writer_gives_the_sums_of_what_has_landed(sessions: Sessions) -> None:
+def test_a_writer_sends_the_checksums_of_all_chunks(sessions: Sessions) -> None:
     session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
     common: dict[str, Any] = {"source_group": 0, "destination_group": 0, "need": NEED, "verify": "sample"}
     sessions.on_message(READER, Reserve(**IDS, **common, rows={"kv": pack_rows(ROWS["kv"])}), 0.0)
     for number, tokens in enumerate(((0, 4), (4, 8))):
         sessions.sends.send(session, Chunk(number, ROWS, tokens, None), 1.0)
     sessions.sends.finish(session, b"", 1.0)
-    starts = [effect for effect in taken(sessions) if isinstance(effect, StartTransfer)]
+    starts = [effect for effect in take_effects(sessions) if isinstance(effect, StartTransfer)]
     for start in reversed(starts):
         sums = (PartialChecksums("kv", bytes([start.ticket.chunk]) * 8, b""),)
         sessions.sends.settled(start.ticket, now=2.0, sums=sums)
-    (said,) = taken(sessions)
-    assert said.message.sums == (PartialChecksums("kv", bytes(8), b""), PartialChecksums("kv", b"\1" * 8, b""))
+    (complete,) = take_effects(sessions)
+    assert complete.message.sums == (PartialChecksums("kv", bytes(8), b""), PartialChecksums("kv", b"\1" * 8, b""))

@@ -1,4 +1,4 @@
-"""Staging buffers and rings: pools, sizes, and a peer's ring as its writer sees it."""
+"""Staging buffers and rings: pools, sizes, and the writer's view of a peer's ring."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
 
 
 @pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
-def test_staging_of_impossible_shape_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_staging_shape_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="staging"):
         StagingShape(**wrong)
 
 
-def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
+def test_pools_give_each_slot_and_ring_once_without_overlap() -> None:
     slots, rings = SlotPool(SHAPE), RingPool(SHAPE)
     first, second = slots.take(), slots.take()
     assert first is not None
@@ -35,44 +35,44 @@ def test_slots_and_rings_are_handed_out_once_and_do_not_overlap() -> None:
     assert one is not None
     assert two is not None
     assert rings.take() is None
-    places = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
-    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(places))
-    assert places[0] >= rings.region.address
-    assert places[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
+    addresses = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
+    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(addresses))
+    assert addresses[0] >= rings.region.address
+    assert addresses[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
 
 
-def test_rings_after_the_whole_ones_are_smaller_and_the_largest_is_given_first() -> None:
+def test_rings_after_the_whole_rings_are_smaller_and_the_largest_free_ring_is_taken() -> None:
     shape = StagingShape(slot_nbytes=512, num_slots=8, num_rings=8, whole_rings=2)
     assert shape.ring_slots() == (8, 8, 4, 4, 2, 2, 1, 1)
     rings = RingPool(shape)
     assert rings.region.nbytes >= 512 * 30
-    taken = [rings.take() for _ in range(8)]
-    assert [ring.num_slots for ring in taken if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
-    places = sorted(ring.slot(n) for ring in taken if ring is not None for n in range(ring.num_slots))
-    assert all(after - before >= 512 for before, after in itertools.pairwise(places))
-    for ring in (taken[4], taken[2], taken[6]):
+    all_rings = [rings.take() for _ in range(8)]
+    assert [ring.num_slots for ring in all_rings if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
+    addresses = sorted(ring.slot(n) for ring in all_rings if ring is not None for n in range(ring.num_slots))
+    assert all(after - before >= 512 for before, after in itertools.pairwise(addresses))
+    for ring in (all_rings[4], all_rings[2], all_rings[6]):
         assert ring is not None
         rings.give_back(ring)
-    assert rings.take() == taken[2]
+    assert rings.take() == all_rings[2]
 
 
-def test_spares_stand_in_for_slots_that_are_held_for_long() -> None:
+def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
     slots = SlotPool(SHAPE)
     held = [slots.take(), slots.take()]
     spares = []
     while slots.replace():
         spares.append(slots.take())
     assert len({*held, *spares}) == SHAPE.num_slots + SHAPE.spares
-    assert all(slots.region.address <= place < slots.region.address + slots.region.nbytes for place in spares if place)
-    for place in held:
-        assert place is not None
-        slots.give_back(place, replaced=True)
-    assert slots.take() is None, "a slot that was replaced is a spare when it comes back"
+    assert all(slots.region.address <= spare < slots.region.address + slots.region.nbytes for spare in spares if spare)
+    for address in held:
+        assert address is not None
+        slots.give_back(address, replaced=True)
+    assert slots.take() is None, "a replaced slot becomes a spare when it is given back"
     assert slots.replace()
     assert slots.take() == held[1]
 
 
-def test_a_remote_slot_is_free_again_only_by_the_credit_of_its_newest_use() -> None:
+def test_only_the_credit_of_its_latest_use_frees_a_remote_slot() -> None:
     ring = RemoteRing(Ring(4096, 512, 1), (RemoteRegion(4096, 512),))
     use = ring.take()
     assert use == (0, 1)
@@ -80,7 +80,7 @@ def test_a_remote_slot_is_free_again_only_by_the_credit_of_its_newest_use() -> N
     assert not ring.credit(0, 7)
     assert not ring.credit(5, 1)
     assert ring.credit(0, 1)
-    assert not ring.credit(0, 1), "a credit that came twice frees nothing twice"
+    assert not ring.credit(0, 1), "a duplicate credit frees no slot"
     assert ring.take() == (0, 2)
     assert not ring.credit(0, 1), "an old credit does not free a newer use"
 

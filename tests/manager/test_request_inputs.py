@@ -1,0 +1,176 @@
+"""Input of requests: wrong rows, arguments and calls are refused; NumPy integers are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import (
+    LayoutError,
+    LocalProtocolError,
+    Pages,
+    PeerUnreachable,
+    RequestTimeout,
+    Slot,
+    new_request_id,
+)
+from disagg.testing.reference import PageList
+from tests.manager.conftest import untouched
+from tests.support.cluster import DEADLINE_S, Cluster, clear, receive, send
+
+
+@pytest.mark.parametrize(
+    ("ids", "first_token", "message"),
+    [
+        ((0, 1, 16), 0, "token 16 lies in page 16, outside the pool of 16 pages"),
+        ((0, 1), 0, "needed token 16 has no page; 2 pages of 8 tokens are listed, from token 0 on"),
+        ((0, -1, 2), 0, "token 8 lies in page -1, outside the pool"),
+        ((0, 3, 3), 0, "page 3 is listed twice for needed tokens"),
+        ((1, 2), 8, "needed token 0 has no page"),
+    ],
+)
+def test_rows_that_do_not_cover_the_need_are_refused_at_once(
+    instances: Cluster, ids: tuple[int, ...], first_token: int, message: str
+) -> None:
+    """Case 32: nothing is reserved or written."""
+    with pytest.raises(LayoutError, match=message):
+        receive(instances.decode[0], new_request_id(), PageList(ids, first_token), need=(0, 20))
+    assert untouched(instances)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((0, 1, 2, 3, 32), "token 16 lies in page 32, outside the pool of 32 pages"),
+        ((0, 1, 2, 3), "needed token 16 has no page"),
+    ],
+)
+def test_source_rows_that_do_not_cover_the_sent_tokens_fail_the_request_on_both_sides(
+    instances: Cluster, ids: tuple[int, ...], message: str
+) -> None:
+    """The first cause reaches the receiver; nothing was written."""
+    request = new_request_id()
+    receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    bad, good = (
+        send(instances.prefill[0], request, PageList(ids), 20),
+        send(instances.prefill[1], request, PageList((4, 5, 6, 7, 8)), 20),
+    )
+    event = receiver.wait(timeout_s=DEADLINE_S)
+    assert not event.ok
+    assert message in str(event.error)
+    assert message in str(bad.wait(timeout_s=DEADLINE_S).error)
+    assert not good.wait(timeout_s=DEADLINE_S).ok
+    assert event.lease.released
+    clear(instances.decode[0].pools)
+
+
+def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
+    manager, request = instances.decode[0].manager, new_request_id()
+    rows = {"kv": Pages(np.arange(3))}
+    with pytest.raises(LocalProtocolError, match="no component 'ssm' was declared; there are kv"):
+        manager.receiver(request, peer="prefill-0", rows={"ssm": Slot(1)}, need={"kv": (0, 20)})
+    with pytest.raises(LocalProtocolError, match="rows of 'kv': expected Pages, found Slot"):
+        manager.receiver(request, peer="prefill-0", rows={"kv": Slot(1)}, need={"kv": (0, 20)})
+    with pytest.raises(LocalProtocolError, match="need of 'kv': expected integers"):
+        manager.receiver(request, peer="prefill-0", rows=rows)
+    with pytest.raises(LocalProtocolError, match="need: no component 'window'"):
+        manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 20), "window": (0, 1)})
+    with pytest.raises(LocalProtocolError, match="component 'kv' is needed, but no rows"):
+        manager.receiver(request, peer="prefill-0", rows={}, need={"kv": (0, 20)})
+    with pytest.raises(LocalProtocolError, match="group of peer 'prefill-0': expected 0 to 0, found 1"):
+        manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 20)}, group=1)
+    with pytest.raises(LocalProtocolError, match="request id: expected 16 bytes"):
+        manager.receiver(b"short", peer="prefill-0", rows=rows, need={"kv": (0, 20)})
+    with pytest.raises(PeerUnreachable, match="peer 'prefill-1' is not ready: it is not configured"):
+        manager.receiver(request, peer="prefill-1", rows=rows, need={"kv": (0, 20)})
+    sender = instances.prefill[0].manager.sender(request, peer="decode-0")
+    with pytest.raises(LocalProtocolError, match="payload: expected at most 65536 bytes, found 65537 bytes"):
+        sender.finish(payload=bytes(65537))
+    for tokens in ((4, 2), (-1, 2), (0, 2**41), (0, 1.5), (0, 1, 2), 7):
+        with pytest.raises(LocalProtocolError, match="tokens: expected integers 0 <= start <= stop"):
+            sender.send(rows, tokens=tokens)  # type: ignore[arg-type]
+    for layers, found in (([-1], "0 to 2"), ([2**31], "0 to 2"), ([0.5], "layer ids")):
+        with pytest.raises(LocalProtocolError, match=f"layers: expected (ids of )?{found}"):
+            sender.send(rows, layers=layers)  # type: ignore[arg-type]
+    sender.finish()
+    with pytest.raises(LocalProtocolError, match="nothing can be sent after finish"):
+        sender.send(rows, tokens=(0, 4))
+    with pytest.raises(LocalProtocolError, match=r"finish\(\) was already called"):
+        sender.finish()
+    sender.abort("the test is finished")
+
+
+@pytest.mark.parametrize("attempt", [-1, 2**31, 1.0, "1"])
+def test_invalid_attempts_are_refused(instances: Cluster, attempt: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="attempt: expected 0 to 2147483647, found"):
+        instances.prefill[0].manager.sender(new_request_id(), peer="decode-0", attempt=attempt)
+
+
+@pytest.mark.parametrize("need", [(2**70, 2**70), (0, 2**41), (5, 4), (0.0, 4.0), (1, 2, 3), "ab", None])
+def test_invalid_needs_are_refused(instances: Cluster, need: Any) -> None:
+    rows = {"kv": Pages(np.arange(5))}
+    with pytest.raises(LocalProtocolError, match="need of 'kv': expected integers 0 <= start <= stop <="):
+        instances.decode[0].manager.receiver(new_request_id(), peer="prefill-0", rows=rows, need={"kv": need})
+    far = {"kv": Pages(np.arange(1), 2**41)}
+    with pytest.raises(LocalProtocolError, match="rows of 'kv': expected a first token of 0 to"):
+        instances.decode[0].manager.receiver(new_request_id(), peer="prefill-0", rows=far, need={"kv": (5, 5)})
+
+
+def test_numpy_integers_are_accepted(instances: Cluster) -> None:
+    request, number = new_request_id(), np.int64
+    sink: Any = instances.decode[0].manager
+    rows: Any = {"kv": Pages(np.arange(5), number(0))}  # type: ignore[arg-type]
+    receiver = sink.receiver(
+        request, peer="prefill-0", rows=rows, need={"kv": (number(0), number(20))}, group=number(0), attempt=number(3)
+    )
+    senders: list[Any] = []
+    for rank in instances.prefill:
+        source: Any = rank.manager
+        sender = source.sender(request, peer="decode-0", attempt=np.int32(3))
+        sender.send(rows, tokens=(number(0), np.int32(8)), layers=np.arange(3))
+        sender.finish(rows)
+        senders.append(sender)
+    assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+    clear(instances.decode[0].pools)
+    slot: Any = np.int32(3)
+    assert (Slot(slot), type(Slot(slot).id)) == (Slot(3), int)
+
+
+def test_a_message_that_cannot_be_encoded_fails_only_its_request(instances: Cluster) -> None:
+    """The test invalidates the rows after the checks of `receiver`."""
+    rows, request = {"kv": Pages(np.arange(5))}, new_request_id()
+    object.__setattr__(rows["kv"], "first_token", 2**80)
+    receiver = instances.decode[0].manager._runtime.sessions.receives
+    opened = receiver.open
+
+    def open_invalid(*args: Any, **kwargs: Any) -> Any:
+        receiver.open = opened  # type: ignore[method-assign]
+        return opened(*args, **{**kwargs, "rows": rows})
+
+    receiver.open = open_invalid  # type: ignore[method-assign]
+    handle = instances.decode[0].manager.receiver(
+        request, peer="prefill-0", rows={"kv": Pages(np.arange(5))}, need={"kv": (0, 20)}, deadline_s=0.3
+    )
+    assert isinstance(handle.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+    assert instances.decode[0].manager.health().ok
+    assert all(event.ok for event in instances.transfer(20))
+
+
+def test_the_callers_arrays_do_not_change(instances: Cluster) -> None:
+    """Case 20: the same array of ids serves every peer."""
+    request, ids = new_request_id(), np.arange(12, dtype=np.int32)
+    before = ids.copy()
+    rows = Pages(ids)
+    receiver = instances.decode[0].manager.receiver(request, peer="prefill-0", rows={"kv": rows}, need={"kv": (0, 20)})
+    for rank in instances.prefill:
+        sender = rank.manager.sender(request, peer="decode-0")
+        sender.send({"kv": rows}, tokens=(0, 20))
+        sender.finish()
+    assert receiver.wait(timeout_s=DEADLINE_S).ok
+    assert (ids == before).all()
+    assert (rows.ids == before).all()
+    with pytest.raises(ValueError, match="read-only"):
+        rows.ids[0] = 3
+    clear(instances.decode[0].pools)

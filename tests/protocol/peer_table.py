@@ -1,0 +1,116 @@
+"""Peer tables of `prefill-0`, and the messages of its peer `decode-0`, for the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.core.errors import LayoutError, RemoteProtocolError
+from disagg.protocol.messages import (
+    PROTOCOL_VERSION,
+    Drained,
+    Hello,
+    Member,
+    Message,
+    RingGrant,
+    Welcome,
+)
+from disagg.protocol.peer_state import (
+    ConnectionLimits,
+    Identity,
+    PeerEffect,
+    ReplyOn,
+)
+from disagg.protocol.peers import PeerTable
+
+LEADER, SECOND = "tcp://10.0.0.1:80", "tcp://10.0.0.1:8000"
+LIMITS = ConnectionLimits(hello_retry_s=1.0, max_hello_retry_s=4.0, heartbeat_s=5.0, heartbeat_timeout_s=20.0)
+DRAINED = Drained(request_id=bytes(16), attempt=0, nonce=1)
+
+
+def hello(instance: str = "decode-0", rank: int = 0, epoch: int = 7, **fields: object) -> Hello:
+    defaults = {"version": PROTOCOL_VERSION, "model": "m", "revision": "", "table": b"t"}
+    return Hello(instance=instance, rank=rank, epoch=epoch, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def welcome(
+    instance: str = "decode-0",
+    rank: int = 0,
+    epoch: int = 7,
+    members: tuple[Member, ...] = (),
+    *,
+    version: int = PROTOCOL_VERSION,
+    generation: int = 0,
+    ring: RingGrant | None = None,
+) -> Welcome:
+    return Welcome(
+        version=version,
+        instance=instance,
+        rank=rank,
+        epoch=epoch,
+        model="m",
+        revision="",
+        table=b"t",
+        plans=b"",
+        members=members,
+        placements=b"",
+        backend="local",
+        endpoint=b"",
+        generation=generation,
+        ring=ring,
+    )
+
+
+def peer_table(
+    *, num_ranks: int = 1, rank: int = 0, leader: str | None = None, peer_ranks: int = 1, own_key: str | None = None
+) -> PeerTable:
+    """The table of one rank of `prefill-0`.
+
+    Every peer has `peer_ranks` ranks. A peer with the layout table `b"bad"` is refused.
+    """
+
+    def accept_hello(message: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
+        if message.table == b"bad":
+            raise LayoutError("axis 'kv_head': 4 here, 8 at the peer")
+        return welcome("prefill-0", rank, 1, members())
+
+    def validate_welcome(message: Welcome) -> int:
+        if message.table == b"bad":
+            raise LayoutError("no")
+        if message.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError("protocol version")
+        return peer_ranks
+
+    me = Identity(
+        instance="prefill-0",
+        rank=rank,
+        num_ranks=num_ranks,
+        epoch=1,
+        model="m",
+        revision="",
+        table=b"t",
+        address=f"tcp://127.0.0.1:{7000 + rank}",
+        leader=leader is None,
+    )
+    return PeerTable(
+        me, leader=leader, own_key=own_key, accept_hello=accept_hello, validate_welcome=validate_welcome, limits=LIMITS
+    )
+
+
+def take_effects(table: PeerTable) -> list[PeerEffect]:
+    effects = list(table.effects)
+    table.effects.clear()
+    return effects
+
+
+def make_ready(table: PeerTable, *, epoch: int = 7, now: float = 0.0) -> None:
+    """Add peer `decode-0`, which has one rank, and deliver its welcome."""
+    table.add_peer("decode-0", LEADER, None, now)
+    table.tick(now)
+    table.on_reply(LEADER, welcome(epoch=epoch), now)
+    take_effects(table)
+
+
+def take_reply(table: PeerTable) -> Message:
+    """The only reply since the last call."""
+    (effect,) = [e for e in take_effects(table) if isinstance(e, ReplyOn)]
+    return effect.message

@@ -1,0 +1,173 @@
+"""Handshakes of peers: hellos, welcomes, and rejections with their reasons."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from disagg.protocol.messages import (
+    PROTOCOL_VERSION,
+    Busy,
+    Heartbeat,
+    Hello,
+    Member,
+    Reject,
+    Welcome,
+)
+from disagg.protocol.peer_state import (
+    Connect,
+    Ready,
+    ReplyOn,
+    SendHello,
+)
+from disagg.protocol.types import PeerRank
+from tests.protocol.peer_table import DRAINED, LEADER, SECOND, hello, make_ready, peer_table, take_effects, take_reply, welcome
+
+
+def test_a_silent_peer_gets_hellos_at_growing_intervals() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, "key", 0.0)
+    assert take_effects(table) == [Connect(LEADER, "key")]
+    times = []
+    for now in range(20):
+        table.tick(float(now))
+        times += [now for effect in take_effects(table) if isinstance(effect, SendHello)]
+    assert times == [0, 1, 3, 7, 11, 15, 19]
+    assert table.next_tick() == 23.0
+    assert "no answer yet" in table.instances["decode-0"].problem
+
+
+@pytest.mark.parametrize("message", [welcome("decode-9"), welcome(rank=3)])
+def test_an_answer_in_another_name_is_refused(message: Welcome) -> None:
+    table = peer_table(peer_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
+    take_effects(table)
+    table.on_reply(SECOND, message, 0.0)
+    assert not any(isinstance(effect, Ready) for effect in take_effects(table))
+    assert "answers as" in table.instances["decode-0"].problem
+
+
+def test_a_refused_welcome_sets_the_problem_and_is_retried() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    take_effects(table)
+    table.on_reply(LEADER, welcome(version=99), 0.0)
+    assert "protocol version" in table.instances["decode-0"].problem
+    table.tick(2.0)
+    assert SendHello(LEADER) in take_effects(table)
+    table.on_reply(LEADER, welcome(), 2.0)
+    assert table.instances["decode-0"].ready
+
+
+def test_reject_and_busy_set_the_problem() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    table.on_reply(LEADER, Reject(field="model", reason="model: 'a' there"), 0.1)
+    assert "model: 'a' there" in table.instances["decode-0"].problem
+    table.on_reply(LEADER, Busy(reason="1 of 2 ranks have joined", retry_after_s=0.5), 0.1)
+    assert "1 of 2 ranks have joined" in table.instances["decode-0"].problem
+    assert table.next_tick() == pytest.approx(0.6)
+    table.on_reply("tcp://unknown:1", welcome(), 0.1)
+    table.on_reply(LEADER, Heartbeat(epoch=7), 0.1)
+    assert not table.instances["decode-0"].ready
+
+
+def test_messages_before_an_accepted_hello_are_ignored() -> None:
+    table = peer_table()
+    make_ready(table)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
+    reply = take_reply(table)
+    assert isinstance(reply, Reject)
+    assert reply.hello_first
+    table.on_inbound(b"c1", "", hello(table=b"bad"), 0.0)
+    reply = take_reply(table)
+    assert isinstance(reply, Reject)
+    assert (reply.field, reply.reason) == ("layout", "axis 'kv_head': 4 here, 8 at the peer")
+    assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "user", "reason"),
+    [
+        (hello("stranger"), "", "peer 'stranger' is not configured at prefill-0/0"),
+        (hello(version=99), "", f"protocol version: 99 at decode-0/0, {PROTOCOL_VERSION} at prefill-0/0"),
+        (hello(), "other key", "configured with another public key at prefill-0/0"),
+        (hello("prefill-0", 1, address=SECOND), "", "rank 1 of 1"),
+    ],
+)
+def test_a_rejected_hello_gets_the_reason(message: Hello, user: str, reason: str) -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, "key" if user else None, 0.0)
+    take_effects(table)
+    table.on_inbound(b"c1", user, message, 0.0)
+    reply = take_reply(table)
+    assert isinstance(reply, Reject)
+    assert reason in reply.reason
+
+
+def test_a_hello_with_the_configured_key_is_accepted() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, "key", 0.0)
+    take_effects(table)
+    table.on_inbound(b"c1", "key", hello(), 0.0)
+    assert isinstance(take_reply(table), Welcome)
+
+
+def test_a_refused_rank_gets_a_hello_again_later() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.refuse(PeerRank("decode-0", 0), "memory contradicts layouts", 1.0)
+    table.refuse(PeerRank("decode-0", 1), "unknown", 1.0)
+    assert "memory contradicts layouts" in table.instances["decode-0"].problem
+    table.tick(1.0)
+    assert take_effects(table) == []
+    table.tick(5.0)
+    assert take_effects(table) == [SendHello(LEADER)]
+    table.on_reply(LEADER, welcome(), 5.0)
+    assert take_effects(table) == [Ready(PeerRank("decode-0", 0), 7, welcome())]
+
+
+def test_a_connection_belongs_to_one_rank_and_a_rank_has_one_connection() -> None:
+    table = peer_table(peer_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.on_inbound(b"c1", "", hello(rank=0), 0.0)
+    table.on_inbound(b"c1", "", hello(rank=1), 0.0)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.0) == PeerRank("decode-0", 1)
+    table.on_inbound(b"c2", "", hello(rank=0), 0.0)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.0) == PeerRank("decode-0", 1)
+    table.on_inbound(b"c2", "", hello(rank=1), 0.0)
+    assert table.on_inbound(b"c2", "", DRAINED, 0.0) == PeerRank("decode-0", 1)
+    assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
+
+
+def test_a_late_hello_of_a_closed_connection_does_not_replace_a_later_connection() -> None:
+    """Under load such a hello is read late. It would drop the newer connection and its active requests."""
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c2", "", msgspec.structs.replace(hello(epoch=7), dial=2), 1.0)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"c1", "", msgspec.structs.replace(hello(epoch=7), dial=1), 1.1)
+    assert take_effects(table) == []
+    assert table.on_inbound(b"c2", "", Heartbeat(epoch=7), 1.2) is None
+    assert take_effects(table) == [], "the later connection stays accepted"
+    table.on_inbound(b"c3", "", msgspec.structs.replace(hello(epoch=7), dial=3), 1.3)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"c4", "", hello(epoch=8), 1.4)
+    assert any(isinstance(effect, ReplyOn) and isinstance(effect.message, Welcome) for effect in take_effects(table)), (
+        "a new process"
+    )
+
+
+def test_hellos_carry_the_number_of_their_connection() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    dials = []
+    for now in range(200):
+        table.tick(float(now))
+        dials += [effect.dial for effect in take_effects(table) if isinstance(effect, SendHello)]
+    assert dials == sorted(dials)
+    assert dials[:4] == [0] * 4
+    assert dials[-1] > 0
