@@ -13,9 +13,9 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "transformers_pd" /
 INTRODUCTION = """\
 disagg moves the state of LLM requests from the ranks that computed it (prefill) to the ranks that continue with it (decode).
 Each side divides the model in its own way: here 4 prefill ranks feed 2 decode ranks and vice versa, with different page
-sizes and axis orders. Every rank is a separate process with its own memory; the engines are CMA (copies by the kernel),
-NIXL (shared memory) and Mooncake (TCP). After each run, every byte of every decode rank's memory is compared with an independent reference,
-including the bytes that no request should have touched.
+sizes and axis orders. Every rank is a separate process with its own memory; the engines are CMA (the kernel copies), NIXL
+(shared memory) and Mooncake (TCP). After each run, every byte of every decode rank's memory is compared with an independent
+reference, including the bytes that no request should have touched.
 """
 SETTINGS = (
     "--model",
