@@ -1,0 +1,125 @@
+"""Simulated transfers through staging rings: faults of messages, losses, and broken versions of the credits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from disagg.protocol.credits import Credits, GrantedRing
+from disagg.protocol.messages import Filled
+from disagg.protocol.types import PeerRank
+from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
+from harness.simulator.model import Violation
+from harness.simulator.scenario import Loss, Piece, Script
+from harness.simulator.schedules import random_simulation
+from tests.protocol.test_simulator import CHUNKS, D0, MESSAGE_FAULTS, P0, outcomes, run
+
+PACKED = frozenset(range(8))
+LONG = Script(prompt=8, pieces=(Piece(0.0, (0, 8)), Piece(0.3, state=True)), finish_after_s=0.6)
+"""Its first transfer takes more slots than a ring has."""
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_packed_transfers_succeed(ranks: tuple[int, int]) -> None:
+    simulation = run(LONG, FixedFaults(packed_transfers=PACKED), num_senders=ranks[0], num_receivers=ranks[1])
+    assert set(outcomes(simulation).values()) == {True}
+    used = [use for host in simulation.hosts.values() for use in host.rings.memory.values()]
+    assert used, "the slots were written"
+
+
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
+def test_each_message_of_a_packed_transfer_with_a_fault(fault: str) -> None:
+    for index in range(run(LONG, FixedFaults(packed_transfers=PACKED)).num_messages + 2):
+        faults = FixedFaults({index: MESSAGE_FAULTS[fault]}, packed_transfers=PACKED)
+        assert outcomes(run(LONG, faults)) == {"P0": True, "D0": True}
+
+
+@pytest.mark.parametrize("result", TransferResult)
+@pytest.mark.parametrize("abort", ["neither", "decode", "prefill"])
+def test_packed_transfers_with_each_result(result: TransferResult, abort: str) -> None:
+    when = {0: 0.35}
+    script = Script(
+        pieces=CHUNKS,
+        finish_after_s=0.6,
+        receive_aborts=when if abort == "decode" else {},
+        send_aborts=when if abort == "prefill" else {},
+    )
+    for index in range(3):
+        faults = FixedFaults(transfers={index: Behaviour(result, 0.2, 9.0, "cancelled")}, packed_transfers=PACKED)
+        assert set(outcomes(run(script, faults)).values()) == {result is TransferResult.DONE and abort == "neither"}
+
+
+@pytest.mark.parametrize("at", [0.05, 0.105, 0.1115, 0.3])
+@pytest.mark.parametrize("rank", [P0, D0], ids=str)
+@pytest.mark.parametrize("other", [None, "other"])
+def test_a_loss_during_packed_transfers(at: float, rank: PeerRank, other: str | None) -> None:
+    partner = {P0: D0, D0: P0}[rank]
+    for notice_s in ((0.0, 0.0), (0.0, 0.5), (0.7, 0.001)):
+        loss = Loss(at, rank, partner if other else None, notice_s=notice_s)
+        run((LONG, Script(reserve_at=2.0, send_at=2.0)), FixedFaults(packed_transfers=PACKED), losses=(loss,))
+
+
+# --------------------------------------------------------------------------------------------- credits broken on purpose
+
+
+def credit_before_unpacking(patch: pytest.MonkeyPatch) -> None:
+    on_filled = Credits.on_filled
+
+    def broken(self: Credits, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+        on_filled(self, peer, filled, begin)
+        self._credit(peer, filled)
+
+    patch.setattr(Credits, "on_filled", broken)
+
+
+def unpack_every_report(patch: pytest.MonkeyPatch) -> None:
+    on_filled = Credits.on_filled
+
+    def broken(self: Credits, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+        granted = self._find(peer, filled.ring)
+        if granted is not None:
+            granted.uses.clear()
+        on_filled(self, peer, filled, begin)
+
+    patch.setattr(Credits, "on_filled", broken)
+
+
+def give_rings_back_at_a_loss(patch: pytest.MonkeyPatch) -> None:
+    peer_lost = Credits.peer_lost
+
+    def broken(self: Credits, peer: PeerRank) -> None:
+        peer_lost(self, peer)
+        granted: GrantedRing | None = self._granted.pop(peer, None)
+        if granted is not None:
+            assert self._rings is not None
+            self._rings.give_back(granted.ring)
+
+    patch.setattr(Credits, "peer_lost", broken)
+
+
+def no_reports_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Credits, "tick", lambda _self, _now: None)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "violation"),
+    [
+        (credit_before_unpacking, "overwritten before it was unpacked|was unpacked into"),
+        (unpack_every_report, "overwritten before it was unpacked|was unpacked into|without"),
+        (give_rings_back_at_a_loss, "that was given back|overwritten before it was unpacked"),
+        (no_reports_again, "still reports filled slots|after its deadline|never reported|quarantine"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_credits_are_caught(
+    mutation: Callable[[pytest.MonkeyPatch], None], violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_many_schedules() -> None:
+        for seed in range(6000):
+            random_simulation(seed).run()
+
+    mutation(monkeypatch)
+    with pytest.raises(Violation, match=violation):
+        run_many_schedules()
