@@ -24,11 +24,11 @@ import msgspec  # noqa: E402
 
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.config import Config  # noqa: E402
-from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
 from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
+from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from tests.support import grid  # noqa: E402
