@@ -40,7 +40,7 @@ def new_request_id() -> bytes:
 
 class KVManager:
     """One rank's transfers. Only `wait_ready`, `drain` and `close` block, and `wait` of a request; every other call returns at
-    once. Work happens in two supervised threads.
+    once. Work happens in two supervised threads, and a third with `verify`.
 
     `name` names the instance, and is the same on all its ranks. `leader` is the control address of rank 0, which answers for
     the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`. If that is every

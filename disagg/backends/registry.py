@@ -33,7 +33,8 @@ def _entries() -> importlib.metadata.EntryPoints:
 def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
     """The backend called `name`, started with `options`; `gpu`: for memory on a GPU.
 
-    `auto` is `AutoBackend` over `AUTO_HOST`, or `AUTO_GPU` for memory on a GPU, and the first of `AUTO` that starts. Raises
+    `auto` is `AutoBackend` over `AUTO_HOST`, or `AUTO_GPU` for memory on a GPU, and the first of `AUTO` that starts. The first
+    of them is left out if `options` ask for another transport than its own: shared memory is `AUTO_HOST`'s. Raises
     `ConfigError` for an unknown name and `BackendUnavailable` where the engine cannot be used here.
     """
     if name != "auto":
@@ -44,7 +45,7 @@ def load(name: str, options: BackendOptions, *, gpu: bool = False) -> Backend:
     network = next(filter(None, (_try(candidate, options, reasons) for candidate in AUTO)), None)
     engines = [backend for backend in (first, network) if backend is not None]
     if not engines:
-        tried = (preferred, *AUTO)
+        tried = (preferred, *AUTO) if options.wanted in over else AUTO
         raise BackendUnavailable(f"backend auto: none of {', '.join(tried)} can be used here. {' '.join(reasons)}")
     # With all peers on this host, `cma` reaches every one of them.
     staging = engines[0].staging if options.stays_on_host and not gpu else None

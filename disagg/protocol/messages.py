@@ -206,7 +206,9 @@ class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True)
 
 
 class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
-    """A long copy has begun. The receiver may want to be awake when it ends; nothing follows from it otherwise."""
+    """A long copy has begun: the receiver may want to be awake when it ends. For an attempt that is not open, it is answered
+    with the outcome.
+    """
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):

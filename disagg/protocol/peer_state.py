@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from disagg.core.errors import ConfigError
 from disagg.protocol.messages import (
-    Member,
     Message,
     RingGrant,
     Welcome,
@@ -157,7 +156,6 @@ class PeerInstance:
     address: str
     public_key: str | None
     links: dict[str, PeerConnection] = field(default_factory=dict)
-    members: tuple[Member, ...] = ()
     num_ranks: int | None = None
 
     @property

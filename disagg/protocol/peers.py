@@ -264,7 +264,6 @@ class PeerTable:
         for member in members:
             if member.rank != leader.rank and member.address not in instance.links:
                 self._open(instance, member.address, member.rank, now)
-        instance.members = members
 
     def tick(self, now: float) -> None:
         """Send hellos and heartbeats, and drop silent peers. Call it after all arrived messages were taken."""

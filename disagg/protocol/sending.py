@@ -33,7 +33,6 @@ class Sends:
 
     def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
         self._group = group
-        self._limits = limits
         self._effects = effects
         self._timers = timers
         self._steps = DestinationSteps(limits=limits, effects=effects, timers=timers)

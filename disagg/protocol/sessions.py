@@ -15,6 +15,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
+from disagg.core.errors import RemoteProtocolError
 from disagg.protocol.credits import Credits, Rings
 from disagg.protocol.messages import (
     Abort,
@@ -25,8 +26,8 @@ from disagg.protocol.messages import (
     Drained,
     EarlyComplete,
     Filled,
+    Message,
     Outcome,
-    RequestMessage,
     Reserve,
     SlotsFilled,
 )
@@ -59,8 +60,10 @@ class Sessions:
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers)
         self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
 
-    def on_message(self, peer: PeerRank, message: RequestMessage | Busy | Credit, now: float) -> None:
-        """Take one message of an accepted peer. A message that fits no request changes nothing, or is answered."""
+    def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
+        """Take one message of an accepted peer. A message that fits no request changes nothing, or is answered. Raises
+        `RemoteProtocolError` for a message that is not about requests.
+        """
         match message:
             case Reserve():
                 self.sends.on_reserve(peer, message, now)
@@ -85,6 +88,9 @@ class Sessions:
                 self.credits.on_credit(peer, message)
             case Busy():
                 self.receives.on_busy(peer, message, now)
+            case _:
+                found = type(message).__name__
+                raise RemoteProtocolError(f"peer {peer}: expected a message about a request, found {found}")
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
         """A slot of the destination's ring has been written: tell it. A destination that was lost meanwhile has no such ring

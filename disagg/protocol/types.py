@@ -49,7 +49,9 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance."""
+    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but
+    `max_quarantined` is per manager.
+    """
 
     max_parked_reserves: int = 16384
     max_parked_nbytes: int = 256 << 20

@@ -10,13 +10,10 @@ from disagg.core.errors import RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import (
-    Busy,
     CopyBegun,
-    Credit,
     EarlyComplete,
     Message,
     Reject,
-    RequestMessage,
     SlotsFilled,
     Welcome,
     decode,
@@ -115,7 +112,7 @@ class Dispatch:
             self._sessions.on_message(peer, message, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
             return  # the engine is not connected yet; the writer reports the slots again
-        elif isinstance(message, RequestMessage | Busy | Credit):
+        else:
             self._sessions.on_message(peer, message, now)
 
     def take_early_completions(self) -> bool:

@@ -183,6 +183,11 @@ def declare(
     return Component(name, layouts, placement, tuple(regions))
 
 
+def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
+    """The last `window` of `num_tokens` tokens without the first `prefix`: `[max(prefix, num_tokens - window), num_tokens)`."""
+    return min(max(prefix, num_tokens - window, 0), num_tokens), num_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class State:
     """One kind of state of a model, without memory. `disagg.models` makes these from a config.
@@ -222,8 +227,7 @@ class State:
         """The tokens `[start, stop)` that decode needs of `num_tokens` if it has the first `prefix`. `(0, 1)` for a slot."""
         if self.rows == "slot":
             return 0, 1
-        start = 0 if self.window is None else num_tokens - self.window
-        return min(max(start, prefix, 0), num_tokens), num_tokens
+        return last_tokens(num_tokens, window=num_tokens if self.window is None else self.window, prefix=prefix)
 
     def component(
         self,

@@ -12,7 +12,7 @@ from disagg.core.rows import Pages
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
 from disagg.state import paged
-from disagg.state.declare import Rule, all_tokens
+from disagg.state.declare import Rule, all_tokens, last_tokens
 
 
 def swa(
@@ -46,7 +46,7 @@ def needed(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:
 
     If the model's next token attends to itself and the `window - 1` tokens before it, give `window - 1`.
     """
-    return min(max(prefix, num_tokens - window, 0), num_tokens), num_tokens
+    return last_tokens(num_tokens, window=window, prefix=prefix)
 
 
 def ring_rows(slot: int, *, need: tuple[int, int], stride: int) -> Pages:

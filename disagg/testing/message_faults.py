@@ -74,8 +74,8 @@ class FaultyChannel:
     def completion_page(self, address: str) -> CompletionPage | None:
         return self.inner.completion_page(address)
 
-    def busy_poll(self, seconds: float, signs: list[_native.Completion]) -> bool:
-        return self.inner.busy_poll(seconds, signs)
+    def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
+        return self.inner.busy_poll(seconds, completions)
 
     def flush(self) -> None:
         self.inner.flush()

@@ -12,13 +12,21 @@ from disagg.commands.cases.instructions import (
     Block,
     Check,
     Clear,
+    Collect,
+    Describe,
     Direction,
+    Exit,
     Fill,
     Item,
+    Listen,
+    Memcpy,
     Move,
+    MoveRaw,
     Peer,
+    ReadCpu,
     ReadHealth,
     Start,
+    WaitReady,
 )
 from disagg.commands.cases.sides import Side
 from disagg.layout.agreement import LocalRank
@@ -127,13 +135,22 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
 
 def commands() -> list[msgspec.Struct]:
     """One benchmark command of every type."""
+    blocks = (Block(0, 0, 4096, 512),)
     item = Item(1, 40, {"kv": (0, 40)}, {"kv": (1, 2, 3)}, request_id=KEY.request_id)
     return [
+        Describe(),
         Peer("decode-0", "tcp://127.0.0.1:1"),
+        WaitReady("decode-0", 1.0),
         Fill((item,)),
         Clear(),
         Start(Direction.SEND, "decode-0", (item, item), window=2, deadline_s=1.0),
+        Collect(),
         Check((item,)),
-        Move("decode-0", (Block(0, 0, 4096, 512),), timeout_s=1.0),
+        Move("decode-0", blocks, timeout_s=1.0),
+        MoveRaw(blocks, timeout_s=1.0, pids=(1,)),
+        Listen("127.0.0.1", ((4096, 512),), timeout_s=1.0),
+        Memcpy(4096),
+        ReadCpu(),
         ReadHealth(),
+        Exit(),
     ]

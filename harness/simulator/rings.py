@@ -24,7 +24,7 @@ class PackedTransfer:
     """One transfer through the ring of its destination, as the transfer worker carries it out."""
 
     def __init__(self, rings: Rings, flight: Flight, behaviour: Behaviour, ring: RemoteRing) -> None:
-        self._rings, self._world = rings, rings.world
+        self._world = rings.world
         self._flight, self._behaviour, self._ring = flight, behaviour, ring
         self._offset = 0
         self._late: tuple[int, int] | None = None

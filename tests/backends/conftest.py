@@ -1,12 +1,19 @@
-"""Engines may be missing on a machine: a skip that says so, or a failure where they are required."""
+"""What the tests of engines share: a skip where an engine is missing, a peer process, an opened backend."""
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from types import ModuleType
 
 import pytest
+
+from disagg.backends.base import Backend, BackendOptions
+from disagg.testing.contract import REGION_NBYTES, Arena, BackendFactory, ProcessTarget
+
+PATIENCE_S = 60.0
 
 
 def require_engine(module: str, package: str) -> ModuleType:
@@ -18,3 +25,34 @@ def require_engine(module: str, package: str) -> ModuleType:
         if os.environ.get("TEST_REQUIRE_ENGINES") == "1":
             pytest.fail(f"TEST_REQUIRE_ENGINES=1, but {reason}", pytrace=False)
         pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def target_process(factory: BackendFactory, options: BackendOptions, stack: ExitStack) -> ProcessTarget:
+    """A peer in a process of its own, with random bytes in its memory; ends with `stack`, also when it was stopped."""
+    target = ProcessTarget(factory, options, patience_s=PATIENCE_S)
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            target.go_on()
+        target.close()
+
+    stack.callback(end)
+    target.arena.scramble(2)
+    return target
+
+
+def opened(factory: BackendFactory, options: BackendOptions, stack: ExitStack) -> tuple[Backend, Arena]:
+    """A backend of this process, with registered memory of random bytes; both end with `stack`."""
+    arena = Arena.create(REGION_NBYTES)
+    stack.callback(os.close, arena.fd)
+    arena.scramble(1)
+    backend = factory(options)
+    stack.callback(backend.close)
+    backend.register(arena.regions)
+    return backend, arena

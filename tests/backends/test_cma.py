@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import msgspec
@@ -22,13 +20,12 @@ from disagg.core.memory import Device, MemoryRegion
 from disagg.machine.processes import ProcessIdentity, ProcessWatch
 from disagg.testing.contract import (
     REGION_NBYTES,
-    Arena,
     BackendContract,
     BackendFactory,
-    ProcessTarget,
     batch_of,
     expected_after,
 )
+from tests.backends.conftest import opened, target_process
 
 PATIENCE_S = 60.0
 WHOLE = [(0, 0, 0, 0, REGION_NBYTES[0])]
@@ -57,35 +54,11 @@ class TestAutoContract(BackendContract):
         return auto
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def _target(factory: BackendFactory, stack: ExitStack) -> ProcessTarget:
-    target = ProcessTarget(factory, BackendOptions(), patience_s=PATIENCE_S)
-    stack.callback(target.close)
-    target.arena.scramble(2)
-    return target
-
-
-def _opened(factory: BackendFactory, stack: ExitStack) -> tuple[Backend, Arena]:
-    arena = Arena.create(REGION_NBYTES)
-    stack.callback(os.close, arena.fd)
-    arena.scramble(1)
-    backend = factory(BackendOptions())
-    stack.callback(backend.close)
-    backend.register(arena.regions)
-    return backend, arena
-
-
 @pytest.mark.parametrize("op", Op)
 def test_a_transfer_is_done_when_submit_returns_even_with_a_stopped_peer(op: Op, stack: ExitStack) -> None:
-    target = _target(CmaBackend, stack)
-    backend, arena = _opened(CmaBackend, stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
     peer = backend.connect(target.endpoint, epoch=1)
-    stack.callback(target.go_on)
     target.stop()
     after = expected_after(op, arena, target.arena, WHOLE)
     transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, WHOLE))
@@ -94,8 +67,8 @@ def test_a_transfer_is_done_when_submit_returns_even_with_a_stopped_peer(op: Op,
 
 
 def test_no_process_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
-    target = _target(CmaBackend, stack)
-    backend, arena = _opened(CmaBackend, stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
     peer = backend.connect(target.endpoint, epoch=1)
     assert isinstance(peer, CmaPeer)
     before = target.arena.memory.copy()
@@ -113,8 +86,8 @@ def test_no_process_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
 
 def test_a_copy_that_the_kernel_refuses_is_a_failed_transfer(stack: ExitStack) -> None:
     """The peer announces memory that is not mapped."""
-    target = _target(CmaBackend, stack)
-    backend, arena = _opened(CmaBackend, stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
     process = msgspec.msgpack.encode(ProcessIdentity.own())
     endpoint = encode_endpoint("cma", process, [MemoryRegion(arena.address(0), 64), MemoryRegion(1 << 62, 64)])
     peer = backend.connect(endpoint, epoch=1)
@@ -128,7 +101,7 @@ def test_a_copy_that_the_kernel_refuses_is_a_failed_transfer(stack: ExitStack) -
 
 @pytest.mark.parametrize("changed", ["host", "pid"])
 def test_a_peer_that_no_copy_can_reach_is_refused_at_connect(changed: str, stack: ExitStack) -> None:
-    backend, arena = _opened(CmaBackend, stack)
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
     own = ProcessIdentity.own()
     process, words = {
         "host": (msgspec.structs.replace(own, host="another"), "another host"),
@@ -155,8 +128,8 @@ def test_options_and_memory_that_it_does_not_serve(monkeypatch: pytest.MonkeyPat
 
 
 def test_close_waits_for_a_copy_and_a_fence_sees_it(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
-    target = _target(CmaBackend, stack)
-    backend, arena = _opened(CmaBackend, stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
     peer = backend.connect(target.endpoint, epoch=1)
     inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
@@ -187,8 +160,8 @@ def test_close_waits_for_a_copy_and_a_fence_sees_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_closing_proves_nothing_while_a_process_that_it_met_lives(stack: ExitStack) -> None:
-    target = _target(CmaBackend, stack)
-    backend, _ = _opened(CmaBackend, stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    backend, _ = opened(CmaBackend, BackendOptions(), stack)
     assert isinstance(backend, QuietWhenClosed)
     assert isinstance(backend, ProvesByProcess)
     assert backend.is_quiet_when_closed()
@@ -203,8 +176,8 @@ def test_closing_proves_nothing_while_a_process_that_it_met_lives(stack: ExitSta
 
 
 def test_auto_reaches_peers_of_this_host_by_cma_and_names_it(stack: ExitStack) -> None:
-    target = _target(auto, stack)
-    backend, arena = _opened(auto, stack)
+    target = target_process(auto, BackendOptions(), stack)
+    backend, arena = opened(auto, BackendOptions(), stack)
     peer = backend.connect(target.endpoint, epoch=1)
     assert backend.transport == "cma: shm"
     assert isinstance(backend, Gathering)
@@ -215,8 +188,8 @@ def test_auto_reaches_peers_of_this_host_by_cma_and_names_it(stack: ExitStack) -
 
 
 def test_auto_takes_the_network_engine_where_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
-    target = _target(auto, stack)
-    backend, _ = _opened(auto, stack)
+    target = target_process(auto, BackendOptions(), stack)
+    backend, _ = opened(auto, BackendOptions(), stack)
     if len(backend.engines) == 1:  # type: ignore[attr-defined]
         pytest.skip("this host has neither NIXL nor Mooncake")
     monkeypatch.setattr(cma, "copy_refusal", lambda *_: "process_vm_readv: Operation not permitted")

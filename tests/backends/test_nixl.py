@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,13 +27,12 @@ from disagg.core.errors import (
 from disagg.machine.rdma import rdma_refusal
 from disagg.testing.contract import (
     REGION_NBYTES,
-    Arena,
     BackendContract,
     BackendFactory,
     ProcessTarget,
     batch_of,
 )
-from tests.backends.conftest import require_engine
+from tests.backends.conftest import opened, require_engine, target_process
 
 require_engine("nixl._bindings", "nixl")
 
@@ -65,36 +63,12 @@ class TestNixlShmContract(_Contract):
         return SHM
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def _target(options: BackendOptions, stack: ExitStack) -> ProcessTarget:
-    target = ProcessTarget(NixlBackend, options, patience_s=PATIENCE_S)
-    stack.callback(target.close)
-    stack.callback(target.go_on)
-    target.arena.scramble(2)
-    return target
-
-
-def _opened(options: BackendOptions, stack: ExitStack) -> tuple[NixlBackend, Arena]:
-    arena = Arena.create(REGION_NBYTES)
-    stack.callback(os.close, arena.fd)
-    arena.scramble(1)
-    backend = NixlBackend(options)
-    stack.callback(backend.close)
-    backend.register(arena.regions)
-    return backend, arena
-
-
 # -- what the status table of the module says -------------------------------------------------------------------------
 
 
 def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitStack) -> None:
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
+    target = target_process(NixlBackend, TCP, stack)
+    backend, arena = opened(NixlBackend, TCP, stack)
     peer = backend.connect(target.endpoint, epoch=1)
     target.stop()
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
@@ -110,8 +84,8 @@ def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitSta
 
 
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
-    target = _target(TCP, stack)
-    backend, arena = _opened(TCP, stack)
+    target = target_process(NixlBackend, TCP, stack)
+    backend, arena = opened(NixlBackend, TCP, stack)
     peer = backend.connect(target.endpoint, epoch=1)
     target.stop()
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
@@ -128,7 +102,7 @@ def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(st
 @pytest.mark.parametrize("options", [TCP, SHM], ids=["tcp", "shm"])
 def test_the_end_of_a_writer_is_a_proof_over_shm_and_none_over_tcp(options: BackendOptions, stack: ExitStack) -> None:
     """The writer posts to a stopped target and is killed; what the target's memory does when the target goes on."""
-    target, writer = _target(options, stack), ProcessTarget(NixlBackend, options, patience_s=PATIENCE_S)
+    target, writer = target_process(NixlBackend, options, stack), ProcessTarget(NixlBackend, options, patience_s=PATIENCE_S)
     stack.callback(writer.close)
     target.arena.view(0)[:] = 1
     writer.arena.view(0)[:] = 0xA5
@@ -163,7 +137,8 @@ def test_every_exception_of_nixl_is_mapped() -> None:
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_exception_of_nixl_becomes_one_of_ours(name: str, stack: ExitStack) -> None:
-    backend, _ = _opened(SHM, stack)
+    backend, _ = opened(NixlBackend, SHM, stack)
+    assert isinstance(backend, NixlBackend)
     foreign = getattr(load_bindings(), name)("words")
     with pytest.raises(ERRORS[name], match=f"{name}: words") as caught, backend._nixl.mapped("testing"):
         raise foreign
@@ -183,7 +158,7 @@ def test_the_module_does_not_import_the_engine() -> None:
 
 
 def test_an_engine_does_not_connect_to_itself(stack: ExitStack) -> None:
-    backend, _ = _opened(BackendOptions(), stack)
+    backend, _ = opened(NixlBackend, BackendOptions(), stack)
     with pytest.raises(RemoteProtocolError, match="itself"):
         backend.connect(backend.endpoint(), epoch=1)
 
@@ -257,20 +232,20 @@ def _listening() -> set[str]:
 )
 def test_nothing_listens_outside_loopback(options: BackendOptions, stack: ExitStack) -> None:
     before = _listening()
-    _opened(options, stack)
-    opened = _listening() - before
-    assert opened
-    assert all(address.startswith("0100007F:") for address in opened), opened
+    opened(NixlBackend, options, stack)
+    sockets = _listening() - before
+    assert sockets
+    assert all(address.startswith("0100007F:") for address in sockets), sockets
     stack.close()
-    assert not _listening() & opened
+    assert not _listening() & sockets
 
 
 @pytest.mark.parametrize(
     ("options", "transport"), [(BackendOptions(), "shm (inferred)"), (SHM, "shm (inferred)"), (TCP, "tcp")]
 )
 def test_the_transport_is_reported(options: BackendOptions, transport: str, stack: ExitStack) -> None:
-    target = _target(options, stack)
-    backend, _ = _opened(options, stack)
+    target = target_process(NixlBackend, options, stack)
+    backend, _ = opened(NixlBackend, options, stack)
     backend.connect(target.endpoint, epoch=1)
     assert backend.transport == transport
 
@@ -280,8 +255,8 @@ def test_the_transport_is_reported(options: BackendOptions, transport: str, stac
 
 def test_the_environment_is_left_as_it_was(stack: ExitStack) -> None:
     before = dict(os.environ)
-    _opened(TCP, stack)
-    _opened(SHM, stack)
+    opened(NixlBackend, TCP, stack)
+    opened(NixlBackend, SHM, stack)
     assert dict(os.environ) == before
 
 
@@ -289,7 +264,7 @@ def test_what_the_user_has_set_stays_and_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("UCX_TLS", "tcp")
     with pytest.raises(BackendUnavailable, match="UCX_TLS='tcp' is set"):
         NixlBackend(SHM)
-    backend, _ = _opened(BackendOptions(transport=Transport.SHM), stack)
+    backend, _ = opened(NixlBackend, BackendOptions(transport=Transport.SHM), stack)
     assert "UCX_TLS='tcp' is set, 'shm,tcp' was asked for" in backend.transport
     assert os.environ["UCX_TLS"] == "tcp"
 

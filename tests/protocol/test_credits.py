@@ -204,14 +204,19 @@ def test_no_credit_is_sent_to_an_ended_connection() -> None:
 
 def test_reports_about_an_earlier_grant_of_a_ring_are_ignored() -> None:
     """A late report about an earlier grant must not count for the present grant of the same ring."""
-    draws = iter((5, 9))
+    draws = iter((5, 9, 11))
     ledger = Credits(limits=Limits(), effects=deque[Effect](), rings=TwoFreeRings(), draw=lambda _: next(draws))
     first = ledger.grant(PEER, 7, 0)
     ledger.peer_quiet(PEER, 7)
     ledger.grant(SIBLING, 1, 0)
     assert first is not None
     assert unpack_of(ledger, filled(first)) is None
+    again = ledger.grant(PEER, 8, 0)
+    assert again is not None
+    assert again.address == first.address
+    assert unpack_of(ledger, filled(first)) is None
     assert sent(ledger) == []
+    assert unpack_of(ledger, filled(again)) is not None
 
 
 def test_a_filled_slot_is_reported_until_its_credit_arrives() -> None:

@@ -44,6 +44,7 @@ from disagg.protocol.messages import (
     Written,
     decode,
     encode,
+    message_type,
     pack_rows,
     unpack_rows,
 )
@@ -197,6 +198,20 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
 @given(MESSAGES)
 def test_every_message_decodes_to_an_equal_message(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def test_an_early_complete_becomes_the_complete_that_it_was_made_of() -> None:
+    complete = SAMPLES["complete"]
+    assert isinstance(complete, Complete)
+    without_sums = msgspec.structs.replace(complete, sums=())
+    early = EarlyComplete.of(without_sums, (5, 517))
+    assert early.word == (5, 517)
+    assert early.complete() == without_sums
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_type_of_a_message_is_its_tag(name: str) -> None:
+    assert message_type(SAMPLES[name]) == msgpack.unpackb(encode(SAMPLES[name]))["type"]
 
 
 # -------------------------------------------------------------------------------------------------------------- evolution

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg.core.errors import RequestAborted
+from disagg.core.errors import RemoteProtocolError, RequestAborted
 from disagg.core.leases import LeaseState
 from disagg.core.rows import Pages
 from disagg.protocol.messages import (
@@ -17,6 +17,7 @@ from disagg.protocol.messages import (
     Drained,
     EarlyComplete,
     Filled,
+    Heartbeat,
     Message,
     Outcome,
     Part,
@@ -27,7 +28,9 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
+from disagg.protocol.types import NEVER, Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer, Ticket
+from tests.protocol.send_side import ATTEMPT, D0, sending, take_messages
+from tests.protocol.send_side import KEY as SENT
 
 WRITER, READER, STRANGER = PeerRank("P", 0), PeerRank("D", 0), PeerRank("P", 5)
 KEY = RequestKey(b"packed-and-ready", 0)
@@ -173,3 +176,27 @@ def test_messages_about_unknown_attempts_get_a_failed_outcome(kind: type[Message
         (WRITER, Outcome, False),
         (STRANGER, Outcome, False),
     ]
+
+
+# -- the writer ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_filled_slot_is_reported_unless_its_destination_was_lost(lost: bool) -> None:
+    sessions = Sessions()
+    sending(sessions)
+    if lost:
+        sessions.peer_lost(D0, "it died", 1.0)
+        sessions.effects.clear()
+    (filled,) = slots_filled().slots
+    sessions.slot_filled(Ticket(D0, SENT, 0), filled, 1.0)
+    sessions.credits.flush()
+    assert take_messages(sessions) == ([] if lost else [(D0, SlotsFilled(**ATTEMPT, nonce=7, slots=(filled,)))])
+    assert (sessions.credits.next_tick == NEVER) is lost
+
+
+def test_a_message_about_a_connection_is_refused() -> None:
+    sessions = Sessions()
+    with pytest.raises(RemoteProtocolError, match="peer P/0: expected a message about a request, found Heartbeat"):
+        sessions.on_message(WRITER, Heartbeat(epoch=1), 0.0)
+    assert not sessions.effects

@@ -4,7 +4,7 @@ A batch is posted in chunks. All but the last few pieces of a chunk are one asyn
 the installed version takes them (0.3.14 and later). The last few are tasks of their own: the status of a batch of one task is
 the only one that this engine returns without blocking and without giving up. When these tasks have ended, the batch before
 them in the engine's first-in first-out queue has ended or is about to, so the call that waits for it returns at once. One
-thread per peer posts and polls; it does not spin, and no caller waits.
+thread per peer posts and polls; no caller waits, and except between GPUs the thread sleeps between polls.
 
 Over TCP the caller posts a few pieces itself, and polls them itself: waking a thread would take longer than they do. Between
 GPUs only the thread calls the engine, because the engine refused pieces once when several threads called it. There a task is

@@ -31,7 +31,7 @@ Key = tuple[object, ...]
 
 
 def _key(row: Row) -> Key:
-    """The identity of a row's case: its settings, without its results."""
+    """The identity of a row's case: its settings, as far as a row has them. The transport is a result: the engine chose it."""
     return (
         row.backend,
         row.device,
