@@ -164,13 +164,13 @@ def test_messages_about_unknown_attempts_get_a_failed_outcome(kind: type[Message
         EarlyComplete: {"word": (0, 1)},
     }
     message = kind(**IDS, **fields[kind])
-    sessions.on_message(WRITER, message, 0.2)  # type: ignore[arg-type]
+    sessions.on_message(WRITER, message, 0.2)
     assert list(sessions.effects) == [], "messages about an open attempt get no answer"
     sessions.receives.abort(session, RequestAborted("client gone"), 0.5)
     sessions.on_message(WRITER, Drained(**IDS), 0.6)
     sessions.effects.clear()
-    sessions.on_message(WRITER, message, 0.7)  # type: ignore[arg-type]
-    sessions.on_message(STRANGER, kind(**{**IDS, "request_id": bytes(16)}, **fields[kind]), 0.7)  # type: ignore[arg-type]
+    sessions.on_message(WRITER, message, 0.7)
+    sessions.on_message(STRANGER, kind(**{**IDS, "request_id": bytes(16)}, **fields[kind]), 0.7)
     answers = [(e.peer, e.message) for e in sessions.effects if isinstance(e, SendMessage)]
     assert [(peer, type(answer), answer.ok) for peer, answer in answers if isinstance(answer, Outcome)] == [
         (WRITER, Outcome, False),
