@@ -82,7 +82,7 @@ def check_ends(hosts: Mapping[PeerRank, Host], flights: set[Flight]) -> bool:
     """Every request on a living rank has ended and given up its rows.
 
     Returns whether nothing may remain: `False` where rows are quarantined, because of a transfer that never settled or a
-    lost peer that was never proved quiescent.
+    lost peer that was never proved quiet.
     """
     touched = {holding for flight in flights for holding in (flight.holding, flight.reserved)}
     touched.discard(None)

@@ -85,9 +85,9 @@ class FixedFaults:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFaults:
-    """Faults with the given probabilities. From `heal_at` on, every message arrives.
+    """Random faults. From `heal_at` on, every message arrives.
 
-    Of messages: `loss`, `double`, `slow`. Of transfers: `trouble` (failed or late), `stuck`.
+    Probabilities: of messages, `loss`, `double` and `slow`; of transfers, `trouble` (failed or late) and `stuck`.
     """
 
     rng: random.Random

@@ -68,7 +68,7 @@ class Losses:
             self._prove(host, peer, epoch, ended)
 
     def _prove(self, host: Host, peer: PeerRank, epoch: int, ended: int) -> None:
-        """Report the peer quiescent once nothing is or can be in flight over the ended connections."""
+        """Report the peer quiet once nothing is or can be in flight over the ended connections."""
         world, pair = self._world, {host.name, peer}
         unaware = world.hosts[peer].epochs[host.name] < epoch
         if unaware or any({f.source.name, f.destination.name} == pair and f.epoch < epoch for f in world.flights):

@@ -28,7 +28,8 @@ class Script:
 
     At `impostor_at` the intruder reserves the request too. At `stray_at` another group of the destination instance
     does, and aborts 50 ms later. `reverse`: the request goes from decode to prefill. `repeat`: each destination
-    reserves a second time. `skew_s`: delay from each rank of a group to the next.
+    reserves a second time. `skew_s`: delay from each rank of a group to the next. `receive_aborts` and `send_aborts`: when the
+    server of a rank aborts, by rank. `replicated`: every source rank holds all heads, so writers are elected.
     """
 
     prompt: int = 5
@@ -68,7 +69,7 @@ class Script:
 class Loss:
     """`rank` dies and restarts; or, with `other`, only the connection between the two ends.
 
-    `proved`: the peers prove that the lost side is quiescent. `reopen`: the restarted rank reserves again what the old
+    `proved`: the peers prove that the lost side is quiet. `reopen`: the restarted rank reserves again what the old
     one received. `notice_s`: after how long peers notice, alternately.
     """
 

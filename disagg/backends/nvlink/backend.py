@@ -210,6 +210,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             return self._post(own, lambda transfer: engine.post(transfer, op, copies), empty=not len(copies))
 
     def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
+        """Like `submit` of a write, but with the driver's own copies instead of a kernel: the ceiling of the benchmarks."""
         with self._lock:
             own, engine = self.reachable(peer), self._own_engine()
             self.index.require(copies.source, copies.nbytes, side="local")
