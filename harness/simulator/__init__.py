@@ -6,7 +6,8 @@ them. A simulation raises `Violation` as soon as one of these does not hold:
 * no row is released while a transfer may still read or write it, and no byte lands in rows of another request;
 * a receive succeeds only with every needed cell from every elected writer, and with the payload; a send succeeds only
   where all its destinations did;
-* a session only moves to states that its table leads to, in one step or several, and reports its end to its server once, by its deadline;
+* a session moves only to states that its table leads to, in one step or several, and reports its end to its server once,
+  by its deadline;
 * at the end nothing is left: no session, timer, reserve or lease. The exception is rows that were never proved
   quiet: these are quarantined.
 
