@@ -36,6 +36,7 @@ from disagg.testing.reference import (
     first_difference,
     pages_needed,
 )
+from disagg.testing.token_rules import token_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +77,7 @@ class Side:
     @property
     def tokens(self) -> declare.Rule:
         """The library's ownership of tokens for `context`."""
-        match self.context:
-            case Context.WHOLE:
-                return declare.all_tokens
-            case Context.PAGE_BLOCKS:
-                return declare.page_blocks(self.page)
-            case Context.TOKENS_IN_TURN:
-                return declare.tokens_in_turn
-            case Context.PAGES_IN_TURN:
-                return declare.pages_in_turn(self.page)
+        return token_rule(self.context, self.page)
 
     def component(self, model: KVModel, topology: Topology, pools: Pools) -> Component:
         """The component over one rank's pools."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import ModuleType
 
 import pytest
@@ -34,15 +34,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 def target_process(factory: BackendFactory, options: BackendOptions, stack: ExitStack) -> ProcessTarget:
-    """A peer in a process of its own, with random bytes in its memory; ends with `stack`, also when it was stopped."""
+    """A peer in a process of its own, with random bytes in its memory; ends with `stack`."""
     target = ProcessTarget(factory, options, patience_s=PATIENCE_S)
-
-    def end() -> None:
-        with suppress(ProcessLookupError):
-            target.go_on()
-        target.close()
-
-    stack.callback(end)
+    stack.callback(target.close)
     target.arena.scramble(2)
     return target
 

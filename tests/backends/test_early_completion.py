@@ -104,18 +104,22 @@ def test_a_receiver_sees_the_completion_of_the_last_copy(
     assert not any(isinstance(report, Complete) for report in reports)
 
 
-def test_early_completion_waits_until_one_copy_is_left(reports: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two copies are pending when the server calls `finish`; then the first of them ends."""
-    first, second = threading.Event(), threading.Event()
-    monkeypatch.setattr(SpansWithCompletion, "holds", [first, second])
-    monkeypatch.setattr(early_completion, "SPIN_S", DEADLINE_S)
+def without_repetitions() -> dict[str, Any]:
+    """Settings of managers that send nothing by the clock: no repeated message, no heartbeat."""
     never = 10 * DEADLINE_S
     limits, links = (
         Limits(retry_s=never, max_retry_s=never),
         ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
     )
-    settings = {"backend": SpansWithCompletion, "limits": limits, "connection_limits": links}
-    with cluster(Side(), Side(), settings=settings) as made:
+    return {"backend": SpansWithCompletion, "limits": limits, "connection_limits": links}
+
+
+def test_early_completion_waits_until_one_copy_is_left(reports: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies are pending when the server calls `finish`; then the first of them ends."""
+    first, second = threading.Event(), threading.Event()
+    monkeypatch.setattr(SpansWithCompletion, "holds", [first, second])
+    monkeypatch.setattr(early_completion, "SPIN_S", DEADLINE_S)
+    with cluster(Side(), Side(), settings=without_repetitions()) as made:
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
         sender = made.prefill[0].manager.sender(request, peer="decode-0", deadline_s=DEADLINE_S)
@@ -205,13 +209,7 @@ def test_a_completion_is_reported_before_the_control_thread_sleeps(
     """A request's completion flag is set while the thread handles another request's end for longer than it busy-polls."""
     first, second = threading.Event(), threading.Event()
     monkeypatch.setattr(SpansWithCompletion, "holds", [first, second])
-    never = 10 * DEADLINE_S
-    limits, links = (
-        Limits(retry_s=never, max_retry_s=never),
-        ConnectionLimits(heartbeat_s=never, heartbeat_timeout_s=10 * never),
-    )
-    settings = {"backend": SpansWithCompletion, "limits": limits, "connection_limits": links}
-    with cluster(Side(), Side(), settings=settings) as made:
+    with cluster(Side(), Side(), settings=without_repetitions()) as made:
         source, sink = made.prefill[0], made.decode[0]
         end = sink.manager._runtime.requests.end
 

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
 
@@ -111,21 +111,10 @@ class TestMooncakeContract(BackendContract):
 
     # -- a stopped peer, a killed one, a closed one -------------------------------------------------------------------
 
-    def stoppable(self, stack: ExitStack) -> ProcessTarget:
-        """A peer to be stopped, which goes on when the test is over."""
-        target = self.new_process(stack)
-
-        def go_on() -> None:
-            with suppress(ProcessLookupError):
-                target.signal(signal.SIGCONT)
-
-        stack.callback(go_on)
-        return target
-
     @pytest.mark.usefixtures("impatient")
     def test_what_the_engine_gave_up_lands_later(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """A peer is stopped: the engine reports failure, its bytes arrive all the same once the peer goes on."""
-        victim = self.stoppable(stack)
+        victim = self.new_process(stack)
         peer = backend.connect(victim.endpoint, epoch=1)
         pieces = [(0, 0, 0, 0, 5000), (0, 6000, 0, 6000, 50)]
         after = expected_after(Op.WRITE, local, victim.arena, pieces)
@@ -150,7 +139,7 @@ class TestMooncakeContract(BackendContract):
     @pytest.mark.parametrize("op", Op)
     def test_a_stopped_peer_finishes_nothing(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Not even one byte, that fits into any buffer, is done before the peer has put it in place."""
-        victim = self.stoppable(stack)
+        victim = self.new_process(stack)
         peer = backend.connect(victim.endpoint, epoch=1)
         pieces = [(0, 0, 0, 0, 1)]
         stop(victim)
@@ -188,7 +177,7 @@ class TestMooncakeContract(BackendContract):
     @pytest.mark.parametrize("op", Op)
     def test_closing_with_a_transfer_under_way(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """It ends at once, as unsettled; no thread is left."""
-        victim = self.stoppable(stack)
+        victim = self.new_process(stack)
         peer = backend.connect(victim.endpoint, epoch=1)
         stop(victim)
         pieces = [(0, i * 100, 0, i * 100, 99) for i in range(3000)]

@@ -13,8 +13,7 @@ from disagg.protocol.types import PeerRank
 from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
 from harness.simulator.model import Violation
 from harness.simulator.scenario import Loss, Piece, Script
-from harness.simulator.schedules import random_simulation
-from tests.protocol.test_simulator import CHUNKS, D0, MESSAGE_FAULTS, P0, outcomes, run
+from tests.protocol.test_simulator import CHUNKS, D0, MESSAGE_FAULTS, P0, outcomes, run, run_schedules
 
 PACKED = frozenset(range(8))
 LONG = Script(prompt=8, pieces=(Piece(0.0, (0, 8)), Piece(0.3, state=True)), finish_after_s=0.6)
@@ -116,10 +115,6 @@ def no_reports_again(patch: pytest.MonkeyPatch) -> None:
 def test_broken_credits_are_caught(
     mutation: Callable[[pytest.MonkeyPatch], None], violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_many_schedules() -> None:
-        for seed in range(6000):
-            random_simulation(seed).run()
-
     mutation(monkeypatch)
     with pytest.raises(Violation, match=violation):
-        run_many_schedules()
+        run_schedules(6000)

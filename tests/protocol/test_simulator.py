@@ -42,6 +42,12 @@ def run(script: Script | tuple[Script, ...], faults: FixedFaults | None = None, 
     return Simulation(Scenario(scripts=scripts, **scenario), faults or FixedFaults()).run()
 
 
+def run_schedules(count: int) -> None:
+    """Run the random schedules with the first `count` seeds."""
+    for seed in range(count):
+        random_simulation(seed).run()
+
+
 # -------------------------------------------------------------------------------------------------------- without faults
 
 
@@ -381,10 +387,6 @@ def reports_twice(patch: pytest.MonkeyPatch) -> None:
 def test_a_broken_protocol_is_caught(
     mutation: Callable[[pytest.MonkeyPatch], None], violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_many_schedules() -> None:
-        for seed in range(3000):
-            random_simulation(seed).run()
-
     mutation(monkeypatch)
     with pytest.raises(Violation, match=violation):
-        run_many_schedules()
+        run_schedules(3000)

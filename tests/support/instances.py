@@ -17,6 +17,7 @@ from disagg.testing import reference_states as naive
 from disagg.testing.reference import CANARY, Context, PageList, pages_needed
 from disagg.testing.reference_states import Form, Memory, Ring, Slots, StateRank, StateRows
 from disagg.testing.state_models import Place
+from disagg.testing.token_rules import token_rule
 from tests.support.kinds import Kind, Pools
 
 Range = tuple[int, int]
@@ -57,15 +58,7 @@ class InstanceSpec:
 
     def rule(self, form: Form) -> declare.Rule:
         """The library's ownership of tokens for `context`."""
-        match self.context:
-            case Context.WHOLE:
-                return declare.all_tokens
-            case Context.PAGE_BLOCKS:
-                return declare.page_blocks(form.page_size)
-            case Context.TOKENS_IN_TURN:
-                return declare.tokens_in_turn
-            case Context.PAGES_IN_TURN:
-                return declare.pages_in_turn(form.page_size)
+        return token_rule(self.context, form.page_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.plot import check_plot, plot
 from disagg.commands.bench.report import Row, table, to_json
+from disagg.commands.cases import options
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
@@ -171,15 +172,10 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
     default="off",
     help="The library's checksums. The benchmark always compares every byte itself.",
 )
-@click.option(
-    "--pack-below",
-    type=click.IntRange(0),
-    metavar="BYTES",
-    help="Pack pieces below this size; 0: never; default: the engine's threshold.",
-)
-@click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
+@options.pack_below
+@options.layers
 @click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Tokens per chunk that is sent; 0: whole requests.")
-@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="Leading tokens that the decode side already has.")
+@options.prefix_hit
 @click.option("--page", "pages", type=COUNTS, default=(), show_default=False, help="Tokens per page; overrides the sides.")
 @click.option("--run-pages", type=COUNTS, default="1", help="Length of the runs of consecutive page ids.")
 @click.option("--warm-up", type=click.IntRange(0), default=1, help="Runs before the measured ones.")

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share
+from disagg.layout.ownership import Owned
 from disagg.models.pools import PoolShape
 from disagg.state.paged import ORDERS
 from disagg.testing.reference import Context
+from disagg.testing.token_rules import token_rule
 
 CONTEXTS = {"tokens": Context.TOKENS_IN_TURN, "pages": Context.PAGES_IN_TURN, "blocks": Context.PAGE_BLOCKS}
 """How context-parallel ranks divide a request's tokens: round robin by token or by page, or in blocks of pages."""
@@ -103,15 +104,7 @@ class Side:
 
     def tokens(self, rank: Topology) -> Owned:
         """The tokens that a rank owns, in the library's types."""
-        match self.context_kind:
-            case Context.WHOLE:
-                return EVERYTHING
-            case Context.TOKENS_IN_TURN:
-                return Periodic(rank.cp_rank, 1, rank.cp)
-            case Context.PAGES_IN_TURN:
-                return Periodic(rank.cp_rank * self.page, self.page, rank.cp * self.page)
-            case Context.PAGE_BLOCKS:
-                return Share(rank.cp_rank, rank.cp, self.page)
+        return token_rule(self.context_kind, self.page)(rank)
 
     def pool_shape(self, num_pages: int, *, num_slots: int = 8, rows: Mapping[str, int] | None = None) -> PoolShape:
         """The shape of each rank's pools of `num_pages` pages and `num_slots` slots; `rows` overrides both by component."""

@@ -9,6 +9,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from disagg.commands.cases import options
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain.engine import Costs, engine_of
@@ -35,8 +36,8 @@ Examples:
 @click.option("--prefill", required=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16,layout=nhd.")
 @click.option("--decode", required=True, metavar="SIDE", help="The decode side.")
 @click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
-@click.option("--prefix-hit", type=click.IntRange(0), default=0, help="Leading tokens that the decode side already has.")
-@click.option("--layers", type=click.IntRange(1), help="Keep only the model's first layers.")
+@options.prefix_hit
+@options.layers
 @click.option("--backend", default="nixl", help="Engine: cma, nixl, mooncake, nvlink, local, auto, or a third party's.")
 @click.option(
     "--transport",
@@ -44,12 +45,7 @@ Examples:
     default="auto",
     help="auto: as between two processes of one host.",
 )
-@click.option(
-    "--pack-below",
-    type=click.IntRange(0),
-    metavar="BYTES",
-    help="Pack pieces below this size; 0: never; default: the engine's threshold.",
-)
+@options.pack_below
 @click.option(
     "--pages",
     type=click.Choice(["random", "consecutive"]),

@@ -64,7 +64,6 @@ class DeathContract(ContractBase):
     def test_a_fence_is_quiet_only_once_nothing_more_can_land(self, stack: ExitStack) -> None:
         """A writer posts to a stopped target and is killed. Nothing may land once the target's engine reports `QUIET`."""
         target, writer = self.new_process(stack), self.new_process(stack)
-        stack.callback(target.go_on)
         writer.arena.view(0)[:] = 0xA5
         writer.connect(target.endpoint)
         target.connect(writer.endpoint)
@@ -91,7 +90,6 @@ class DeathContract(ContractBase):
         if not isinstance(backend, QuietWhenClosed):
             pytest.skip("closing this engine is no proof")
         target, writer = self.new_process(stack), self.new_process(stack)
-        stack.callback(target.go_on)
         writer.arena.view(0)[:] = 0xA5
         writer.connect(target.endpoint)
         target.connect(writer.endpoint)

@@ -56,7 +56,6 @@ class LifecycleContract(ContractBase):
         peer = backend.connect(target.endpoint, epoch=1)
         if isinstance(target, ProcessTarget):
             target.stop()
-            stack.callback(target.go_on)
         pieces = [(0, 0, 0, 0, REGION_NBYTES[0])]
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces))
         if not transfer.poll().settled:

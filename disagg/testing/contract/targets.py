@@ -110,7 +110,10 @@ class ProcessTarget:
         self.process.join(self._patience_s)
 
     def close(self) -> None:
+        """Close the engine in order, also of a stopped process, which goes on first. Raises as `Target.close` does."""
         killed = self.process.exitcode == -signal.SIGKILL
+        if self.process.is_alive():
+            self.go_on()
         with suppress(BrokenPipeError):
             self._pipe.send(None)
         self.process.join(self._patience_s)
