@@ -68,9 +68,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     verify: Annotated[
         Verify,
-        meaning(
-            "How much received data is compared with what was sent, by checksums: nothing, some pages of each request, or all."
-        ),
+        meaning("How much of the received data to verify by checksums: nothing, some pages of each request, or all."),
     ] = "off"
     metrics_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,

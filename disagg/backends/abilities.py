@@ -61,7 +61,7 @@ class SpanWriter(Protocol):
     """An engine that computes addresses itself: it gets span classes once, and only token runs with each request."""
 
     def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> PreparedSpans | None:
-        """Prepare what is fixed between two ranks; `None`: the engine takes only addresses towards this peer.
+        """Prepare everything that stays the same for a pair of ranks. `None` if the engine takes only addresses for this peer.
 
         Raises `NotRegistered` for a pool outside the regions of its side.
         """

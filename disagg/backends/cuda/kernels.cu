@@ -9,7 +9,7 @@
 // A warp copies a piece, or the part of it in a tile, in words of the largest size (up to 16 bytes) at which source and
 // destination can both be aligned. The units of a piece are: the few bytes before the first aligned word, each whole word, and
 // the few bytes after the last word. A warp takes up to 32 pieces at a time, one per lane, and deals their units out to the
-// lanes in turn, so that all lanes are busy for long and for short pieces. harness/reference_kernels.py does the same on the CPU.
+// lanes in turn, so that all lanes stay busy with long and short pieces alike. harness/reference_kernels.py does the same on the CPU.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;

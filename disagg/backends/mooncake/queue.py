@@ -1,4 +1,4 @@
-"""The queue of one Mooncake peer: what waits, what is in the engine, what is not settled; and the thread that serves it."""
+"""The queue of one Mooncake peer: copies that wait, copies in the engine, copies not settled yet; and its thread."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class PeerQueue:
         self._do_work(self._post)
 
     def poll(self) -> None:
-        """Remove what has ended, without waiting. Batches are left to the thread: the engine may take long to answer."""
+        """Settle ended tasks without waiting. Only the thread asks about batches: the engine may take long to answer."""
         if self._flights and self._try_work():
             self._do_work(self._settle_tasks)
 
@@ -145,9 +145,9 @@ class PeerQueue:
         return self.by_caller and self._work.acquire(blocking=False)
 
     def _do_work(self, work: Callable[[], None]) -> None:
-        """Do `work` in the caller, which holds the work lock, and wake the thread for what is left or went wrong.
+        """Do `work` in the caller, which holds the work lock, then wake the thread for the rest and for errors.
 
-        The thread is not woken for tasks: whoever waits for them polls.
+        Tasks do not wake the thread, because whoever waits for them polls.
         """
         try:
             work()

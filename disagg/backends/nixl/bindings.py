@@ -85,7 +85,7 @@ class Bindings:
 
     @contextmanager
     def mapped(self, what: str) -> Iterator[None]:
-        """Within the scope NIXL's exceptions become this library's; `what` says what was being done."""
+        """Translate NIXL's exceptions within the scope into this library's; `what` names the operation."""
         try:
             yield
         except self.errors as error:

@@ -62,7 +62,7 @@ _FIXED = ("nvlink", "local")
 
 
 def engine_of(backend: str, transport: str) -> Engine:
-    """What is known about an engine and a transport without starting it. Raises `ConfigError` for an unknown name."""
+    """The known costs of an engine and a transport, without starting it. Raises `ConfigError` for an unknown name."""
     if backend not in ("auto", *backends.available()):
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
     on_host = backends.AUTO_HOST if transport in ("auto", "shm") else backends.AUTO[0]
