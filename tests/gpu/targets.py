@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -122,6 +123,8 @@ def _execute(memory: Memory, backend: NvlinkBackend, command: tuple[object, ...]
         case ("scramble", int(seed)):
             memory.scramble(seed)
             return None
+        case ("fork",):
+            return forked()
         case ("close",):
             backend.close()
             return backend.mapped_by
@@ -131,6 +134,16 @@ def _execute(memory: Memory, backend: NvlinkBackend, command: tuple[object, ...]
             backend.disconnect(peer)
             return status, backend.transport
     raise AssertionError(command)
+
+
+def forked() -> int:
+    """Fork a child that keeps every descriptor and does nothing. It ends by itself after some minutes."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(10 * PATIENCE_S))
+        while True:
+            signal.pause()
+    return pid
 
 
 class Target:

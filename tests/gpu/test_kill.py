@@ -1,10 +1,11 @@
-"""A dead process, or its `cuMemFree`, does not cost a survivor its CUDA context: holds the results of `benchmarks.gpu.kill`."""
+"""What a dead process costs a survivor: holds the results of `benchmarks.gpu.kill` and of `benchmarks.gpu.lost_peers`."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.gpu.kill import run
+from benchmarks.gpu.lost_peers import CASES, lose_all
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +29,12 @@ def test_the_owner_frees_and_allocates_again(kind: str) -> None:
 def test_the_writer_is_killed(kind: str) -> None:
     outcome = run("writer killed", kind)
     assert outcome["owner's context"] == "works"
+
+
+@pytest.mark.parametrize("ordinals", [(1, 0), (0, 0)])
+def test_decode_gets_the_rows_of_a_lost_peer_back(ordinals: tuple[int, int]) -> None:
+    """On two GPUs and on one: the rows are released once, the next request over them is right, and nothing is written later."""
+    losses, failures = lose_all(ordinals, list(CASES), lanes=1, seconds=60.0)
+    assert not failures
+    assert [loss.case for loss in losses] == list(CASES)
+    assert [(loss.wrong_nbytes, loss.early) for loss in losses] == [(0, False)] * len(CASES)

@@ -14,19 +14,31 @@ local memory and stores to the peer; a read does the reverse. The peer's GPU doe
 | the peer's process is killed during the copy | `DONE` | its memory stays allocated while it is mapped here |
 | the peer frees its memory during the copy | `DONE` | likewise; the peer's next allocation is other memory, never written |
 | the peer's process has ended | `PeerUnreachable` | at the next submit, if both processes share a process-id namespace |
+| it has ended, and the driver lists no context of it | `fence`: `QUIET` | a context's channels are stopped before it is freed |
+| it has ended, another process holds its device files | `fence`: `UNKNOWN` | the context stays, and its kernels go on |
+| it lives, or is stopped | `fence`: `UNKNOWN` | its kernels go on |
+| a copy with the peer is under way here | `fence`: `UNKNOWN` | it reads or writes the peer's memory |
 
 The death of a peer therefore costs neither the CUDA context nor any bytes (`tests/gpu/test_kill.py`). The CUDA documentation
 calls it undefined behaviour to free exported memory before it is unmapped: the table says what was observed on H200 GPUs
 (driver 580), not what NVIDIA promises.
 
-`fence` always returns `UNKNOWN`. Events prove the end of this side's own transfers. This side cannot see whether the *peer's*
-kernels still write to local memory, and CUDA cannot revoke a mapping that another process holds. Nor does CUDA promise that
-the kernels of a process have stopped when the process has ended.
+**Proof of the end.** CUDA cannot revoke a mapping that another process holds, so `fence` has to prove that no kernel of the
+peer runs any more. That needs both a pidfd of the process that the kernel attests (`neighbours.py`) and NVML's list of the
+processes with a context on its GPU (`nvml.py`). The list alone misses a context that a living process has yet to create; the
+pidfd alone misses a child that inherited the device files, or a process that received them over a socket. Without NVML, with
+MPS or MIG, in another process-id or network namespace, or if the list did not show the process when this side connected, the
+answer stays `UNKNOWN`.
+
+*Seen* (`benchmarks.gpu.fence`, driver 580.159, 604 writers killed while their kernel wrote): no word was written after `QUIET`;
+all 122 stopped ones and all 120 with a forked child wrote on, and were never `QUIET` before the last process had ended.
+*Argued*, from the source of the driver's open kernel modules: the list names a context's process, ended or not, until the
+context's resources are freed, and both take the same lock.
 
 `close` waits until peers have unmapped this side's memory, if they can report it (`holders.py`).
 
 Memory that cannot be mapped is refused with the reason: `register` refuses memory without a legacy IPC handle, such as
-expandable segments; `connect` refuses another host, the same GPU, and GPUs without access to each other.
+expandable segments; `connect` refuses another host, and GPUs without access to each other. Two processes may share a GPU.
 
 A request comes in one of two forms. With addresses (`submit`), every piece is checked here, uploaded and copied. With span
 classes and token runs (`submit_spans`, which the manager uses), the span classes are checked once and stay on the GPU for each
@@ -62,6 +74,7 @@ from disagg.backends.nvlink.mapping import (
     export_memory,
     gpu_of,
 )
+from disagg.backends.nvlink.neighbours import Neighbours
 from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.memory import MemoryRegion
@@ -96,6 +109,8 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         self._mappings: Mappings | None = None
         self._connected: set[NvlinkPeer] = set()
         self._pending: set[NvlinkTransfer] = set()
+        self._neighbours = Neighbours()
+        self._was_quiet = False
         self._transports: set[str] = set()
         self.mapped_by: tuple[int, ...] = ()
         """After `close`: process ids of peers that still had this side's memory mapped."""
@@ -149,19 +164,10 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         with self._lock:
             self.check_open()
             engine = self._own_engine()
-            transport = check_access(engine.gpu, descriptor)
             peer = NvlinkPeer(regions, epoch=epoch, descriptor=descriptor)
-            pid = descriptor.process.pid
-            if peer.watch.has_ended():
-                self._unmap(peer)
-                raise PeerUnreachable(f"backend 'nvlink': process {pid}, the owner of the memory, has ended")
-            if peer.held is None:
-                logger.info("backend 'nvlink': this mapping cannot be registered with process %d, the owner of the memory", pid)
             try:
-                with engine.gpu.current():
-                    peer.map(engine.gpu, descriptor)
-                    if regions:
-                        self._warm_up(engine, peer)
+                peer.neighbour = self._neighbours.meet(descriptor.process, descriptor.gpu, peer.held)
+                transport = self._map(engine, peer, descriptor)
             except CudaError as error:
                 self._unmap(peer)
                 raise PeerUnreachable(f"backend 'nvlink': the peer's memory cannot be mapped: {error}") from error
@@ -171,6 +177,20 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             self._connected.add(peer)
             self._transports.add(transport)
             return peer
+
+    def _map(self, engine: NvlinkEngine, peer: NvlinkPeer, descriptor: Descriptor) -> str:
+        """Map the peer's memory; returns the transport. After an error, `_unmap` undoes the part that succeeded."""
+        transport = check_access(engine.gpu, descriptor)
+        pid = descriptor.process.pid
+        if peer.watch.has_ended():
+            raise PeerUnreachable(f"backend 'nvlink': process {pid}, the owner of the memory, has ended")
+        if peer.held is None:
+            logger.info("backend 'nvlink': this mapping cannot be registered with process %d, the owner of the memory", pid)
+        with engine.gpu.current():
+            peer.map(engine.gpu, descriptor)
+            if peer.regions:
+                self._warm_up(engine, peer)
+        return transport
 
     def _warm_up(self, engine: NvlinkEngine, peer: NvlinkPeer) -> None:
         """Read one byte of the peer's memory and run a kernel on an empty piece, to pay all first-use costs now."""
@@ -197,9 +217,27 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         self._connected.discard(peer)
         peer.unmap(self._own_engine().gpu)
 
-    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002 (the contract's)
-        """Always `UNKNOWN`: see the module."""
-        return Fence.UNKNOWN
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        """`QUIET` once none of the peer's kernels can run any more (see the module), and no copy with it is under way here."""
+        own = self.at_epoch(peer, epoch)
+        if own is None or own.neighbour is None or not own.neighbour.is_quiet():
+            return Fence.UNKNOWN
+        with self._lock:
+            for transfer in tuple(self._pending):
+                transfer.poll()
+            return Fence.UNKNOWN if own.pending else Fence.QUIET
+
+    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+        """See `ProvesByProcess`. A process that this engine has never met is not proved quiet."""
+        return self._neighbours.is_quiet_after(process)
+
+    def is_quiet_when_closed(self) -> bool:
+        """See `QuietWhenClosed`: every process of this machine that may have mapped memory of this one is proved quiet."""
+        return self._was_quiet if not self.is_open else self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        mapped_by = self._mappings.seen if self._mappings is not None else set[int]()
+        return not self._pending and self._neighbours.are_quiet(mapped_by)
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
@@ -329,6 +367,8 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
                 engine.close()
             self.is_open = False
         self._wait_for_unmapping()  # without the lock: this process may hold the last mapping itself
+        self._was_quiet = self._is_quiet()
+        self._neighbours.close()
 
     def _wait_for_unmapping(self) -> None:
         if self._mappings is None:

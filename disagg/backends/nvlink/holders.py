@@ -26,6 +26,8 @@ class Mappings:
         self._listener.bind("\0" + self.address)
         self._listener.listen(BACKLOG)
         self._held: list[tuple[socket.socket, int]] = []
+        self.seen: set[int] = set()
+        """Process ids of all mappings that `holders` has found so far; 0: a process of another namespace."""
 
     def holders(self) -> tuple[int, ...]:
         """The process id of each mapping that exists now; a process with two mappings appears twice."""
@@ -43,8 +45,9 @@ class Mappings:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            self._held.append((connection, _CREDENTIALS.unpack(credentials)[0]))
+            pid = peer_pid(connection)
+            self._held.append((connection, pid))
+            self.seen.add(pid)
 
     def wait(self, timeout_s: float) -> tuple[int, ...]:
         """Wait until no mapping is left; return `holders()` of those that remain after `timeout_s`."""
@@ -70,6 +73,15 @@ def _has_ended(connection: socket.socket) -> bool:
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket, as the kernel attests it; 0 in another process-id namespace.
+
+    At the end that connected, it is the process that listens, even if another has inherited its socket.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[0])
 
 
 def hold(address: str) -> socket.socket | None:

@@ -12,6 +12,7 @@ import numpy as np
 from disagg.backends.adapter import AdapterPeer
 from disagg.backends.cuda.driver import IPC_HANDLE_NBYTES, Allocation, CudaError, Gpu
 from disagg.backends.nvlink.holders import hold
+from disagg.backends.nvlink.neighbours import Neighbour
 from disagg.core.copies import Addresses
 from disagg.core.errors import ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
@@ -118,6 +119,7 @@ class NvlinkPeer(AdapterPeer):
         super().__init__(regions, epoch=epoch)
         self.watch = ProcessWatch(descriptor.process)
         self.held = hold(descriptor.mappings)
+        self.neighbour: Neighbour | None = None
         self.opened: list[int] = []
         self.deltas: Addresses = np.zeros(0, np.uint64)
         self.table = 0
@@ -174,7 +176,7 @@ def check_access(gpu: Gpu, descriptor: Descriptor) -> str:
     if descriptor.process.machine != own.machine:
         raise PeerUnreachable("backend 'nvlink': the peer is on another host, and GPUs map memory of their own host only")
     if descriptor.gpu == gpu.uuid:
-        raise PeerUnreachable("backend 'nvlink': the peer is on the same GPU; run ranks that share a GPU in one process")
+        return "same GPU"
     ordinal = gpu.peers().get(descriptor.gpu)
     if ordinal is None:
         if descriptor.process == own:

@@ -1,0 +1,121 @@
+"""What proves that a peer's kernels have ended. `benchmarks.gpu.fence` checks the proofs against the memory itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from disagg.backends.abilities import ProvesByProcess, QuietWhenClosed
+from disagg.backends.base import Fence, Op, RemotePeer
+from disagg.backends.endpoint import decode_endpoint
+from disagg.backends.nvlink.backend import NvlinkBackend
+from disagg.backends.nvlink.mapping import DECODER
+from disagg.machine.processes import ProcessIdentity
+from tests.gpu.pieces import batch_of, new_target, opened
+from tests.gpu.targets import PATIENCE_S, Memory, Target, settle
+from tests.gpu.test_nvlink_refused import altered
+
+pytestmark = pytest.mark.gpu
+AGAIN = 50
+"""Fences, 10 ms apart, that must not be `QUIET`."""
+
+
+def until_quiet(backend: NvlinkBackend, peer: RemotePeer) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while backend.fence(peer, epoch=1) is not Fence.QUIET:
+        assert time.monotonic() < deadline, f"not quiet after {PATIENCE_S} s"
+        time.sleep(0.005)
+
+
+def stays_unknown(backend: NvlinkBackend, peer: RemotePeer) -> None:
+    for _ in range(AGAIN):
+        assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+        time.sleep(0.01)
+
+
+def process_of(target: Target) -> ProcessIdentity:
+    return DECODER.decode(decode_endpoint("nvlink", target.endpoint)[0]).process
+
+
+@contextmanager
+def descendant(target: Target) -> Iterator[int]:
+    """A child of the target with all of its descriptors."""
+    pid = target.ask("fork")
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_the_end_of_a_process_is_a_proof(ordinal: int, backend: NvlinkBackend, stack: ExitStack) -> None:
+    """On this GPU and on another one; before and after the peer was disconnected."""
+    victim = new_target(stack, ordinal)
+    peer = backend.connect(victim.endpoint, epoch=1)
+    process = process_of(victim)
+    assert isinstance(backend, ProvesByProcess)
+    assert isinstance(backend, QuietWhenClosed)
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    assert not backend.is_quiet_after(process)
+    assert not backend.is_quiet_when_closed()
+    victim.kill()
+    until_quiet(backend, peer)
+    backend.disconnect(peer)
+    assert backend.fence(peer, epoch=1) is Fence.QUIET
+    assert backend.fence(peer, epoch=2) is Fence.UNKNOWN
+    assert backend.is_quiet_after(process)
+    backend.close()
+    assert backend.is_quiet_when_closed()
+
+
+def test_a_stopped_process_is_not_quiet(backend: NvlinkBackend, stack: ExitStack) -> None:
+    victim = new_target(stack)
+    peer = backend.connect(victim.endpoint, epoch=1)
+    assert victim.process.pid is not None
+    os.kill(victim.process.pid, signal.SIGSTOP)
+    backend.disconnect(peer)
+    stays_unknown(backend, peer)
+    victim.kill()
+    until_quiet(backend, peer)
+
+
+def test_a_descendant_with_the_descriptors_is_no_proof(backend: NvlinkBackend, stack: ExitStack) -> None:
+    """It keeps the context of the killed process alive."""
+    victim = new_target(stack)
+    peer = backend.connect(victim.endpoint, epoch=1)
+    with descendant(victim):
+        victim.kill()
+        stays_unknown(backend, peer)
+        assert not backend.is_quiet_after(process_of(victim))
+    until_quiet(backend, peer)
+
+
+def test_a_process_that_the_kernel_does_not_attest_is_never_quiet(backend: NvlinkBackend, stack: ExitStack) -> None:
+    """Its socket does not exist, or belongs to another process."""
+    victim, other = new_target(stack), new_target(stack)
+    theirs = DECODER.decode(decode_endpoint("nvlink", other.endpoint)[0])
+    for name in ("disagg-" + "0" * 32, theirs.mappings):
+        peer = backend.connect(altered(victim.endpoint, mappings=name), epoch=1)
+        backend.disconnect(peer)
+        victim.kill()
+        stays_unknown(backend, peer)
+        assert not backend.is_quiet_after(process_of(victim))
+        victim = new_target(stack)
+    assert not backend.is_quiet_when_closed()
+
+
+def test_a_transfer_under_way_is_not_quiet(local: Memory, stack: ExitStack) -> None:
+    backend, victim = opened(local, stack, blocks=1), new_target(stack)
+    peer = backend.connect(victim.endpoint, epoch=1)
+    transfers = [
+        backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim, [(0, 0, 0, 0, 6_000_000)])) for _ in range(2000)
+    ]
+    victim.kill()
+    until_quiet(backend, peer)
+    assert all(transfer.status.settled for transfer in transfers)
+    assert all(settle(transfer).settled for transfer in transfers)
