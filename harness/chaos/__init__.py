@@ -1,14 +1,25 @@
-"""Chaos test: real engines, real processes, and ranks that are killed under load.
+"""Chaos test: real engines, real processes, and faults of processes, links and users under load.
 
 Two prefill and two decode instances differ in tensor-parallel size, page size and axis order. Each rank is a process with
 a tiny pool whose pages are reused at once. A few requests are always in progress; at random, requests are aborted, time
-out, or go from decode to prefill. Every round kills a random rank (SIGKILL) and restarts it, at the same address or another.
-Sometimes a peer is stopped meanwhile (SIGSTOP), so that bytes remain in its sockets.
+out, or go from decode to prefill, and transfers are posted late. Every round is of one kind (`harness.chaos.rounds`):
 
-A run is good if no byte is wrong, every request ends, and all ranks reconnect; and if in the end no row is missing, no
-thread is dead and no rank has crashed::
+| kind | what happens | hosts |
+|---|---|---|
+| `kill` | a rank is killed and restarted at once, at the same address or another, sometimes with a stopped peer | 1 |
+| `give-up` | the same, but it is restarted after its peers have given it up | 1 |
+| `stop` | a rank is stopped for 1 to 20 s | 1, 2 |
+| `cut` | the link between two hosts goes down, or loses all packets, for 1 to 29 s | 2 |
+| `users` | a rank restarts as another user; then a peer is stopped until it is given up | 1 |
+| `hidepid` | the same, with other users' processes hidden in `/proc` | 1 |
+| `compete` | two instances reserve the same request, and a rank reserves it twice | 1, 2 |
+| `descriptors` | a rank has no free descriptors for some seconds | 1 |
+| `many-peers` | a rank has 1,500 configured peers, of which two exist | 1 |
 
-    python -m harness.chaos --engine nixl --rounds 200 --seed 1 --json chaos.json
+A run is good if no byte is wrong, every request ends, and all ranks reconnect and stay connected; and if in the end no row
+is missing, no thread is dead and no rank has crashed::
+
+    python -m harness.chaos --engine nixl --kinds kill,give-up --rounds 20 --seed 1 --json chaos.json
 
 With `--fencing off` the engines report transfers as finished that are not: the same test must then find wrong bytes.
 """

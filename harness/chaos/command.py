@@ -8,15 +8,25 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from harness.chaos.controller import run
+from harness.chaos.places import missing_for_places
+from harness.chaos.rounds import KINDS
+from harness.chaos.run import run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run chaos with each engine. Returns 0 if every run was good or, without fencing, if every run found wrong bytes."""
-    parser = argparse.ArgumentParser(prog="python -m harness.chaos", description="Kill and restart ranks under load")
+    parser = argparse.ArgumentParser(prog="python -m harness.chaos", description="Attack ranks under load and check every byte")
     parser.add_argument("--engine", action="append", metavar="NAME", help="nixl or mooncake; default: both")
     parser.add_argument("--transport", metavar="NAME", help="the engine's transport; default: tcp")
-    parser.add_argument("--rounds", type=int, default=200, metavar="N", help="number of kills")
+    parser.add_argument(
+        "--kinds", metavar="KIND,...", help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here"
+    )
+    parser.add_argument(
+        "--hosts", type=int, choices=(1, 2), help="run on one host or on two only; default: what the kinds need"
+    )
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="number of rounds of each run")
+    parser.add_argument("--silence", type=float, default=8.0, metavar="S", help="a rank that is silent for S seconds is lost")
+    parser.add_argument("--longest", type=float, default=60.0, metavar="S", help="the longest stop or cut, in seconds")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choices; timing still varies")
     parser.add_argument("--fencing", choices=("on", "off"), default="on", help="off: engines report unfinished work as over")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports to FILE")
@@ -24,10 +34,44 @@ def main(arguments: list[str] | None = None) -> int:
     fencing = options.fencing == "on"
     reports = []
     for engine in options.engine or ["nixl", "mooncake"]:
-        settings = {"rounds": options.rounds, "transport": options.transport}
-        reports.append(run(engine, seed=options.seed, fencing=fencing, **settings))
-        sys.stdout.write(f"{reports[-1]}\n\n")
-        sys.stdout.flush()
+        for hosts, kinds in _runs(parser, options).items():
+            report = run(
+                engine,
+                seed=options.seed,
+                rounds=options.rounds,
+                kinds=kinds,
+                hosts=hosts,
+                fencing=fencing,
+                transport=options.transport,
+                silence_s=options.silence,
+                longest_s=options.longest,
+            )
+            reports.append(report)
+            sys.stdout.write(f"{report}\n\n")
+            sys.stdout.flush()
     if options.json:
         options.json.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
     return 0 if all(report.good if fencing else report.wrong for report in reports) else 1
+
+
+def _runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[int, list[str]]:
+    """The kinds of each run, by its number of hosts. Kinds that can run on one host or two alone cause no second run."""
+    wanted = options.kinds.split(",") if options.kinds else list(KINDS)
+    if unknown := [kind for kind in wanted if kind not in KINDS]:
+        parser.error(f"--kinds: expected some of {', '.join(KINDS)}, found {', '.join(unknown)}")
+    needing = [kind for kind in wanted if KINDS[kind].needs_places]
+    if (needing or options.hosts == 2) and (missing := missing_for_places()):
+        if options.kinds or options.hosts == 2:
+            parser.error(f"{', '.join(needing) or '--hosts 2'}: expected {missing}")
+        sys.stderr.write(f"chaos: skips {', '.join(needing)}: they need {missing}\n")
+        wanted = [kind for kind in wanted if kind not in needing]
+    runs = {hosts: [kind for kind in wanted if hosts in KINDS[kind].hosts] for hosts in (1, 2)}
+    if options.hosts:
+        runs = {options.hosts: runs[options.hosts]}
+    elif not any(1 not in KINDS[kind].hosts for kind in wanted):
+        del runs[2]
+    elif not any(2 not in KINDS[kind].hosts for kind in wanted):
+        del runs[1]
+    if not all(runs.values()):
+        parser.error(f"--kinds: none of {', '.join(wanted)} runs on {options.hosts} hosts")
+    return runs

@@ -10,7 +10,10 @@ from disagg.protocol.messages import Verify
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank starts. `faults` are the fields of `BackendFaults`."""
+    """How a rank starts. `faults` are the fields of `BackendFaults`. A rank that is silent for `silence_s` counts as lost.
+
+    `off_loopback`: it listens on an address of a network that only the test uses.
+    """
 
     name: str
     tp: int
@@ -25,6 +28,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     pack_below: int | None
     verify: Verify
     faults: dict[str, Any]
+    silence_s: float
+    off_loopback: bool
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

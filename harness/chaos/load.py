@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -21,23 +22,40 @@ DEADLINE_S = 4.0
 GRACE_S = 30.0
 """How long after its deadline the end of a request may be reported, and how long rows may take to be released."""
 INTERVAL_S = 0.004
+MAX_STOPPED = 16
+"""Requests in progress with a stopped rank, beyond those of `WINDOW`; its end of them waits in its standard input."""
 
 
 @dataclass
 class Waiting:
-    """A request in progress: the ranks that have not reported its end, and the time by which they must."""
+    """A request in progress: the ranks that have not reported its end, and the time by which they must.
+
+    `sent_to`: the only instance that may receive it.
+    """
 
     job: Job
     ranks: set[RankProcess]
     late_at: float
+    sent_to: Instance
+    contested: bool = False
     failed: bool = False
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stopped rank has not reported its end."""
+        return any(rank.stopped for rank in self.ranks)
 
 
 class Load:
-    """Keeps up to `WINDOW` requests in progress while `running`, between the ranks of `processes`."""
+    """Keeps up to `WINDOW` requests in progress while `running`, between the ranks of `processes`.
+
+    `contest`: the share of requests that another instance reserves, too, and for which the right one opens a second receiver.
+    """
 
     def __init__(self, rng: random.Random, report: Report, processes: Mapping[tuple[str, int], RankProcess]) -> None:
         self.running = False
+        self.contest = 0.0
+        self.received: Counter[RankProcess] = Counter()
         self.outcomes: Counter[str] = Counter()
         self._rng, self._report, self._processes = rng, report, processes
         self._waiting: dict[tuple[str, int], Waiting] = {}
@@ -48,10 +66,15 @@ class Load:
         """Whether every request has ended on every rank."""
         return not self._waiting
 
+    @property
+    def num_contested(self) -> int:
+        """Contested requests in progress."""
+        return sum(one.contested for one in self._waiting.values())
+
     def step(self) -> None:
         """Start a request if one is due, and note every request that is late."""
         now = time.monotonic()
-        if self.running and len(self._waiting) < WINDOW and now >= self._next_at:
+        if self.running and now >= self._next_at and sum(not one.has_stopped for one in self._waiting.values()) < WINDOW:
             self._next_at = now + INTERVAL_S
             self._begin()
         for key in [key for key, waiting in self._waiting.items() if now > waiting.late_at]:
@@ -66,15 +89,33 @@ class Load:
         received = outcome == "ok" and message["direction"] == "receive"
         self._report.successes += received
         self._report.returns += received and rank.instance.prefills
+        self.received[rank] += received
         waiting = self._waiting.get(key)
         if waiting is None:
             return
+        if waiting.contested and message["direction"] == "receive":
+            self._judge_contest(rank, waiting, message)
         waiting.ranks.discard(rank)
         waiting.failed |= outcome == "failed"
         if outcome == "skipped":
             for other in waiting.ranks:  # as a router would
                 other.send({"op": "abort", "request_id": key[0], "attempt": key[1]})
         self._finish(key, waiting)
+
+    def _judge_contest(self, rank: RankProcess, waiting: Waiting, message: dict[str, Any]) -> None:
+        """Note a request that reached an instance to which it was not sent, or that failed without a reason."""
+        outcome, right = message["outcome"], rank.instance is waiting.sent_to
+        self._report.contests[f"{'right' if right else 'other'} instance, {outcome}"] += 1
+        if outcome == "ok" and not right:
+            self._report.wrong.append(f"{waiting.job.request_id}: {rank.name} received what was sent to {waiting.sent_to.name}")
+        if outcome != "ok":
+            self.refused(message["error"])
+
+    def refused(self, error: str) -> None:
+        """Count the reason why a contested request failed somewhere; an empty one is a finding."""
+        if not error:
+            self._report.wrong.append("a contested request failed without a reason")
+        self._report.refusals[re.sub(r"[0-9a-f]{32}#[0-9]+|[0-9]+", "N", error)] += 1
 
     def forget(self, rank: RankProcess) -> None:
         """Expect no more from a rank that was killed."""
@@ -96,36 +137,53 @@ class Load:
         prefills = rng.choice([i for i in INSTANCES if i.prefills])
         decodes = rng.choice([i for i in INSTANCES if not i.prefills])
         source, destination = (prefills, decodes) if rng.random() < 0.8 else (decodes, prefills)
-        tokens = rng.randint(1, 48)
-        deadline_s = rng.choice((0.01, 0.1, *4 * (DEADLINE_S,)))
-        request_id = retry.request_id if retry else rng.randbytes(16).hex()
-        attempt = retry.attempt + 1 if retry else 0
-        first = rng.choice((0, 0, rng.randrange(tokens)))
-        chunks = tuple(sorted({rng.randrange(1, tokens) for _ in range(rng.choice((0, 0, 1, 3)))})) if tokens > 1 else ()
-        waiting: Waiting | None = None
-        for instance, peer, direction in ((source, destination, "send"), (destination, source, "receive")):
+        parts = [(source, destination, "send"), (destination, source, "receive")]
+        contested = rng.random() < self.contest
+        if contested:
+            rival = next(i for i in INSTANCES if i.prefills == destination.prefills and i is not destination)
+            parts.insert(rng.randrange(3), (rival, source, "receive"))
+        ranks = {rank for instance, _, _ in parts for rank in self._ranks(instance) if rank.address}
+        if any(rank.stopped for rank in ranks) and sum(one.has_stopped for one in self._waiting.values()) >= MAX_STOPPED:
+            return
+        first_job = self._job(retry)
+        for instance, peer, direction in parts:
             for rank in self._ranks(instance):
-                job = Job(
-                    request_id=request_id,
-                    attempt=attempt,
+                if not rank.address:
+                    continue
+                job = msgspec.structs.replace(
+                    first_job,
                     direction=direction,
                     peer=peer.name,
-                    tokens=tokens,
-                    first=first if direction == "receive" else 0,
-                    deadline_s=deadline_s,
+                    first=first_job.first if direction == "receive" else 0,
                     delay_s=rng.choice((0.0, rng.random() * 0.03)),
                     abort_s=rng.random() * 0.05 if rng.random() < 0.08 else None,
                     hold_s=rng.random() * 0.05,
-                    chunks=chunks,
                 )
-                if not rank.address:
-                    continue
-                waiting = waiting or Waiting(job, set(), time.monotonic() + deadline_s + GRACE_S)
-                waiting.ranks.add(rank)
                 rank.send({"op": "job", "job": msgspec.to_builtins(job)})
-        if waiting is not None:
+                if contested and instance is destination:
+                    rank.send({"op": "rival", "job": msgspec.to_builtins(job)})
+        if ranks:
+            late_at = time.monotonic() + first_job.deadline_s + GRACE_S
             self._report.requests += 1
-            self._waiting[request_id, attempt] = waiting
+            self._waiting[first_job.request_id, first_job.attempt] = Waiting(first_job, ranks, late_at, destination, contested)
+
+    def _job(self, retry: Job | None) -> Job:
+        """A random request, without what differs between its ranks; `retry`: another attempt of that one."""
+        rng = self._rng
+        tokens = rng.randint(1, 48)
+        return Job(
+            request_id=retry.request_id if retry else rng.randbytes(16).hex(),
+            attempt=retry.attempt + 1 if retry else 0,
+            direction="",
+            peer="",
+            tokens=tokens,
+            first=rng.choice((0, 0, rng.randrange(tokens))),
+            deadline_s=rng.choice((0.01, 0.1, *4 * (DEADLINE_S,))),
+            delay_s=0.0,
+            abort_s=None,
+            hold_s=0.0,
+            chunks=tuple(sorted({rng.randrange(1, tokens) for _ in range(rng.choice((0, 0, 1, 3)))})) if tokens > 1 else (),
+        )
 
     def _ranks(self, instance: Instance) -> list[RankProcess]:
         return [self._processes[instance.name, rank] for rank in range(instance.tp)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from harness.chaos.jobs import RankSettings
+from harness.chaos.places import Place
 
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
 
@@ -40,18 +42,19 @@ INSTANCES = (
 
 
 class RankProcess:
-    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message."""
+    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message; `{}` until then."""
 
-    def __init__(self, instance: Instance, settings: RankSettings, log: Path) -> None:
-        self.instance, self.rank = instance, settings.tp_rank
+    def __init__(self, instance: Instance, settings: RankSettings, log: Path, place: Place) -> None:
+        self.instance, self.rank, self.place = instance, settings.tp_rank, place
         self.name = f"{instance.name}/{settings.tp_rank}"
         self.address = ""
         self.transport = ""
+        self.stopped = self.killed = False
         self.state: dict[str, Any] = {}
         self.log = log
         self._errors = log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()],
+            place.command([sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -70,13 +73,28 @@ class RankProcess:
         threading.Thread(target=run, name=f"chaos-{self.name}", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the rank; does nothing if it is being killed."""
+        """Send a message to the rank; does nothing if it was killed."""
+        if self.killed:
+            return
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
+    def stop(self) -> None:
+        """Stop the process (SIGSTOP) until `go_on`."""
+        self.stopped = True
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.stopped = False
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
+        """Kill the process and wait for its end. A second call does nothing."""
+        if self.killed:
+            return
+        self.killed, self.stopped, self.address = True, False, ""
         self.process.kill()
         self.process.wait()
         self._errors.close()

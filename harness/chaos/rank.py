@@ -37,6 +37,8 @@ from harness.chaos.jobs import Job, RankSettings
 from harness.chaos.pool import NUM_KV_HEADS, PagePool
 
 MAX_WAIT_S = 0.02
+MAX_PROBLEMS = 8
+"""Peers whose problems a rank reports."""
 SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-sums-")
 """Threads that live as long as their manager. Threads of engines start and end with peers."""
 
@@ -67,13 +69,15 @@ class Rank:
                 settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, num_slots=4, num_rings=64)
             ),
             listen=settings.listen,
+            insecure=settings.off_loopback,
+            trusted_network=settings.off_loopback,
             leader=settings.leader,
             transport=settings.transport,
             pack_below=settings.pack_below,
             verify=settings.verify,
             limits=Limits(retry_s=0.1, max_retry_s=1.0, drain_timeout_s=1.0),
             connection_limits=ConnectionLimits(
-                hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=5.0
+                hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=settings.silence_s
             ),
         )
         self._held: dict[tuple[str, str, int], Holding] = {}
@@ -126,6 +130,9 @@ class Rank:
                 self.after(job.delay_s, lambda: self._begin(job))
             case "abort":
                 self._abort(message["request_id"], message["attempt"])
+            case "rival":
+                rival = msgspec.convert(message["job"], Job)
+                self.after(rival.delay_s, lambda: self._begin_rival(rival))
             case "ask":
                 self._report_state()
             case "exit":
@@ -143,6 +150,7 @@ class Rank:
         self.pool.check_canary(self.pool.free)
         alive = {thread.name for thread in threading.enumerate() if thread.name.startswith(SUPERVISED)}
         self._threads |= alive
+        problems = ((name, peer.problem) for name, peer in health.peers.items() if not peer.ready)
         write(
             {
                 "op": "state",
@@ -154,7 +162,9 @@ class Rank:
                 "num_pages": self.pool.num_pages,
                 "problem": health.problem,
                 "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
-                "problems": {name: peer.problem for name, peer in health.peers.items() if not peer.ready},
+                "problems": dict(itertools.islice(problems, MAX_PROBLEMS)),
+                "losses": self.manager._runtime.connections.num_losses.total(),
+                "cpu_s": time.process_time(),
                 "dead_threads": sorted(self._threads - alive),
             }
         )
@@ -180,6 +190,20 @@ class Rank:
         if job.abort_s is not None:
             handle = holding.handle
             self.after(job.abort_s, lambda: handle.abort("chaos"))
+
+    def _begin_rival(self, job: Job) -> None:
+        """Open a second receiver for a request, with pages of its own, which must be refused while the first is open."""
+        first = self._held.get(("receive", job.request_id, job.attempt))
+        pages = None if first is None else self.pool.take(job, from_token=job.first)
+        if pages is None:
+            return
+        try:
+            self._receive(Holding(job, pages))
+        except DisaggError as error:
+            self.pool.give_back(pages)
+            write({"op": "refused", "error": str(error)})
+        else:
+            write({"op": "wrong", "what": f"{job.request_id}#{job.attempt}: a second receiver was accepted"})
 
     def _send(self, holding: Holding) -> Sender:
         job = holding.job

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass
+class Healing:
+    """How long it took, in seconds, until all ranks were connected again after a kind of fault was over."""
+
+    times: int
+    median: float
+    p95: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Healing:
+        """The figures of at least one time; `p95` by nearest rank."""
+        ordered = sorted(seconds)
+        return cls(len(ordered), statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1])
+
+
+@dataclass
 class Report:
-    """What a run found. `returns` counts the requests that prefill received from decode."""
+    """What a run found. `returns` counts the requests that prefill received from decode.
+
+    `contests` counts the ends of requests that two instances had reserved, `refusals` the reasons of those that failed.
+    `relapses`: ranks that lost a peer again after all were connected. `cpu`: cores used by the ranks with many peers.
+    """
 
     engine: str
     transport: str
+    hosts: int
     seed: int
     rounds: int
     fencing: str
@@ -19,12 +44,16 @@ class Report:
     successes: int = 0
     returns: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
-    kills: dict[str, int] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
     victims: list[str] = field(default_factory=list)
-    heal_s: dict[str, float] = field(default_factory=dict)
+    healing: dict[str, Healing] = field(default_factory=dict)
+    contests: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    cpu: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     unhealed: list[str] = field(default_factory=list)
+    relapses: list[str] = field(default_factory=list)
     quarantined: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     missing_rows: int = 0
@@ -35,28 +64,44 @@ class Report:
     @property
     def good(self) -> bool:
         """Whether nothing was wrong, stuck or left over, and at least one request succeeded."""
-        troubles = (self.wrong, self.stuck, self.unhealed, self.dead_threads, self.crashed)
+        troubles = (self.wrong, self.stuck, self.unhealed, self.relapses, self.dead_threads, self.crashed)
         return not any(troubles) and not self.quarantined and not self.missing_rows and self.successes > 0
 
     def __str__(self) -> str:
-        ended = ", ".join(f"{count} {what}" for what, count in sorted(self.outcomes.items()))
-        killed = ", ".join(f"{count} {what}" for what, count in sorted(self.kills.items()))
-        rows = (
-            ("engine", f"{self.engine} over {self.transport}, seed {self.seed}, fencing {self.fencing}"),
-            ("rounds", f"{self.rounds} in {self.seconds:.0f} s: {killed}"),
-            ("requests", f"{self.requests}; ends of ranks: {ended}"),
+        where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
+        rows = [
+            ("engine", f"{self.engine} over {self.transport}, {where}, seed {self.seed}, fencing {self.fencing}"),
+            ("rounds", f"{self.faults.total()} of {self.rounds} in {self.seconds:.0f} s{_table(self.faults)}"),
+            ("requests", f"{self.requests}; ends of ranks{_table(self.outcomes)}"),
             ("received", f"{self.successes}, of them {self.returns} by prefill from decode"),
-            ("reconnected", f"median {self.heal_s.get('median', 0):.2f} s, at most {self.heal_s.get('max', 0):.2f} s"),
             ("wrong bytes", _counted(self.wrong, shown=5)),
             ("stuck requests", _counted(self.stuck, shown=5)),
             ("peers not reconnected", _counted(self.unhealed, shown=5)),
-            ("quarantined", f"{self.quarantined} requests" + "".join(f"\n  {n} x {r}" for r, n in self.reasons.items())),
+            ("peers lost again", _counted(self.relapses, shown=5)),
+            ("quarantined", f"{self.quarantined} requests{_table(self.reasons)}"),
             ("rows missing", str(self.missing_rows)),
             ("dead threads", _counted(self.dead_threads)),
             ("crashed ranks", _counted(self.crashed)),
             ("logs of ranks", "removed after success" if self.good else self.logs),
-        )
-        return "\n".join(f"{name:<22} {value}" for name, value in rows)
+        ]
+        if self.contests:
+            rows.append(("contested requests", f"{self.contests.total()} ends{_table(self.contests)}"))
+            rows.append(("their refusals", f"{self.refusals.total()}{_table(dict(self.refusals.most_common(8)))}"))
+        if self.cpu:
+            rows.append(
+                ("CPU with many peers", ", ".join(f"{share:.1%}" for share in self.cpu) + " of a core, without requests")
+            )
+        lines = [f"{name:<22} {value}" for name, value in rows]
+        if self.healing:
+            lines.append(f"{'connected again after':<24}{'times':>7}{'median s':>10}{'p95 s':>8}{'max s':>8}")
+        for kind, found in self.healing.items():
+            lines.append(f"  {kind:<22}{found.times:>7}{found.median:>10.2f}{found.p95:>8.2f}{found.max:>8.2f}")
+        return "\n".join(lines)
+
+
+def _table(counts: dict[str, int]) -> str:
+    """One line for each key, after its count."""
+    return "".join(f"\n  {count} x {what}" for what, count in sorted(counts.items()))
 
 
 def _counted(items: list[str], *, shown: int | None = None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.chaos.controller import run
+from harness.chaos.run import run
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,214 @@
+"""The kinds of rounds: what is done to ranks under load, and what must hold afterwards.
+
+Each function is one round. It ends the fault that it began, waits until all ranks are connected again, and returns. What ranks
+find themselves (wrong bytes, dead threads) is in the report, whatever the kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.chaos.controller import Chaos
+from harness.chaos.load import DEADLINE_S, GRACE_S
+from harness.chaos.places import OTHER_USER, Place
+from harness.chaos.processes import RankProcess
+
+SETTLE_S = 2.5
+"""How long ranks that were lost for longer are watched after they are connected again."""
+CONTEST_S = 2.0
+NUM_ABSENT = 1498
+"""Peers that do not exist, beside the two that do."""
+LOADED_S, IDLE_S = 10.0, 5.0
+"""How long a rank with many peers serves requests, and how long its CPU time is then measured without any."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of round. `hosts`: on how many hosts it can run. `weight`: how often it is chosen. `needs_places`: it needs what
+    `places.missing_for_places` checks.
+    """
+
+    run: Callable[[Chaos], None]
+    weight: int
+    hosts: tuple[int, ...] = (1,)
+    needs_places: bool = False
+
+
+def kill(chaos: Chaos) -> None:
+    """Kill a rank and restart it at once. In three of ten rounds one of its peers is stopped meanwhile, so that bytes stay in
+    its sockets.
+    """
+    rng = chaos.rng
+    chaos.wait(0.05 + rng.random() * 0.25)
+    rank = rng.choice(chaos.live())
+    stopped = rng.choice(chaos.opposite(rank)) if rng.random() < 0.3 else None
+    if stopped is not None:
+        stopped.stop()
+        chaos.wait(rng.random() * 0.1)
+    where = _replace(chaos, rank, "kill, a peer stopped" if stopped else "kill")
+    if stopped is not None:
+        chaos.wait(rng.random() * 0.3)
+        stopped.go_on()
+    chaos.heal("kill", f"{rank.name} killed, {where}")
+
+
+def give_up(chaos: Chaos) -> None:
+    """Kill a rank, and restart it after its peers have given it up."""
+    rng = chaos.rng
+    rank = rng.choice(chaos.live())
+    began, address = time.monotonic(), chaos.kill(rank)
+    noticed = chaos.states_satisfy(lambda state: rank.instance.name not in state["ready"], chaos.opposite(rank))
+    if chaos.pump(noticed, chaos.silence_s + DEADLINE_S, f"{rank.name} killed: its peers have not noticed"):
+        chaos.note_time("give-up: noticed", time.monotonic() - began)
+    chaos.wait(max(0.0, began + chaos.silence_s + 0.5 + rng.random() * 2 - time.monotonic()))
+    where = _restart(chaos, rank, address, "give-up")
+    what = f"{rank.name} killed, given up, {where}"
+    chaos.heal("give-up", what)
+    chaos.stays_healed(what, SETTLE_S)
+
+
+def stop(chaos: Chaos) -> None:
+    """Stop a rank (SIGSTOP) for 1 to 20 s while its peers release and reuse their rows."""
+    rank = chaos.rng.choice(chaos.live())
+    _stop(chaos, rank, chaos.rng.uniform(1, chaos.longest(20)), "stop")
+
+
+def cut(chaos: Chaos) -> None:
+    """Cut the link between the hosts for 1 to 29 s: it goes down, or packets vanish."""
+    assert chaos.hosts is not None
+    silently = chaos.rng.random() < 0.5
+    seconds = chaos.rng.uniform(1, chaos.longest(29))
+    chaos.report.faults["cut: packets vanish" if silently else "cut: link down"] += 1
+    chaos.hosts.cut(silently=silently)
+    try:
+        chaos.wait(seconds)
+    finally:
+        chaos.hosts.mend()
+    what = f"a cut of {seconds:.1f} s"
+    chaos.heal("cut", what)
+    chaos.stays_healed(what, SETTLE_S)
+
+
+def users(chaos: Chaos, *, hidepid: bool) -> None:
+    """Restart a rank as another user, perhaps with the processes of others hidden in its `/proc`. Then stop one of its peers
+    until that rank has given it up, and let it continue.
+    """
+    rng, kind = chaos.rng, "hidepid" if hidepid else "users"
+    rank = rng.choice(chaos.live())
+    place = Place(user=OTHER_USER, hidepid=rng.choice((1, 2)) if hidepid else 0)
+    _replace(chaos, rank, f"{kind} {place.hidepid}" if hidepid else kind, place)
+    chaos.heal(f"{kind}: restarted", f"{rank.name} restarted as user {OTHER_USER}")
+    chaos.wait(0.5)
+    _stop(chaos, rng.choice(chaos.opposite(rank)), chaos.silence_s + rng.uniform(1, 4), kind, counted=False)
+
+
+def compete(chaos: Chaos) -> None:
+    """Let two instances reserve the same requests, and one rank twice. Only the instance they were sent to may receive them,
+    and whatever fails must fail in time, with a reason.
+    """
+    chaos.report.faults["compete"] += 1
+    chaos.load.contest = 0.5
+    chaos.wait(CONTEST_S)
+    chaos.load.contest = 0.0
+    began = time.monotonic()
+    chaos.pump(lambda: not chaos.load.num_contested, DEADLINE_S + GRACE_S + 1)
+    chaos.note_time("compete: all ended", time.monotonic() - began)
+
+
+def descriptors(chaos: Chaos) -> None:
+    """Let a rank run out of descriptors for some seconds, in most rounds while one of its peers is killed and restarted."""
+    rng = chaos.rng
+    rank = rng.choice(
+        [one for one in chaos.live() if one.place.user is None]
+    )  # setting another user's limits takes more than root
+    pid = rank.process.pid
+    used = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + rng.randrange(4), before[1]))
+    if rng.random() < 0.7:
+        _replace(chaos, rng.choice(chaos.opposite(rank)), "descriptors, a peer killed")
+    else:
+        chaos.report.faults["descriptors"] += 1
+    chaos.wait(rng.uniform(2, 6))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    what = f"{rank.name} had no descriptors"
+    chaos.heal("descriptors", what)
+    chaos.stays_healed(what, SETTLE_S)
+
+
+def many_peers(chaos: Chaos) -> None:
+    """Configure many peers that do not exist on one rank. It must serve the two that do. Its CPU time without requests is noted.
+
+    Then it is killed and restarted, because peers cannot be removed.
+    """
+    rank = chaos.rng.choice(chaos.live())
+    addresses = ("tcp://127.0.0.1:{}", "tcp://192.0.2.1:{}")  # one refuses, the other never answers
+    rank.send({"op": "peers", "peers": {f"absent-{n}": addresses[n % 2].format(10000 + n) for n in range(NUM_ABSENT)}})
+    chaos.heal("many-peers: configured", f"{rank.name} with {NUM_ABSENT} absent peers")
+    received = chaos.load.received[rank]
+    chaos.wait(LOADED_S)
+    if chaos.load.received[rank] == received:
+        chaos.report.unhealed.append(f"{rank.name} with {NUM_ABSENT} absent peers received nothing in {LOADED_S} s")
+    chaos.load.running = False
+    chaos.pump(lambda: chaos.load.idle, DEADLINE_S + GRACE_S)
+    chaos.report.cpu.append(_cpu_share(chaos, rank))
+    chaos.load.running = True
+    where = _replace(chaos, rank, "many-peers")
+    chaos.heal("many-peers: restarted", f"{rank.name} restarted, {where}")
+
+
+KINDS: Mapping[str, Kind] = {
+    "kill": Kind(kill, 8),
+    "give-up": Kind(give_up, 1),
+    "stop": Kind(stop, 2, hosts=(1, 2)),
+    "cut": Kind(cut, 2, hosts=(2,), needs_places=True),
+    "users": Kind(functools.partial(users, hidepid=False), 1, needs_places=True),
+    "hidepid": Kind(functools.partial(users, hidepid=True), 1, needs_places=True),
+    "compete": Kind(compete, 2, hosts=(1, 2)),
+    "descriptors": Kind(descriptors, 1),
+    "many-peers": Kind(many_peers, 1),
+}
+"""Ranks are killed on one host only: no other host can prove that they have ended, so rows would stay quarantined there."""
+
+
+def _replace(chaos: Chaos, rank: RankProcess, kind: str, place: Place | None = None) -> str:
+    """Kill a rank and restart it. Returns where."""
+    return _restart(chaos, rank, chaos.kill(rank), kind, place)
+
+
+def _restart(chaos: Chaos, rank: RankProcess, address: str, kind: str, place: Place | None = None) -> str:
+    """Restart a rank that was killed, at the same address or another. Returns which."""
+    same = (rank.rank == 0 and rank.instance.tp > 1) or chaos.rng.random() < 0.5  # followers know their leader's address
+    where = "same address" if same else "other address"
+    chaos.report.faults[f"{kind}: {where}"] += 1
+    chaos.report.victims.append(f"{rank.name}, {where}")
+    chaos.restart(rank, address=address if same else "", place=place)
+    return where
+
+
+def _stop(chaos: Chaos, rank: RankProcess, seconds: float, kind: str, *, counted: bool = True) -> None:
+    """Stop a rank for a time, and wait until all ranks are connected again, and stay so."""
+    if counted:
+        chaos.report.faults[kind] += 1
+    rank.stop()
+    chaos.wait(seconds)
+    rank.go_on()
+    what = f"{rank.name} stopped for {seconds:.1f} s ({kind})"
+    chaos.heal(kind, what)
+    chaos.stays_healed(what, SETTLE_S)
+
+
+def _cpu_share(chaos: Chaos, rank: RankProcess) -> float:
+    """The CPU time that a rank uses without requests, in cores."""
+    times: list[tuple[float, float]] = []
+    for seconds in (IDLE_S, 0.0):
+        chaos.pump(chaos.states_satisfy(bool, [rank]), GRACE_S, f"{rank.name}: no answer")
+        times.append((time.monotonic(), rank.state["cpu_s"]))
+        chaos.wait(seconds)
+    (began, cpu_before), (ended, cpu_after) = times
+    return float(cpu_after - cpu_before) / (ended - began)

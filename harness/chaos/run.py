@@ -1,0 +1,71 @@
+"""One chaos run: a number of rounds with one engine, on one host or two."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Sequence
+
+from harness.chaos.controller import Chaos
+from harness.chaos.load import GRACE_S
+from harness.chaos.places import Hosts
+from harness.chaos.report import Report
+from harness.chaos.rounds import KINDS
+
+TRANSPORTS = {"nixl": "tcp", "mooncake": "tcp"}
+UNFENCED_S = 30.0
+"""Maximum time under load for wrong bytes to appear without fencing; it depends on the machine."""
+
+
+def schedule(kinds: Sequence[str], rounds: int, *, seed: int) -> list[str]:
+    """The kinds of the rounds: each once in a random order, then random ones by their weights."""
+    rng = random.Random(f"{seed}:schedule")
+    first = rng.sample(kinds, len(kinds))
+    return [*first, *rng.choices(kinds, [KINDS[kind].weight for kind in kinds], k=rounds)][:rounds]
+
+
+def run(
+    engine: str,
+    *,
+    seed: int,
+    rounds: int,
+    kinds: Sequence[str] = ("kill",),
+    hosts: int = 1,
+    fencing: bool = True,
+    transport: str | None = None,
+    silence_s: float = 8.0,
+    longest_s: float = 60.0,
+    grace_s: float = GRACE_S,
+) -> Report:
+    """Run once and return the report. Stops early once a thread is dead, because nothing heals then.
+
+    `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
+    `grace_s`: how long rows may take to be released at the end.
+    """
+    report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
+    link = Hosts() if hosts == 2 else None
+    chaos = Chaos(report, hosts=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s)
+    began = time.monotonic()
+    try:
+        chaos.start()
+        chaos.load.running = True
+        for kind in schedule(kinds, rounds, seed=seed):
+            KINDS[kind].run(chaos)
+            if report.dead_threads:
+                break
+        if fencing:
+            chaos.wait(0.5)
+            chaos.finish()
+        else:
+            chaos.pump(lambda: bool(report.wrong), UNFENCED_S)
+    finally:
+        report.seconds = time.monotonic() - began
+        chaos.complete_report()
+        chaos.close()
+        if link is not None:
+            link.close()
+    if report.good:
+        shutil.rmtree(chaos.folder)
+        report.logs = ""
+    return report
