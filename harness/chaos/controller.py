@@ -22,11 +22,17 @@ from harness.chaos.report import Healing, Report
 
 START_S = 60.0
 RECONNECT_S = 60.0
+SETTLE_S = 2.5
+"""How long ranks are watched after they are connected again."""
 UNFENCED = {"unsettle": 0.3, "delay": 0.3, "delay_s": (0.02, 0.3), "fencing": False}
 FENCED = {"delay": 0.1, "delay_s": (0.0, 0.2)}
 """A tenth of the transfers is posted late, so that a rank which is stopped or cut off often has some to post afterwards."""
 FAR = ("prefill-1", "decode-1")
 """The instances on the second host, if there are two."""
+
+
+class RunEnded(Exception):
+    """A rank has crashed or lost a thread: nothing heals any more. The report says which."""
 
 
 class Chaos:
@@ -167,10 +173,12 @@ class Chaos:
                 self.load.ended(rank, message)
             case "refused":
                 self.load.refused(message["error"])
+                if self.report.dead_threads:
+                    raise RunEnded
             case "gone":
                 tail = rank.log.read_text(errors="replace").splitlines()[-12:]
                 self.report.crashed.append(f"{rank.name}, status {rank.process.wait()}: " + "\n    ".join(tail))
-                raise SystemExit(f"a rank crashed\n{self.report}")
+                raise RunEnded
 
     def _ask(self) -> None:
         """Ask every rank for its state, except those that are stopped."""
@@ -182,7 +190,7 @@ class Chaos:
     def states_satisfy(
         self, condition: Callable[[dict[str, Any]], bool], ranks: Sequence[RankProcess] = ()
     ) -> Callable[[], bool]:
-        """A function that polls the states of `ranks` (default: all live ones), and returns whether they satisfy `condition`."""
+        """A function that polls the states of `ranks` (default: all live ones) and returns whether they satisfy `condition`."""
         asked_at = 0.0
 
         def done() -> bool:
@@ -206,14 +214,21 @@ class Chaos:
         if self.pump(ready, RECONNECT_S, f"{what}: not ready again"):
             self.note_time(kind, time.monotonic() - began)
 
-    def stays_healed(self, what: str, seconds: float) -> None:
-        """Keep requests in progress, and note every rank that has lost a peer again meanwhile."""
-        before = {rank: rank.state.get("losses") for rank in self.live()}
-        self.wait(seconds)
-        self.pump(self.states_satisfy(bool), RECONNECT_S, f"{what}: no answer")
-        for rank, losses in before.items():
-            if losses is not None and (found := rank.state.get("losses", losses)) != losses:
-                self.report.relapses.append(f"{rank.name}, {found - losses} times, after {what}")
+    def losses(self) -> dict[RankProcess, int]:
+        """How many peers each rank has lost so far."""
+        self.pump(self.states_satisfy(bool), RECONNECT_S, "no answer")
+        return {rank: rank.state.get("losses", 0) for rank in self.live()}
+
+    def stays_healed(self, what: str, *, since: dict[RankProcess, int] | None = None) -> None:
+        """Keep requests in progress for `SETTLE_S`, and note every rank that has lost peers again since then or `since`.
+
+        A rank that was started later must not have lost any.
+        """
+        before = self.losses() if since is None else since
+        self.wait(SETTLE_S)
+        for rank, losses in self.losses().items():
+            if losses != before.get(rank, 0):
+                self.report.relapses.append(f"{rank.name}, {losses - before.get(rank, 0)} times, after {what}")
 
     def note_time(self, kind: str, seconds: float) -> None:
         """Note how long something of a kind took, for the table of the report."""

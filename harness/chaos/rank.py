@@ -163,6 +163,7 @@ class Rank:
                 "problem": health.problem,
                 "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
                 "problems": dict(itertools.islice(problems, MAX_PROBLEMS)),
+                "num_peers": len(health.peers),
                 "losses": self.manager._runtime.connections.num_losses.total(),
                 "cpu_s": time.process_time(),
                 "dead_threads": sorted(self._threads - alive),

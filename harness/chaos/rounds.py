@@ -18,8 +18,6 @@ from harness.chaos.load import DEADLINE_S, GRACE_S
 from harness.chaos.places import OTHER_USER, Place
 from harness.chaos.processes import RankProcess
 
-SETTLE_S = 2.5
-"""How long ranks that were lost for longer are watched after they are connected again."""
 CONTEST_S = 2.0
 NUM_ABSENT = 1498
 """Peers that do not exist, beside the two that do."""
@@ -66,10 +64,11 @@ def give_up(chaos: Chaos) -> None:
     if chaos.pump(noticed, chaos.silence_s + DEADLINE_S, f"{rank.name} killed: its peers have not noticed"):
         chaos.note_time("give-up: noticed", time.monotonic() - began)
     chaos.wait(max(0.0, began + chaos.silence_s + 0.5 + rng.random() * 2 - time.monotonic()))
+    losses = chaos.losses()
     where = _restart(chaos, rank, address, "give-up")
     what = f"{rank.name} killed, given up, {where}"
     chaos.heal("give-up", what)
-    chaos.stays_healed(what, SETTLE_S)
+    chaos.stays_healed(what, since=losses)
 
 
 def stop(chaos: Chaos) -> None:
@@ -91,7 +90,7 @@ def cut(chaos: Chaos) -> None:
         chaos.hosts.mend()
     what = f"a cut of {seconds:.1f} s"
     chaos.heal("cut", what)
-    chaos.stays_healed(what, SETTLE_S)
+    chaos.stays_healed(what)
 
 
 def users(chaos: Chaos, *, hidepid: bool) -> None:
@@ -138,20 +137,24 @@ def descriptors(chaos: Chaos) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
     what = f"{rank.name} had no descriptors"
     chaos.heal("descriptors", what)
-    chaos.stays_healed(what, SETTLE_S)
+    chaos.stays_healed(what)
 
 
 def many_peers(chaos: Chaos) -> None:
-    """Configure many peers that do not exist on one rank. It must serve the two that do. Its CPU time without requests is noted.
+    """Configure many peers that do not exist on one rank. It must serve the two that do. Notes its CPU time without requests.
 
     Then it is killed and restarted, because peers cannot be removed.
     """
     rank = chaos.rng.choice(chaos.live())
     addresses = ("tcp://127.0.0.1:{}", "tcp://192.0.2.1:{}")  # one refuses, the other never answers
     rank.send({"op": "peers", "peers": {f"absent-{n}": addresses[n % 2].format(10000 + n) for n in range(NUM_ABSENT)}})
-    chaos.heal("many-peers: configured", f"{rank.name} with {NUM_ABSENT} absent peers")
+    began = time.monotonic()
+    known = chaos.states_satisfy(lambda state: state["num_peers"] > NUM_ABSENT, [rank])
+    chaos.pump(known, GRACE_S, f"{rank.name}: does not know its {NUM_ABSENT} absent peers")
+    chaos.note_time("many-peers: known", time.monotonic() - began)
     received = chaos.load.received[rank]
     chaos.wait(LOADED_S)
+    chaos.heal("many-peers", f"{rank.name} with {NUM_ABSENT} absent peers")
     if chaos.load.received[rank] == received:
         chaos.report.unhealed.append(f"{rank.name} with {NUM_ABSENT} absent peers received nothing in {LOADED_S} s")
     chaos.load.running = False
@@ -200,7 +203,7 @@ def _stop(chaos: Chaos, rank: RankProcess, seconds: float, kind: str, *, counted
     rank.go_on()
     what = f"{rank.name} stopped for {seconds:.1f} s ({kind})"
     chaos.heal(kind, what)
-    chaos.stays_healed(what, SETTLE_S)
+    chaos.stays_healed(what)
 
 
 def _cpu_share(chaos: Chaos, rank: RankProcess) -> float:

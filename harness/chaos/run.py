@@ -6,8 +6,9 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from harness.chaos.controller import Chaos
+from harness.chaos.controller import Chaos, RunEnded
 from harness.chaos.load import GRACE_S
 from harness.chaos.places import Hosts
 from harness.chaos.report import Report
@@ -38,7 +39,7 @@ def run(
     longest_s: float = 60.0,
     grace_s: float = GRACE_S,
 ) -> Report:
-    """Run once and return the report. Stops early once a thread is dead, because nothing heals then.
+    """Run once and return the report. Ends early once a rank has crashed or lost a thread.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
     `grace_s`: how long rows may take to be released at the end.
@@ -48,17 +49,16 @@ def run(
     chaos = Chaos(report, hosts=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s)
     began = time.monotonic()
     try:
-        chaos.start()
-        chaos.load.running = True
-        for kind in schedule(kinds, rounds, seed=seed):
-            KINDS[kind].run(chaos)
-            if report.dead_threads:
-                break
-        if fencing:
-            chaos.wait(0.5)
-            chaos.finish()
-        else:
-            chaos.pump(lambda: bool(report.wrong), UNFENCED_S)
+        with suppress(RunEnded):
+            chaos.start()
+            chaos.load.running = True
+            for kind in schedule(kinds, rounds, seed=seed):
+                KINDS[kind].run(chaos)
+            if fencing:
+                chaos.wait(0.5)
+                chaos.finish()
+            else:
+                chaos.pump(lambda: bool(report.wrong), UNFENCED_S)
     finally:
         report.seconds = time.monotonic() - began
         chaos.complete_report()
