@@ -169,12 +169,12 @@ class Chaos:
                 self.report.dead_threads += [f"{rank.name}: {name}" for name in message["dead_threads"]]
                 if message["problem"]:
                     self.report.dead_threads.append(f"{rank.name}: {message['problem']}")
+                if self.report.dead_threads:
+                    raise RunEnded
             case "ended":
                 self.load.ended(rank, message)
             case "refused":
                 self.load.refused(message["error"])
-                if self.report.dead_threads:
-                    raise RunEnded
             case "gone":
                 tail = rank.log.read_text(errors="replace").splitlines()[-12:]
                 self.report.crashed.append(f"{rank.name}, status {rank.process.wait()}: " + "\n    ".join(tail))
