@@ -1,76 +1,102 @@
-"""Sends damaged messages to a live control port."""
+"""Sends damaged and costly messages to a live control port."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import msgspec
 import zmq
 
-from disagg.layout.agreement import ModelId
-from disagg.manager import KVManager
-from disagg.protocol.messages import Hello, Welcome, decode, encode
+from disagg.protocol.messages import Reserve, Welcome, decode, encode
+from harness.fuzz.attacked import EPOCH, HANG_S, AttackedRank, Impostor, attack, discard
 from harness.fuzz.damage import damage
-from harness.fuzz.runs import HANG_S, Result, max_rss_kib
-from harness.fuzz.samples import components, messages
+from harness.fuzz.hostile import hostile_hello, hostile_reserve, hostile_slots
+from harness.fuzz.runs import Bounds, Result
+from harness.fuzz.samples import messages
 from harness.fuzz.targets import Finding, Reader
 
-
-@contextmanager
-def attacked_rank() -> Iterator[tuple[KVManager, bytes]]:
-    """A rank with an open control port and one known peer, and the hello of that peer."""
-    local, own = components("tiny", "tp=1,page=4,layout=hnd", 0)
-    manager = KVManager(
-        name="me", topology=local.topology, components=own, model=ModelId("m", "r"), backend="local", pack_below=0
-    )
-    with manager:
-        manager.add_peer("peer", address="tcp://127.0.0.1:9")
-        theirs, _ = components("tiny", "tp=2", 0)
-        hello = messages(theirs)[0]
-        assert isinstance(hello, Hello)
-        yield manager, encode(msgspec.structs.replace(hello, address="tcp://127.0.0.1:9", generation=0))
+BATCH = 1000
+ANSWER_S = 1.0
+RESERVE_S = 5.0
 
 
-def bombard(inputs: int, *, seed: int) -> Result:
-    """Send damaged messages to a live control port, 90% over a connection with an accepted hello.
+def bombard(inputs: int, *, seed: int, bounds: Bounds) -> Result:
+    """Send damaged messages to a live control port, 90% over a connection with an accepted hello. Counts as accepted the valid
+    hellos that are answered behind every thousand.
 
-    Raises `Finding` if a thread dies or the port no longer answers.
+    Raises `Finding` if a thread of the rank dies, the port no longer answers, or a bound is exceeded.
     """
     reader, rng, began = Reader(), random.Random(f"{seed}:port"), time.perf_counter()
-    before = max_rss_kib()
     valid = [encode(message) for message in messages(reader.peer, reader.placements, reader.endpoint)]
     accepted, slowest, context = 0, 0.0, zmq.Context()
-    with attacked_rank() as (manager, hello), context.socket(zmq.DEALER) as dealer, context.socket(zmq.DEALER) as stranger:
-        for opened in (dealer, stranger):
-            opened.linger = 0
-            opened.connect(manager.address)
-        for start in range(0, inputs, 1000):
-            for number in range(start, min(start + 1000, inputs)):
+    with attack("local") as (rank, impostor, dealer), context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(rank.address)
+        hello = impostor.hello()
+        for start in range(0, inputs, BATCH):
+            for number in range(start, min(start + BATCH, inputs)):
                 (stranger if number % 10 == 9 else dealer).send(damage(rng, [hello, *valid]))
-            asked = time.perf_counter()
-            while not _is_welcome(dealer, hello):
-                if time.perf_counter() - asked > HANG_S:
-                    raise Finding(f"port, about {start} of seed {seed}: no answer; {manager.health().problem or 'it hangs'}")
-            accepted, slowest = accepted + 1, max(slowest, time.perf_counter() - asked)
-            while stranger.poll(0):
-                stranger.recv()
-        if not manager.health().ok:
-            raise Finding(f"port, seed {seed}: {manager.health().problem}")
+            seconds, _ = _await_welcome(rank, impostor, dealer)
+            slowest, accepted = max(slowest, seconds), accepted + 1
+            discard(stranger)
+        rank.check()
+        result = rank.result("port", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
     context.term()
-    grown = (max_rss_kib() - before) / 1024
-    return Result("port", inputs, accepted, time.perf_counter() - began, slowest * 1000, grown)
+    return bounds.checked(result)
 
 
-def _is_welcome(dealer: zmq.Socket[bytes], hello: bytes) -> bool:
-    """Send a hello and return whether a welcome arrives within a second. Discards earlier answers."""
-    while dealer.poll(0):
-        dealer.recv()
-    dealer.send(hello)
-    until = time.perf_counter() + 1.0
-    while (left := until - time.perf_counter()) > 0:
-        if dealer.poll(int(left * 1000)) and isinstance(decode(dealer.recv()), Welcome):
-            return True
-    return False
+def overload(inputs: int, *, engine: str, seed: int, bounds: Bounds) -> Result:
+    """Send valid messages that are as costly as possible to a live control port: tables in hellos, slots for an open request,
+    reserves. Counts as accepted those after which the rank was still connected.
+
+    Raises `Finding` as `bombard` does.
+    """
+    rng, began, accepted, slowest = random.Random(f"{seed}:costly"), time.perf_counter(), 0, 0.0
+    with attack(engine) as (rank, impostor, dealer):
+        _, welcome = _await_welcome(rank, impostor, dealer)
+        for number in range(inputs):
+            reserve = _open_request(rank, impostor)
+            match rng.randrange(3):
+                case 0:
+                    data = hostile_hello(rng, impostor.local, address=impostor.address, epoch=EPOCH)
+                case 1:
+                    ring = welcome.ring
+                    data = hostile_slots(rng, reserve, ring, sequence=number % 3) if ring and reserve else b""
+                case _:
+                    data = hostile_reserve(rng, reserve) if reserve else b""
+            dealer.send(data)
+            seconds, welcome = _await_welcome(rank, impostor, dealer)
+            slowest = max(slowest, seconds)
+            accepted += bool(rank.check()["ready"])
+        result = rank.result(f"costly, {engine}", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
+    return bounds.checked(result)
+
+
+def _await_welcome(rank: AttackedRank, impostor: Impostor, dealer: zmq.Socket[bytes]) -> tuple[float, Welcome]:
+    """Say hello until it is answered. Returns the time that took, in seconds, and the answer."""
+    discard(dealer)
+    asked = time.perf_counter()
+    said = 0.0
+    while True:
+        now = time.perf_counter()
+        if now - asked > HANG_S or rank.crash is not None:
+            raise Finding(f"the port answers no hello; {rank.ask('state')['problem'] or 'it hangs'}")
+        if now - said > ANSWER_S:
+            dealer.send(impostor.hello())
+            said = now
+        impostor.serve(0.0)
+        if dealer.poll(10) and isinstance(welcome := decode(dealer.recv_multipart()[0]), Welcome):
+            return time.perf_counter() - asked, welcome
+
+
+def _open_request(rank: AttackedRank, impostor: Impostor) -> Reserve | None:
+    """Have the rank reserve rows for a request, and return its message; `None` if it is not connected."""
+    if not rank.ask("receive")["opened"]:
+        impostor.serve(0.1)
+        return None
+    until = time.monotonic() + RESERVE_S
+    while time.monotonic() < until:
+        for message in impostor.serve(0.1):
+            if isinstance(message, Reserve):
+                return message
+    return None

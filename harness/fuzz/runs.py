@@ -14,14 +14,16 @@ from harness.fuzz.targets import Finding, Target, targets
 
 SLOW_S = 5.0
 HANG_S = 120.0
-MAX_GROWTH_MIB = 512
 SHARES = {"message": 0.34, "live": 0.3, "table": 0.1, "memory": 0.1, "endpoint": 0.08, "command": 0.08}
 """Each target's share of all inputs."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The inputs of one target, and the time and memory they took."""
+    """The inputs of one target, and the time and memory they took.
+
+    `silence_ms`: the longest time that a live rank took to answer a valid hello of another peer. `crashes`: of its process.
+    """
 
     target: str
     inputs: int
@@ -29,6 +31,26 @@ class Result:
     seconds: float
     slowest_ms: float
     grown_mib: float
+    silence_ms: float = 0.0
+    crashes: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a target may take."""
+
+    grown_mib: float = 512.0
+    silence_s: float = 2.0
+
+    def checked(self, result: Result) -> Result:
+        """`result`. Raises `Finding` if it exceeds a bound."""
+        if result.grown_mib > self.grown_mib:
+            raise Finding(f"{result}: memory grew by more than {self.grown_mib} MiB")
+        if result.silence_ms > self.silence_s * 1000:
+            raise Finding(f"{result}: silent for more than {self.silence_s} s")
+        if result.crashes:
+            raise Finding(f"{result}: crashed")
+        return result
 
 
 def max_rss_kib() -> int:
@@ -67,6 +89,4 @@ def fuzz(name: str, numbers: Iterable[int], *, seed: int) -> Result:
             raise Finding(f"{name}:{number} of seed {seed}, {len(data)} bytes: took {seconds:.1f} s")
     faulthandler.cancel_dump_traceback_later()
     grown = (max_rss_kib() - before) / 1024
-    if grown > MAX_GROWTH_MIB:
-        raise Finding(f"{name}: memory grew by {grown:.0f} MiB over {inputs} inputs")
-    return Result(name, inputs, accepted, time.perf_counter() - began, slowest * 1000, grown)
+    return Bounds().checked(Result(name, inputs, accepted, time.perf_counter() - began, slowest * 1000, grown))

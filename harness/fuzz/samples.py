@@ -32,7 +32,7 @@ from disagg.commands.cases.sides import Side
 from disagg.layout.agreement import LocalRank
 from disagg.layout.placement import Component
 from disagg.models import load_model
-from disagg.models.pools import allocate
+from disagg.models.pools import StagePools, allocate
 from disagg.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -58,6 +58,7 @@ from disagg.protocol.messages import (
     SlotsFilled,
     Welcome,
     Written,
+    encode,
 )
 from disagg.protocol.types import RequestKey
 
@@ -65,15 +66,23 @@ KEY = RequestKey(bytes(range(16)), 3)
 IDS: Mapping[str, Any] = {"request_id": KEY.request_id, "attempt": KEY.attempt}
 
 
+_POOLS: list[StagePools] = []
+"""Keeps the memory of components, which only have its addresses."""
+
+
 @functools.cache
-def components(model: str, side: str, rank: int) -> tuple[LocalRank, tuple[Component, ...]]:
+def components(model: str, side: str, rank: int, *, num_pages: int = 4) -> tuple[LocalRank, tuple[Component, ...]]:
     """A rank of a model, and its components over allocated memory."""
     parsed = Side.parse(side)
     topology = parsed.topology(rank)
-    allocated = tuple(allocate(load_model(model, num_layers=4), topology, parsed.pool_shape(4, num_slots=2)).components)
+    pools = allocate(load_model(model, num_layers=4), topology, parsed.pool_shape(num_pages, num_slots=2))
+    _POOLS.append(pools)
+    allocated = tuple(pools.components)
     return LocalRank.of(topology, allocated), allocated
 
 
+MODEL, VICTIM_SIDE, PEER_SIDE = "tiny", "tp=1,page=4,layout=hnd", "tp=1,page=16"
+"""The model and the sides of the rank that is attacked, and of its peers."""
 RANKS = (("tiny", "tp=2"), ("tiny", "tp=1,page=4,layout=hnd"), ("qwen3-next-80b", "tp=2"), ("tiny", "tp=2,cp=2"))
 RESERVE = Reserve(
     **IDS,
@@ -131,6 +140,13 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         Heartbeat(epoch=5),
         Goodbye(reason="closing"),
     ]
+
+
+def hello_of(local: LocalRank, instance: str, *, address: str, epoch: int) -> bytes:
+    """The hello of rank 0 of an instance."""
+    first = messages(local)[0]
+    assert isinstance(first, Hello)
+    return encode(msgspec.structs.replace(first, instance=instance, address=address, epoch=epoch, generation=0))
 
 
 def commands() -> list[msgspec.Struct]:
