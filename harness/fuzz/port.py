@@ -11,7 +11,7 @@ from disagg.protocol.messages import Reserve, Welcome, decode, encode
 from harness.fuzz.attacked import EPOCH, HANG_S, AttackedRank, Impostor, attack, discard
 from harness.fuzz.damage import damage
 from harness.fuzz.hostile import hostile_hello, hostile_reserve, hostile_slots
-from harness.fuzz.runs import Bounds, Result
+from harness.fuzz.runs import Result
 from harness.fuzz.samples import messages
 from harness.fuzz.targets import Finding, Reader
 
@@ -20,11 +20,11 @@ ANSWER_S = 1.0
 RESERVE_S = 5.0
 
 
-def bombard(inputs: int, *, seed: int, bounds: Bounds) -> Result:
+def bombard(inputs: int, *, seed: int) -> Result:
     """Send damaged messages to a live control port, 90% over a connection with an accepted hello. Counts as accepted the valid
     hellos that are answered behind every thousand.
 
-    Raises `Finding` if a thread of the rank dies, the port no longer answers, or a bound is exceeded.
+    Raises `Finding` if a thread of the rank dies, or the port no longer answers.
     """
     reader, rng, began = Reader(), random.Random(f"{seed}:port"), time.perf_counter()
     valid = [encode(message) for message in messages(reader.peer, reader.placements, reader.endpoint)]
@@ -42,10 +42,10 @@ def bombard(inputs: int, *, seed: int, bounds: Bounds) -> Result:
         rank.check()
         result = rank.result("port", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
     context.term()
-    return bounds.checked(result)
+    return result
 
 
-def overload(inputs: int, *, engine: str, seed: int, bounds: Bounds) -> Result:
+def overload(inputs: int, *, engine: str, seed: int) -> Result:
     """Send valid messages that are as costly as possible to a live control port: tables in hellos, slots for an open request,
     reserves. Counts as accepted those after which the rank was still connected.
 
@@ -68,8 +68,7 @@ def overload(inputs: int, *, engine: str, seed: int, bounds: Bounds) -> Result:
             seconds, welcome = _await_welcome(rank, impostor, dealer)
             slowest = max(slowest, seconds)
             accepted += bool(rank.check()["ready"])
-        result = rank.result(f"costly, {engine}", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
-    return bounds.checked(result)
+        return rank.result(f"costly, {engine}", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
 
 
 def _await_welcome(rank: AttackedRank, impostor: Impostor, dealer: zmq.Socket[bytes]) -> tuple[float, Welcome]:

@@ -13,7 +13,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -34,6 +34,8 @@ NOWHERE = "tcp://127.0.0.1:9"
 def main() -> None:
     """Run with the engine's name and the address of `peer` as arguments."""
     logging.basicConfig(level=logging.ERROR)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # engines write to standard output
     engine, address = sys.argv[1:]
     local, own = components(MODEL, VICTIM_SIDE, 0, num_pages=NUM_PAGES)
     limits = ConnectionLimits(hello_retry_s=0.005, max_hello_retry_s=0.02, heartbeat_s=0.02, heartbeat_timeout_s=600.0)
@@ -50,13 +52,13 @@ def main() -> None:
     with manager:
         manager.add_peer("peer", address=address)
         manager.add_peer("watcher", address=NOWHERE)
-        _write({"address": manager.address})
+        _write(answers, {"address": manager.address})
         for line in sys.stdin:
             match json.loads(line):
                 case {"op": "state"}:
-                    _write(_state(manager))
+                    _write(answers, _state(manager))
                 case {"op": "receive"}:
-                    _write({"opened": _receive(manager)})
+                    _write(answers, {"opened": _receive(manager)})
 
 
 def _shorten_warm_up() -> None:
@@ -93,8 +95,8 @@ def _receive(manager: KVManager) -> bool:
     return False
 
 
-def _write(message: dict[str, Any]) -> None:
-    os.write(1, json.dumps(message).encode() + b"\n")
+def _write(answers: TextIO, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
 
 
 if __name__ == "__main__":
