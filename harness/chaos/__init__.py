@@ -11,7 +11,7 @@ out, or go from decode to prefill, and transfers are posted late. Every round is
 | `stop` | a rank is stopped for 1 to 20 s | 1, 2 |
 | `cut` | the link between two hosts goes down, or loses all packets, for 1 to 29 s | 2 |
 | `users` | a rank restarts as another user; then a peer is stopped until it is given up | 1 |
-| `hidepid` | the same, with other users' processes hidden in `/proc` | 1 |
+| `hidepid-1`, `hidepid-2` | the same, with other users' processes hidden in its `/proc` (`mount -o hidepid=1`, `2`) | 1 |
 | `compete` | two instances reserve the same request, and a rank reserves it twice | 1, 2 |
 | `descriptors` | a rank has no free descriptors for some seconds | 1 |
 | `many-peers` | a rank has 1,500 configured peers, of which two exist | 1 |

@@ -25,8 +25,8 @@ RECONNECT_S = 60.0
 SETTLE_S = 2.5
 """How long ranks are watched after they are connected again."""
 UNFENCED = {"unsettle": 0.3, "delay": 0.3, "delay_s": (0.02, 0.3), "fencing": False}
-FENCED = {"delay": 0.1, "delay_s": (0.0, 0.2)}
-"""A tenth of the transfers is posted late, so that a rank which is stopped or cut off often has some to post afterwards."""
+FENCED = {"delay": 0.25, "delay_s": (0.0, 0.2)}
+"""A quarter of the transfers is posted late, so that a rank which is stopped or cut off often has some to post afterwards."""
 FAR = ("prefill-1", "decode-1")
 """The instances on the second host, if there are two."""
 

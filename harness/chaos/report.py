@@ -44,6 +44,7 @@ class Report:
     successes: int = 0
     returns: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
+    rounds_done: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     victims: list[str] = field(default_factory=list)
     healing: dict[str, Healing] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Report:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
         rows = [
             ("engine", f"{self.engine} over {self.transport}, {where}, seed {self.seed}, fencing {self.fencing}"),
-            ("rounds", f"{self.faults.total()} of {self.rounds} in {self.seconds:.0f} s{_table(self.faults)}"),
+            ("rounds", f"{self.rounds_done} of {self.rounds} in {self.seconds:.0f} s{_table(self.faults)}"),
             ("requests", f"{self.requests}; ends of ranks{_table(self.outcomes)}"),
             ("received", f"{self.successes}, of them {self.returns} by prefill from decode"),
             ("wrong bytes", _counted(self.wrong, shown=5)),

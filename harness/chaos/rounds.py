@@ -93,14 +93,13 @@ def cut(chaos: Chaos) -> None:
     chaos.stays_healed(what)
 
 
-def users(chaos: Chaos, *, hidepid: bool) -> None:
-    """Restart a rank as another user, perhaps with the processes of others hidden in its `/proc`. Then stop one of its peers
-    until that rank has given it up, and let it continue.
+def users(chaos: Chaos, *, hidepid: int) -> None:
+    """Restart a rank as another user, with `/proc` mounted in that way. Then stop one of its peers until that rank has given it
+    up, and let it continue.
     """
-    rng, kind = chaos.rng, "hidepid" if hidepid else "users"
+    rng, kind = chaos.rng, f"hidepid-{hidepid}" if hidepid else "users"
     rank = rng.choice(chaos.live())
-    place = Place(user=OTHER_USER, hidepid=rng.choice((1, 2)) if hidepid else 0)
-    _replace(chaos, rank, f"{kind} {place.hidepid}" if hidepid else kind, place)
+    _replace(chaos, rank, kind, Place(user=OTHER_USER, hidepid=hidepid))
     chaos.heal(f"{kind}: restarted", f"{rank.name} restarted as user {OTHER_USER}")
     chaos.wait(0.5)
     _stop(chaos, rng.choice(chaos.opposite(rank)), chaos.silence_s + rng.uniform(1, 4), kind, counted=False)
@@ -170,8 +169,9 @@ KINDS: Mapping[str, Kind] = {
     "give-up": Kind(give_up, 1),
     "stop": Kind(stop, 2, hosts=(1, 2)),
     "cut": Kind(cut, 2, hosts=(2,), needs_places=True),
-    "users": Kind(functools.partial(users, hidepid=False), 1, needs_places=True),
-    "hidepid": Kind(functools.partial(users, hidepid=True), 1, needs_places=True),
+    "users": Kind(functools.partial(users, hidepid=0), 1, needs_places=True),
+    "hidepid-1": Kind(functools.partial(users, hidepid=1), 1, needs_places=True),
+    "hidepid-2": Kind(functools.partial(users, hidepid=2), 1, needs_places=True),
     "compete": Kind(compete, 2, hosts=(1, 2)),
     "descriptors": Kind(descriptors, 1),
     "many-peers": Kind(many_peers, 1),

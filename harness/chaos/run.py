@@ -54,6 +54,7 @@ def run(
             chaos.load.running = True
             for kind in schedule(kinds, rounds, seed=seed):
                 KINDS[kind].run(chaos)
+                report.rounds_done += 1
             if fencing:
                 chaos.wait(0.5)
                 chaos.finish()

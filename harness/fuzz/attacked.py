@@ -235,17 +235,25 @@ def attack(engine: str) -> Iterator[tuple[AttackedRank, Impostor, zmq.Socket[byt
             dealer.linger = 0
             dealer.connect(rank.address)
             dealer.send(impostor.hello())
-            until = time.monotonic() + START_S
-            while not (rank.watcher.answered and (engine == "local" or rank.ask("state")["ready"])):
-                impostor.serve(0.05)
-                if time.monotonic() > until:
-                    raise Finding(f"the attacked rank is not ready: {rank.ask('state')['peer_problem']}")
+            await_ready(rank, impostor)
             rank.settle()
             yield rank, impostor, dealer
     finally:
         rank.close()
         impostor.close()
         context.term()
+
+
+def await_ready(rank: AttackedRank, impostor: Impostor) -> None:
+    """Wait until the rank answers the watcher and is connected to the impostor, which a rank with engine `local` never is.
+
+    Raises `Finding` with the reason if that takes longer than `START_S`.
+    """
+    until = time.monotonic() + START_S
+    while not (rank.watcher.answered and (impostor.backend.name == "local" or rank.check()["ready"])):
+        impostor.serve(0.05)
+        if time.monotonic() > until:
+            raise Finding(f"the attacked rank is not ready: {rank.check()['peer_problem']}")
 
 
 def discard(dealer: zmq.Socket[bytes]) -> None:

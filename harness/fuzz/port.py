@@ -8,7 +8,7 @@ import time
 import zmq
 
 from disagg.protocol.messages import Reserve, Welcome, decode, encode
-from harness.fuzz.attacked import EPOCH, HANG_S, AttackedRank, Impostor, attack, discard
+from harness.fuzz.attacked import EPOCH, HANG_S, AttackedRank, Impostor, attack, await_ready, discard
 from harness.fuzz.damage import damage
 from harness.fuzz.hostile import hostile_hello, hostile_reserve, hostile_slots
 from harness.fuzz.runs import Result
@@ -47,9 +47,9 @@ def bombard(inputs: int, *, seed: int) -> Result:
 
 def overload(inputs: int, *, engine: str, seed: int) -> Result:
     """Send valid messages that are as costly as possible to a live control port: tables in hellos, slots for an open request,
-    reserves. Counts as accepted those after which the rank was still connected.
+    reserves. Counts as accepted those after which the rank was still connected: a valid table may replace the peer's own.
 
-    Raises `Finding` as `bombard` does.
+    Raises `Finding` as `bombard` does, or if the rank is not connected in the end.
     """
     rng, began, accepted, slowest = random.Random(f"{seed}:costly"), time.perf_counter(), 0, 0.0
     with attack(engine) as (rank, impostor, dealer):
@@ -68,6 +68,7 @@ def overload(inputs: int, *, engine: str, seed: int) -> Result:
             seconds, welcome = _await_welcome(rank, impostor, dealer)
             slowest = max(slowest, seconds)
             accepted += bool(rank.check()["ready"])
+        await_ready(rank, impostor)
         return rank.result(f"costly, {engine}", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import random
+import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +21,12 @@ from disagg.core.errors import RemoteProtocolError
 from disagg.layout.agreement import decode_placements
 from disagg.protocol.messages import decode, encode
 from disagg.runtime.keys import KeyPair
-from harness.fuzz import runs
-from harness.fuzz.port import bombard
-from harness.fuzz.runs import SHARES, accepts, fuzz
+from harness.fuzz import engines, runs
+from harness.fuzz.attacked import AttackedRank, attack
+from harness.fuzz.engines import introduce
+from harness.fuzz.local import besiege
+from harness.fuzz.port import bombard, overload
+from harness.fuzz.runs import SHARES, Bounds, Result, accepts, fuzz
 from harness.fuzz.targets import Finding, Target, targets
 from tests.manager.test_keys import introduce as introduce_with_keys
 from tests.manager.test_keys import start
@@ -74,6 +81,78 @@ def test_damaged_messages_of_an_accepted_peer_change_nothing() -> None:
     """Case 39: damaged messages of every type, over connections with and without an accepted hello."""
     result = bombard(4000, seed=5)
     assert (result.inputs, result.accepted) == (4000, 4)
+
+
+def test_a_rank_is_connected_again_after_costly_messages() -> None:
+    result = overload(6, engine="nixl", seed=5)
+    assert result.inputs == 6
+    assert 0 < result.accepted <= 6
+    assert result.crashes == 0
+    assert result.silence_ms > 0
+
+
+@pytest.mark.xfail(strict=True, reason="slots and tables may repeat parts without a bound on their memory")
+def test_costly_messages_cost_a_bounded_amount_of_memory() -> None:
+    result = overload(12, engine="nixl", seed=1)
+    assert result.grown_mib < Bounds.grown_mib
+
+
+@pytest.mark.parametrize("engine", ["nixl", "mooncake"])
+def test_damaged_endpoints_of_an_engine_are_refused(engine: str) -> None:
+    """Damaged descriptors, some cut short and some of another engine, inside valid welcomes."""
+    result = introduce(40, engine=engine, seed=5)
+    assert result.inputs == 40
+    assert 0 < result.accepted < 40
+    assert result.crashes == 0
+
+
+def test_a_crash_of_an_engine_is_counted_and_its_endpoints_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[AttackedRank] = []
+
+    class Noted(AttackedRank):
+        def __init__(self, engine: str, peer: str) -> None:
+            super().__init__(engine, peer)
+            ranks.append(self)
+
+    damaged = engines.damaged_endpoint
+
+    def crash_at_the_third(*arguments: Any) -> bytes:
+        endpoint = damaged(*arguments)
+        if len(ranks) == 1 and next(count) == 3:
+            os.kill(ranks[0].pid, signal.SIGSEGV)
+        return endpoint
+
+    count = itertools.count(1)
+    monkeypatch.setattr(engines, "AttackedRank", Noted)
+    monkeypatch.setattr(engines, "damaged_endpoint", crash_at_the_third)
+    result = introduce(6, engine="mooncake", seed=5, crashes_in=tmp_path)
+    assert (result.inputs, result.crashes, len(ranks)) == (6, 1, 2)
+    assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == {"mooncake-1-SIGSEGV"}
+    assert Bounds().exceeded(result) == ["endpoint, mooncake: crashed 1 times"]
+
+
+def test_a_local_socket_survives_tokens_packets_and_descriptors_of_strangers() -> None:
+    result = besiege(400, seed=5)
+    assert result.inputs == 400
+    assert 0 < result.accepted < 400
+    assert result.crashes == 0
+
+
+def test_the_end_of_the_attacked_rank_is_a_finding() -> None:
+    with attack("local") as (rank, _, _):
+        assert rank.check()["ok"]
+        os.kill(rank.pid, signal.SIGKILL)
+        with pytest.raises(Finding, match="does not answer: SIGKILL"):
+            rank.check()
+
+
+def test_bounds_name_what_exceeds_them() -> None:
+    result = Result("costly", 10, 10, 1.0, 1.0, grown_mib=600.0, silence_ms=2500.0)
+    assert Bounds().exceeded(result) == [
+        "costly: memory grew by 600 MiB, expected 512 at most",
+        "costly: silent for 2.5 s, expected 2.0 at most",
+    ]
+    assert not Bounds(grown_mib=601.0, silence_s=2.6).exceeded(result)
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
