@@ -90,7 +90,8 @@ def cut(chaos: Chaos) -> None:
         chaos.hosts.mend()
     what = f"a cut of {seconds:.1f} s"
     chaos.heal("cut", what)
-    chaos.stays_healed(what)
+    chaos.wait(chaos.silence_s)  # TCP may repeat its packets only after ranks that were still connected are given up
+    chaos.heal("cut: afterwards", what)
 
 
 def users(chaos: Chaos, *, hidepid: int) -> None:

@@ -23,7 +23,7 @@ from disagg.backends.base import BackendOptions, Transport
 from disagg.backends.registry import load
 from disagg.core.memory import MemoryRegion
 from disagg.layout.agreement import Agreement, encode_placements
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, RingGrant, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, Reject, RingGrant, Welcome, decode, encode
 from harness.fuzz.rank import NOWHERE
 from harness.fuzz.runs import Result
 from harness.fuzz.samples import MODEL, PEER_SIDE, components, hello_of
@@ -33,10 +33,14 @@ START_S = 60.0
 HANG_S = 120.0
 WATCH_INTERVAL_S = 0.02
 EPOCH = 5
+AGAIN = Reject(field="hello", reason="say hello again", hello_first=True)
 
 
 class Impostor:
-    """The test as the rank's peer: answers its hellos at `address`, with the endpoint of an engine of its own."""
+    """The test as the rank's peer: answers its hellos at `address`, with the endpoint of an engine of its own.
+
+    If it `forgets` the rank, it has it say hello once more.
+    """
 
     def __init__(self, engine: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.local, self._own = components(MODEL, PEER_SIDE, 0)
@@ -45,6 +49,7 @@ class Impostor:
         self.regions: list[MemoryRegion] = [region for component in self._own for region in component.regions]
         self.backend.register(self.regions)
         self.endpoint = self.backend.endpoint()
+        self.forgets = False
         self.placements = encode_placements(self._own)
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -94,7 +99,8 @@ class Impostor:
         others: list[Message] = []
         for connection, message in self.received(timeout_s):
             if isinstance(message, Hello):
-                self.reply(connection, self.welcome(message))
+                self.reply(connection, AGAIN if self.forgets else self.welcome(message))
+                self.forgets = False
             else:
                 others.append(message)
         return others

@@ -6,18 +6,17 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from disagg.backends.endpoint import Endpoint
-from disagg.protocol.messages import Hello, Reject
-from harness.fuzz.attacked import HANG_S, AttackedRank, Impostor
+from disagg.protocol.messages import Hello
+from harness.fuzz.attacked import AGAIN, HANG_S, AttackedRank, Impostor
 from harness.fuzz.damage import damage, damage_bytes
 from harness.fuzz.runs import Result
 from harness.fuzz.targets import Finding
-
-AGAIN = Reject(field="hello", reason="say hello again", hello_first=True)
 
 
 def damaged_endpoint(rng: random.Random, own: bytes, foreign: Sequence[bytes]) -> bytes:
@@ -26,7 +25,8 @@ def damaged_endpoint(rng: random.Random, own: bytes, foreign: Sequence[bytes]) -
         return damage(rng, [own, *foreign])
     endpoint = msgspec.msgpack.decode(own, type=Endpoint)
     other = msgspec.msgpack.decode(rng.choice(foreign), type=Endpoint)
-    tree = msgspec.msgpack.decode(endpoint.descriptor)
+    tree = _renamed(rng, msgspec.msgpack.decode(endpoint.descriptor))
+    endpoint = msgspec.structs.replace(endpoint, descriptor=msgspec.msgpack.encode(tree))
     match rng.randrange(4):
         case 0:
             descriptor = damage(rng, [endpoint.descriptor])
@@ -38,6 +38,21 @@ def damaged_endpoint(rng: random.Random, own: bytes, foreign: Sequence[bytes]) -
             name = rng.choice([key for key, value in tree.items() if isinstance(value, bytes | str)])
             descriptor = msgspec.msgpack.encode({**tree, name: _damaged_value(rng, tree[name])})
     return msgspec.msgpack.encode(msgspec.structs.replace(endpoint, descriptor=descriptor))
+
+
+def _renamed(rng: random.Random, tree: dict[str, Any]) -> dict[str, Any]:
+    """A descriptor with another name wherever a name is also in its blob: an engine reads the blob of each name once."""
+    for name in [value for value in tree.values() if isinstance(value, str)]:
+        if any(isinstance(blob, bytes) and name.encode() in blob for blob in tree.values()):
+            other = name[:-8] + rng.randbytes(4).hex()
+            tree = {key: _replaced(value, name, other) for key, value in tree.items()}
+    return tree
+
+
+def _replaced(value: Any, name: str, other: str) -> Any:
+    if isinstance(value, bytes):
+        return value.replace(name.encode(), other.encode())
+    return other if value == name else value
 
 
 def _damaged_value(rng: random.Random, value: bytes | str) -> bytes | str:

@@ -68,6 +68,7 @@ def overload(inputs: int, *, engine: str, seed: int) -> Result:
             seconds, welcome = _await_welcome(rank, impostor, dealer)
             slowest = max(slowest, seconds)
             accepted += bool(rank.check()["ready"])
+        impostor.forgets = True  # it has shown other tables meanwhile, which no peer does without a restart
         await_ready(rank, impostor)
         return rank.result(f"costly, {engine}", inputs, accepted, time.perf_counter() - began, slowest_s=slowest)
 
