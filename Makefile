@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -20,8 +20,11 @@ setup: ## Create the virtual environment, install packages, build the extension 
 demo: setup ## Run a prefill and a decode instance with different layouts over real engines
 	@$(BIN)/python -m disagg.commands.bench.demo
 
-chaos: setup ## Kill ranks in 200 rounds for each engine and check every byte (CHAOS_ARGS=... for the program)
+chaos: setup ## Kill, stop and cut off ranks for each engine and check every byte (CHAOS_ARGS=... for the program)
 	@$(BIN)/python -m harness.chaos $(CHAOS_ARGS)
+
+fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (FUZZ_ARGS=... for the program)
+	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 100000 --jobs 2 $(FUZZ_ARGS)
 
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
