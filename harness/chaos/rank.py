@@ -45,11 +45,12 @@ SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-sums-")
 
 @dataclass
 class Holding:
-    """The pages of a request, and its handle once it has started."""
+    """The pages of a request, and its handle once it has started. `is_rival`: it is a second receiver of the same request."""
 
     job: Job
     pages: list[int]
     handle: Receiver | Sender | None = None
+    is_rival: bool = False
 
 
 class Rank:
@@ -110,7 +111,7 @@ class Rank:
                 for line in lines:
                     self._on_message(json.loads(line))
             for event in self.manager.events():
-                self._end(event)
+                (self._end_rival if event.tag.is_rival else self._end)(event)
             while self._released:
                 self.pool.give_back(self._released.popleft())
                 self._leased -= 1
@@ -193,18 +194,26 @@ class Rank:
             self.after(job.abort_s, lambda: handle.abort("chaos"))
 
     def _begin_rival(self, job: Job) -> None:
-        """Open a second receiver for a request, with pages of its own, which must be refused while the first is open."""
+        """Open a second receiver for a request, with pages of its own. It must be refused, at once or later."""
         first = self._held.get(("receive", job.request_id, job.attempt))
         pages = None if first is None else self.pool.take(job, from_token=job.first)
         if pages is None:
             return
         try:
-            self._receive(Holding(job, pages))
+            self._receive(Holding(job, pages, is_rival=True))
         except DisaggError as error:
             self.pool.give_back(pages)
             write({"op": "refused", "error": str(error)})
+
+    def _end_rival(self, event: Event) -> None:
+        """A second receiver was not refused at once. It must have failed."""
+        holding: Holding = event.tag
+        self._leased += 1
+        event.lease.on_release(lambda: self._released.append(holding.pages))
+        if event.ok:
+            self.pool.wrong.append(f"{holding.job.request_id}#{holding.job.attempt}: received a second time")
         else:
-            write({"op": "wrong", "what": f"{job.request_id}#{job.attempt}: a second receiver was accepted"})
+            write({"op": "refused", "error": str(event.error or "")})
 
     def _send(self, holding: Holding) -> Sender:
         job = holding.job
