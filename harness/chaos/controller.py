@@ -54,7 +54,6 @@ class Chaos:
         self._numbers = itertools.count()
         self._healing: dict[str, list[float]] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="disagg-chaos-"))
-        self.folder.chmod(0o755)
         self.report.logs = str(self.folder)
 
     # -- processes ----------------------------------------------------------------------------------------------------
