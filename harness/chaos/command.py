@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fencing", choices=("on", "off"), default="on", help="off: engines report unfinished work as over")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports to FILE")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends ranks and removes namespaces first
     fencing = options.fencing == "on"
     reports = []
     for engine in options.engine or ["nixl", "mooncake"]:
