@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from disagg.core.errors import ConfigError
 
+_HOST = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+"""Every interface, or a name or IPv4 address that can be dialled."""
+
 
 def parse_address(address: str, *, what: str) -> tuple[str, int]:
-    """The host and port of `tcp://host:port`. Port 0 or `*` means any. Raises `ConfigError`, which starts with `what`."""
+    """The host and port of `tcp://host:port`. The host is a name, an IP address, or `*`, every interface; port 0 or `*` means
+    any. Raises `ConfigError`, which starts with `what`.
+    """
+    if not isinstance(address, str):
+        raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
     try:
         parts = urlsplit(address.removesuffix(":*") + (":0" if address.endswith(":*") else ""))
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r} ({error})") from error
-    if parts.scheme != "tcp" or not host or port is None or parts.path:
+    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
+    if not (_HOST.fullmatch(host) or _is_ip(host)):
+        raise ConfigError(f"{what}: expected a host name or an IP address, found {host!r} in {address!r}")
     return host, port
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:
