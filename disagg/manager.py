@@ -15,14 +15,26 @@ from disagg.core import _native
 from disagg.core.address import is_loopback, is_wildcard, parse_address
 from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import Rows
+from disagg.core.rows import MAX_NAME, Rows
 from disagg.core.topology import Topology
 from disagg.layout.agreement import Agreement, ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import TokenRange, Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, PeerRank
-from disagg.requests import Receiver, Sender, check_alive, check_kinds, check_needs, check_number, request_key
+from disagg.requests import (
+    Receiver,
+    Sender,
+    check_alive,
+    check_deadline,
+    check_kinds,
+    check_needs,
+    check_number,
+    check_ready,
+    check_text,
+    check_timeout,
+    request_key,
+)
 from disagg.runtime.accounting import Session, Stats
 from disagg.runtime.channel import Channel, Wire
 from disagg.runtime.health import Health, health_of, snapshot_of
@@ -78,7 +90,7 @@ class KVManager:
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
-        self.name, self.topology = name, topology
+        self.name, self.topology = _check_name(name, "name"), topology
         self._verify = _check_verify(verify)
         if leader is None and topology.rank != 0:
             raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} needs the address of rank 0")
@@ -123,9 +135,15 @@ class KVManager:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
-        """Configure a peer instance by the control address of its leader. A new address or key replaces the old one."""
+        """Configure a peer instance by the control address of its leader. A new address or key replaces the old one.
+
+        Raises `ConfigError` for a name, an address or a key that cannot be.
+        """
         check_alive(self._runtime)
-        parse_address(address, what=f"peer {name!r}")
+        _check_name(name, "peer")
+        host, _ = parse_address(address, what=f"peer {name!r}")
+        if is_wildcard(host):
+            raise ConfigError(f"peer {name!r}: expected the address of one host, found {address!r}")
         if name == self.name:
             raise ConfigError(f"peer: {name!r} is this instance's own name")
         if self._has_keys and public_key is None:
@@ -140,9 +158,10 @@ class KVManager:
 
         Raises `PeerUnreachable` with the reason if that does not happen in time.
         """
-        runtime = self._runtime
+        check_text(name, "peer")
+        runtime, longest_s = self._runtime, min(check_timeout(timeout_s), threading.TIMEOUT_MAX)
         with runtime.changed:
-            runtime.changed.wait_for(lambda: runtime.is_ready(name) or runtime.problem, timeout_s)
+            runtime.changed.wait_for(lambda: runtime.is_ready(name) or runtime.problem, longest_s)
         check_alive(runtime)
         if not runtime.is_ready(name):
             raise PeerUnreachable(f"peer {name!r} is not ready after {timeout_s} s: {runtime.peer_problem(name)}")
@@ -176,13 +195,16 @@ class KVManager:
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
         Nothing is reserved before `ready` has passed. Raises `PeerUnreachable` if the peer is not ready, `LayoutError` for rows
-        that cannot hold what is needed, `LocalProtocolError` for an attempt that was used before.
+        that cannot hold what is needed, `LocalProtocolError` for an argument of another kind, and for an attempt that was used
+        before.
         """
         runtime, agreement = self._runtime, self._agreement(peer)
+        deadline_s = check_deadline(deadline_s)
+        check_ready(ready)
         group = check_number(group, f"group of peer {peer!r}", agreement.num_groups)
         check_kinds(runtime.local, rows)
         agreed = agreement.incoming.components
-        needed = check_needs(runtime.local, self.topology.group_rank, agreed, rows, need or {})
+        needed = check_needs(runtime.local, self.topology.group_rank, agreed, rows, {} if need is None else need)
         receiver = Receiver(runtime, request_key(request_id, attempt), peer, tag, needed)
         expected, rows = agreement.expected(runtime.local, group, needed), dict(rows)
 
@@ -211,9 +233,11 @@ class KVManager:
     def sender(self, request_id: bytes, *, peer: str, attempt: int = 0, deadline_s: float = 60.0, tag: Any = None) -> Sender:
         """Serve a request to `peer`, whichever of its groups reserves it. Rows may be sent before or after the reserve.
 
-        Raises `PeerUnreachable` if the peer is not ready, `LocalProtocolError` for an attempt that was used before.
+        Raises `PeerUnreachable` if the peer is not ready, `LocalProtocolError` for an argument of another kind, and for an
+        attempt that was used before.
         """
         runtime, agreement = self._runtime, self._agreement(peer)
+        deadline_s = check_deadline(deadline_s)
         sender = Sender(runtime, request_key(request_id, attempt), peer, tag)
 
         def open_session(now: float) -> Session:
@@ -260,8 +284,8 @@ class KVManager:
 
     def drain(self, *, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
+        deadline = time.monotonic() + check_timeout(timeout_s)
         self._draining = True
-        deadline = time.monotonic() + timeout_s
         for handle in self._runtime.requests.open_handles():
             with contextlib.suppress(TimeoutError):
                 handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
@@ -284,6 +308,7 @@ class KVManager:
 
     def _agreement(self, peer: str) -> Agreement:
         check_alive(self._runtime)
+        check_text(peer, "peer")
         if self._draining:
             raise LocalProtocolError("the manager is draining: it takes no new requests")
         agreement = self._runtime.handshake.agreement(peer)
@@ -314,6 +339,12 @@ def _options(
         require=None if require is None else _transport(require, "require"),
         trusted_network=trusted_network or is_loopback(host),
     )
+
+
+def _check_name(name: object, what: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
+    return name
 
 
 def _check_verify(value: Verify) -> Verify:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import operator
 import threading
 import time
@@ -87,8 +88,10 @@ class RequestHandle:
         return self._event
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
-        """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds."""
-        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds, `LocalProtocolError` unless
+        that is a finite number of at least 0, or `None` to wait without a limit.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
         while (event := self._event) is None:
             if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
                 continue
@@ -141,7 +144,10 @@ class Receiver(RequestHandle):
         self.need = need
 
     def abort(self, reason: str) -> None:
-        """End the request. The rows stay leased until every writer is proved quiet."""
+        """End the request. The rows stay leased until every writer is proved quiet. Raises `LocalProtocolError` for a reason
+        that is not a text.
+        """
+        check_text(reason, "reason")
 
         def abort(now: float) -> None:
             if self.session is not None:
@@ -177,7 +183,8 @@ class Sender(RequestHandle):
         """Send rows: the tokens `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
-        Returns at once. Raises `LocalProtocolError` for a component that was not declared, or after `finish`.
+        Returns at once. Raises `LocalProtocolError` for arguments of another kind, a component that was not declared, or after
+        `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -208,7 +215,8 @@ class Sender(RequestHandle):
         self._command(finish)
 
     def abort(self, reason: str) -> None:
-        """End the request towards every receiver."""
+        """End the request towards every receiver. Raises `LocalProtocolError` for a reason that is not a text."""
+        check_text(reason, "reason")
 
         def abort(now: float) -> None:
             if self.session is not None:
@@ -223,6 +231,7 @@ class Sender(RequestHandle):
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
         check_kinds(self._control.local, rows)
+        check_ready(ready)
         chosen = None if tokens is None else token_range(tokens)
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
@@ -239,8 +248,10 @@ def check_alive(control: Control) -> None:
 
 
 def request_key(request_id: bytes, attempt: int) -> RequestKey:
-    """The key of one attempt. Raises `LocalProtocolError` unless the id has 16 bytes and the attempt is from 0 to 2**31 - 1."""
-    if len(request_id) != 16:
+    """The key of one attempt. Raises `LocalProtocolError` unless the id is `bytes` of length 16 and the attempt is from 0 to
+    2**31 - 1.
+    """
+    if type(request_id) is not bytes or len(request_id) != 16:
         raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
     return RequestKey(request_id, check_number(attempt, "attempt", 2**31))
 
@@ -248,7 +259,7 @@ def request_key(request_id: bytes, attempt: int) -> RequestKey:
 def check_number(given: int, what: str, stop: int) -> int:
     """An integer of any kind as Python's own. Raises `LocalProtocolError` unless it is at least 0 and below `stop`."""
     try:
-        number = operator.index(given)
+        number = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         number = -1
     if not 0 <= number < stop:
@@ -256,8 +267,49 @@ def check_number(given: int, what: str, stop: int) -> int:
     return number
 
 
+def check_deadline(given: float) -> float:
+    """A deadline in seconds from now. Raises `LocalProtocolError` unless it is a finite number above 0."""
+    seconds = _finite(given)
+    if seconds is None or seconds <= 0:
+        raise LocalProtocolError(f"deadline_s: expected a finite number of seconds above 0, found {given!r}")
+    return seconds
+
+
+def check_timeout(given: float) -> float:
+    """A timeout in seconds. Raises `LocalProtocolError` unless it is a finite number of at least 0."""
+    seconds = _finite(given)
+    if seconds is None or seconds < 0:
+        raise LocalProtocolError(f"timeout_s: expected a finite number of seconds of at least 0, found {given!r}")
+    return seconds
+
+
+def _finite(given: object) -> float | None:
+    """A finite real number of any kind as Python's own; `None` for everything else."""
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def check_text(given: object, what: str) -> None:
+    """Raise `LocalProtocolError` unless it is a `str`."""
+    if not isinstance(given, str):
+        raise LocalProtocolError(f"{what}: expected a str, found {given!r}")
+
+
+def check_ready(ready: object) -> None:
+    """Raise `LocalProtocolError` unless it is `None` or an event with a method `query`."""
+    if ready is not None and not callable(getattr(ready, "query", None)):
+        raise LocalProtocolError(f"ready: expected None or an event with query(), found {ready!r}")
+
+
 def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
-    """Raise `LocalProtocolError` unless all rows are of declared components, and of their kind."""
+    """Raise `LocalProtocolError` unless `rows` is a mapping, and all rows are of declared components and of their kind."""
+    if not isinstance(rows, Mapping):
+        raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
     for name, given in rows.items():
         layouts = local.table.components.get(name)
         if layouts is None:
@@ -278,6 +330,8 @@ def check_needs(
 
     Raises `LocalProtocolError` for ranges or rows that are missing or malformed, `LayoutError` for rows that do not fit.
     """
+    if not isinstance(need, Mapping):
+        raise LocalProtocolError(f"need: expected a mapping from components to tokens, found {type(need).__name__}")
     unknown = sorted(need.keys() - local.table.components.keys())
     if unknown:
         raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")

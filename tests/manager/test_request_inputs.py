@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 import numpy as np
 import pytest
 
 from disagg import (
+    ConfigError,
+    KVManager,
     LayoutError,
     LocalProtocolError,
+    ModelId,
     Pages,
     PeerUnreachable,
     RequestTimeout,
     Slot,
+    Topology,
     new_request_id,
 )
 from disagg.testing.reference import PageList
@@ -102,7 +107,7 @@ def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
     sender.abort("the test is finished")
 
 
-@pytest.mark.parametrize("attempt", [-1, 2**31, 1.0, "1"])
+@pytest.mark.parametrize("attempt", [-1, 2**31, 1.0, "1", True, None])
 def test_invalid_attempts_are_refused(instances: Cluster, attempt: Any) -> None:
     with pytest.raises(LocalProtocolError, match="attempt: expected 0 to 2147483647, found"):
         instances.prefill[0].manager.sender(new_request_id(), peer="decode-0", attempt=attempt)
@@ -174,3 +179,118 @@ def test_the_callers_arrays_do_not_change(instances: Cluster) -> None:
     with pytest.raises(ValueError, match="read-only"):
         rows.ids[0] = 3
     clear(instances.decode[0].pools)
+
+
+class Event:
+    """An event without `query`, or with one that is no method."""
+
+    query = True
+
+
+SECONDS = [
+    None,
+    "5",
+    dt.timedelta(seconds=5),
+    float("nan"),
+    float("inf"),
+    True,
+    -1,
+    -0.5,
+    pytest.param(10**400, id="10**400"),
+    5j,
+]
+
+
+@pytest.mark.parametrize("deadline_s", [*SECONDS, 0, 0.0])
+def test_deadlines_that_are_no_finite_number_above_0_are_refused(instances: Cluster, deadline_s: Any) -> None:
+    expected = "deadline_s: expected a finite number of seconds above 0, found"
+    with pytest.raises(LocalProtocolError, match=expected):
+        receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=deadline_s)
+    with pytest.raises(LocalProtocolError, match=expected):
+        instances.prefill[0].manager.sender(new_request_id(), peer="decode-0", deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("timeout_s", SECONDS)
+def test_timeouts_that_are_no_finite_number_are_refused(instances: Cluster, timeout_s: Any) -> None:
+    manager, expected = instances.decode[0].manager, "timeout_s: expected a finite number of seconds of at least 0, found"
+    receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20))
+    with pytest.raises(LocalProtocolError, match=expected):
+        manager.wait_ready("prefill-0", timeout_s=timeout_s)
+    with pytest.raises(LocalProtocolError, match=expected):
+        manager.drain(timeout_s=timeout_s)
+    receiver.abort("the test is finished")
+    assert not receiver.wait(timeout_s=np.float32(DEADLINE_S)).ok  # type: ignore[arg-type]
+    if timeout_s is not None:
+        with pytest.raises(LocalProtocolError, match=expected):
+            receiver.wait(timeout_s=timeout_s)
+    assert receiver.wait(timeout_s=1e300) is receiver.wait() is receiver.wait(timeout_s=0)
+    manager.wait_ready("prefill-0", timeout_s=1e300)
+    assert all(event.ok for event in instances.transfer(20)), "it is not draining"
+
+
+@pytest.mark.parametrize("request_id", ["x" * 16, tuple(range(16)), bytearray(16), memoryview(bytes(16)), [0] * 16, None, 16])
+def test_request_ids_that_are_not_16_bytes_are_refused(instances: Cluster, request_id: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="request id: expected 16 bytes"):
+        receive(instances.decode[0], request_id, PageList((0, 1, 2)), need=(0, 20))
+    with pytest.raises(LocalProtocolError, match="request id: expected 16 bytes"):
+        instances.prefill[0].manager.sender(request_id, peer="decode-0")
+    assert all(event.ok for event in instances.transfer(20))
+
+
+def test_arguments_of_a_wrong_kind_are_refused_in_the_callers_thread(instances: Cluster) -> None:
+    decode: Any = instances.decode[0].manager
+    rows, need, request = {"kv": Pages(np.arange(3))}, {"kv": (0, 20)}, new_request_id()
+    sender: Any = instances.prefill[0].manager.sender(request, peer="decode-0")
+    for ready in (True, object(), Event(), lambda: True):
+        expected = r"ready: expected None or an event with query\(\), found"
+        with pytest.raises(LocalProtocolError, match=expected):
+            decode.receiver(request, peer="prefill-0", rows=rows, need=need, ready=ready)
+        with pytest.raises(LocalProtocolError, match=expected):
+            sender.send(rows, tokens=(0, 4), ready=ready)
+        with pytest.raises(LocalProtocolError, match=expected):
+            sender.finish(rows, ready=ready)
+    for reason in (None, 5, b"gone", RuntimeError("gone")):
+        with pytest.raises(LocalProtocolError, match="reason: expected a str, found"):
+            sender.abort(reason)
+    for peer in (None, 5, ["prefill-0"], b"prefill-0"):
+        with pytest.raises(LocalProtocolError, match="peer: expected a str, found"):
+            decode.receiver(request, peer=peer, rows=rows, need=need)
+    wrong: Any
+    for wrong in (None, [("kv", rows["kv"])], "kv"):
+        with pytest.raises(LocalProtocolError, match="rows: expected a mapping"):
+            decode.receiver(request, peer="prefill-0", rows=wrong, need=need)
+        with pytest.raises(LocalProtocolError, match="rows: expected a mapping"):
+            sender.send(wrong)
+    for wrong in ([("kv", (0, 20))], "kv", 0):
+        with pytest.raises(LocalProtocolError, match="need: expected a mapping"):
+            decode.receiver(request, peer="prefill-0", rows=rows, need=wrong)
+    for group in (True, None, "0", 0.0):
+        with pytest.raises(LocalProtocolError, match="group of peer 'prefill-0': expected 0 to 0"):
+            decode.receiver(request, peer="prefill-0", rows=rows, need=need, group=group)
+    for payload in ("text", None, bytearray(4)):
+        with pytest.raises(LocalProtocolError, match="payload: expected at most 65536 bytes, found"):
+            sender.finish(payload=payload)
+    receiver: Any = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    with pytest.raises(LocalProtocolError, match="reason: expected a str, found None"):
+        receiver.abort(None)
+    receiver.abort("the test is finished")
+    sender.abort("the test is finished")
+    assert not receiver.wait(timeout_s=DEADLINE_S).ok
+    assert all(event.ok for event in instances.transfer(20))
+
+
+@pytest.mark.parametrize("name", [None, 5, "", "x" * 257, ["decode-1"]])
+def test_peers_with_impossible_names_are_refused(instances: Cluster, name: Any) -> None:
+    manager = instances.decode[0].manager
+    with pytest.raises(ConfigError, match="peer: expected a str of 1 to 256 characters, found"):
+        manager.add_peer(name, address="tcp://127.0.0.1:5555")
+    with pytest.raises(ConfigError, match="name: expected a str of 1 to 256 characters, found"):
+        KVManager(name=name, topology=Topology(), components=[], model=ModelId("toy"), backend="local")
+    assert all(event.ok for event in instances.transfer(20))
+
+
+@pytest.mark.parametrize("address", [f"tcp://{host}:5555" for host in ("a b", "*", "%", "bücher.example", "0.0.0.0", "a_b,c")])
+def test_peers_at_impossible_hosts_are_refused(instances: Cluster, address: str) -> None:
+    with pytest.raises(ConfigError, match="peer 'prefill-1': expected"):
+        instances.decode[0].manager.add_peer("prefill-1", address=address)
+    assert all(event.ok for event in instances.transfer(20))
