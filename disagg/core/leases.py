@@ -23,8 +23,7 @@ class LeaseState(enum.Enum):
 class Lease:
     """The lease of one side's rows of one request. Thread-safe.
 
-    Callbacks run in the thread that releases the lease. If one raises, the error is logged, because the thread serves all
-    requests.
+    Callbacks run in the thread that releases the lease. Whatever one raises is logged, because the thread serves all requests.
     """
 
     def __init__(self) -> None:
@@ -70,5 +69,5 @@ class Lease:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:
+            except BaseException:  # also SystemExit: it would end the manager's thread, not the process
                 logger.exception("lease: a release callback failed")

@@ -137,8 +137,8 @@ class Dispatch:
             if session.error is not None:
                 continue
             try:
-                passed = ready.query()
-            except Exception as error:  # of the server's own event
+                passed = bool(ready.query())
+            except BaseException as error:  # of the server's own event; SystemExit would end this thread, not the process
                 logger.exception("%s: the event of a receiver's rows", self._handshake.me)
                 what = f"the event of the rows failed: {type(error).__name__}: {error}"
                 self._sessions.receives.abort(session, RequestAborted(what), now)

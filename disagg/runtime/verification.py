@@ -107,6 +107,10 @@ class _Job(NamedTuple):
     ready: ReadyEvent | None
     wanted: Callable[[], bool]
 
+    def has_passed(self) -> bool:
+        """Whether its event has passed."""
+        return self.ready is None or bool(self.ready.query())
+
 
 class ChecksumWorker:
     """One supervised thread that computes checksums. It starts with its first job, and calls `on_summed` and `on_death`."""
@@ -151,7 +155,7 @@ class ChecksumWorker:
             while (job := self._next()) is not None:
                 if not job.wanted():
                     continue
-                passed, error = (True, None) if job.ready is None else self._attempt(job.ready.query)
+                passed, error = self._attempt(job.has_passed)
                 if error is not None:
                     self._on_summed(job.token, None, error)
                 elif passed:
@@ -174,7 +178,7 @@ class ChecksumWorker:
             return run(), None
         except DisaggError as error:
             return None, error
-        except Exception as error:  # one request's error ends that request only
+        except BaseException as error:  # one request's error ends that request only, also SystemExit of the server's event
             logger.exception("a checksum failed")
             return None, VerificationFailed(f"{type(error).__name__}: {error}")
 

@@ -160,12 +160,12 @@ class ActiveJob:
 
 
 def attempt(run: Callable[[], T], report: Settled, reports: deque[Report]) -> T | None:
-    """The result of `run`, or `None` after an error, which ends this job only: its report then has the error."""
+    """The result of `run`, or `None` after an error of any kind, which ends this job only: its report then has the error."""
     try:
         return run()
     except DisaggError as error:
         report.error = str(error)
-    except Exception as error:
+    except BaseException as error:  # the server's own event may raise SystemExit
         logger.exception("a transfer could not be posted")
         report.error = f"{type(error).__name__}: {error}"
     reports.append(report)

@@ -9,10 +9,6 @@ import pytest
 from disagg.core.leases import Lease, LeaseState
 
 
-def fail() -> None:
-    raise ZeroDivisionError
-
-
 def test_a_new_lease_is_held_without_a_reason() -> None:
     lease = Lease()
     assert (lease.state, lease.released, lease.reason) == (LeaseState.HELD, False, "")
@@ -54,13 +50,19 @@ def test_a_callback_may_use_the_lease() -> None:
     assert called == [LeaseState.RELEASED]
 
 
-def test_a_callback_that_raises_is_logged_and_the_others_run(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_a_callback_that_raises_is_logged_and_the_others_run(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
     lease, called = Lease(), list[str]()
     lease.on_release(fail)
     lease.on_release(lambda: called.append("second"))
     lease.release()
     assert called == ["second"]
-    assert "ZeroDivisionError" in caplog.text
+    assert error.__name__ in caplog.text
 
 
 def test_concurrent_releases_run_callbacks_once() -> None:
