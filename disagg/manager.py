@@ -110,8 +110,7 @@ class KVManager:
             connection_limits=connection_limits,
         )
         self._has_keys = keys is not None
-        self._draining = self._closed = False
-        self._lock = threading.Lock()
+        self._draining = False
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
         try:
@@ -292,14 +291,11 @@ class KVManager:
         return not self._runtime.requests.open_handles()
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. A second call does nothing.
+        """Say goodbye, end what is under way, stop the threads and the engine. A second call waits until that is done.
 
-        If the engine's end proves all rows quiet, quarantined rows are released as well.
+        If the engine's end proves all rows quiet, quarantined rows are released as well. In a callback, which runs in a thread
+        of the manager, this returns at once, and another thread closes the manager; a call in the server's thread waits for it.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
         self._runtime.close()
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:

@@ -99,10 +99,10 @@ class Loop:
         self._skipped_channel = False
         self._due = self._next_timer_check = self._awake_until = 0.0
         self._due_known = False
-        self._thread = threading.Thread(target=self._run, name=f"disagg-control-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"disagg-control-{name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, reason: str) -> None:
         """Say goodbye to every peer, and end the thread."""
@@ -112,7 +112,7 @@ class Loop:
             self._stopping = True
 
         self._commands.put(last)
-        self._thread.join(JOIN_TIMEOUT_S)
+        self.thread.join(JOIN_TIMEOUT_S)
 
     def fail(self, thread: str, error: BaseException) -> None:
         """In another thread of the manager that has died: nothing settles without it, so the control thread ends too."""

@@ -31,6 +31,7 @@ from disagg.runtime.dispatch import Dispatch
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.keys import KeyPair
+from disagg.runtime.lifetime import Lifetime
 from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.transfers import Transfers
@@ -73,7 +74,8 @@ class Runtime:
         self.stats = Stats()
         self.changed = threading.Condition()
         self.allowed_keys = {settings.keys.public} if settings.keys is not None else set()
-        self._closed = self._interposed = False
+        self._interposed = False
+        self.lifetime = Lifetime(self._close, threads=lambda: (self.loop.thread, self.worker.thread, self.verification.thread))
         with contextlib.ExitStack() as opened:
             name = f"{settings.name}/{settings.topology.rank}"
             self.requests = RequestTable(name=name, local=self.local, group_rank=settings.topology.group_rank)
@@ -232,8 +234,10 @@ class Runtime:
         self._opened.callback(close)
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. Call it once."""
-        self._closed = True
+        """Say goodbye, end what is under way, stop the threads and the engine. A second call waits for the first."""
+        self.lifetime.end()
+
+    def _close(self) -> None:
         self.loop.stop("the manager was closed")
         self.connections.join(JOIN_TIMEOUT_S)
         self.worker.stop(JOIN_TIMEOUT_S)
@@ -260,7 +264,7 @@ class Runtime:
     @property
     def problem(self) -> str:
         """Why the manager has ended; empty while it works."""
-        return self.loop.problem or ("the manager was closed" if self._closed else "")
+        return self.loop.problem or self.lifetime.problem
 
     def is_ready(self, name: str) -> bool:
         """Whether every rank of a peer instance is connected."""

@@ -119,7 +119,7 @@ class ChecksumWorker:
         self._on_summed, self._on_death = on_summed, on_death
         self._jobs: deque[_Job | None] = deque()
         self._wake = _native.Alarm()
-        self._thread = threading.Thread(target=self._run, name=f"disagg-checksums-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"disagg-checksums-{name}", daemon=True)
         self._started = False
 
     def submit(
@@ -133,7 +133,7 @@ class ChecksumWorker:
         """Call `run` once `ready` has passed, unless it is not `wanted` any more. Only one thread may call this."""
         if not self._started:
             self._started = True
-            self._thread.start()
+            self.thread.start()
         self._jobs.append(_Job(token, run, ready, wanted))
         self._wake.set()
 
@@ -147,7 +147,7 @@ class ChecksumWorker:
         self._jobs.append(None)
         self._wake.set()
         if self._started:
-            self._thread.join(timeout_s)
+            self.thread.join(timeout_s)
 
     def _run(self) -> None:
         _native.enlist_thread()
@@ -221,6 +221,11 @@ class Verification:
     def depth(self) -> int:
         """Checksums that have not begun."""
         return self._worker.depth
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The thread that computes them, which may not have started."""
+        return self._worker.thread
 
     def stop(self, timeout_s: float) -> None:
         self._worker.stop(timeout_s)

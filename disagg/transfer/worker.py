@@ -59,16 +59,16 @@ class TransferWorker:
         self._stepping = threading.Lock()
         self._alarm = _native.Alarm()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"disagg-transfers-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"disagg-transfers-{name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, timeout_s: float) -> None:
         """Take no more jobs, and wait up to `timeout_s` seconds for the thread to end."""
         self._stopping = True
         self._alarm.set()
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     # -- any thread --------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,26 @@
-"""Callbacks of the server, which run in the manager's threads: whatever they raise concerns at most their request."""
+"""Callbacks of the server, which run in the manager's threads: whatever they raise concerns at most their request, and they may
+close the manager.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import re
 import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from disagg import Pages, new_request_id
+from disagg import LocalProtocolError, Pages, new_request_id
+from disagg.backends.local import LocalBackend
 from disagg.testing.reference import PageList
+from tests.backends.conftest import require_engine
+from tests.commands.conftest import ENGINES
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 PAGES = PageList((0, 1, 2))
@@ -79,3 +91,112 @@ def test_a_release_callback_that_raises_ends_nothing(error: type[BaseException],
         assert released.wait(DEADLINE_S), "the other callbacks are called"
         assert f"{error.__name__}" in caplog.text
         assert all(event.ok for event in instances.transfer(20))
+
+
+class Calling:
+    """A ready event that calls a function when it is first asked, and then has passed."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._is_called = False
+
+    def query(self) -> bool:
+        if not self._is_called:
+            self._is_called = True
+            self._call()
+        return True
+
+    def synchronize(self) -> None:
+        raise AssertionError("the manager must not block on a ready event")
+
+
+def descriptors() -> Counter[str]:
+    """How many descriptors of each kind this process has."""
+    gc.collect()
+    found = Counter[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the directory itself
+            found[re.sub(r"\d+", "N", str(descriptor.readlink()))] += 1
+    return found
+
+
+PLACES = [("rows", "local"), ("release", "local"), ("release", "cma")]
+PLACES += [("chunk", "local"), ("chunk", "nixl"), ("release", "mooncake")]
+
+
+@pytest.mark.parametrize(("place", "engine"), PLACES)
+def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
+    """In the control thread (`release`, `rows`) and in the transfer thread (`chunk`)."""
+    if engine in ENGINES:
+        require_engine(*ENGINES[engine])
+    with cluster(Side(), Side(page=8), settings={"backend": engine}) as instances:
+        assert all(event.ok for event in instances.transfer(20))
+    before = descriptors()  # with those that an engine opens once for the process
+    with cluster(Side(), Side(page=8), settings={"backend": engine}) as instances:
+        ranks = {"release": instances.decode, "rows": instances.decode, "chunk": instances.prefill}[place]
+        manager, returned = ranks[0].manager, threading.Event()
+        threads = [manager._runtime.loop.thread, manager._runtime.worker.thread]
+
+        def close() -> None:
+            assert threading.current_thread() in threads
+            manager.close()
+            manager.close()
+            returned.set()
+
+        request = new_request_id()
+        rows = Calling(close) if place == "rows" else None
+        receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), ready=rows)
+        sender = instances.prefill[0].manager.sender(request, peer="decode-0")
+        sender.finish({"kv": Pages(np.arange(5))}, ready=Calling(close) if place == "chunk" else None)
+        if place == "release":
+            receiver.wait(timeout_s=DEADLINE_S)
+            held = receive(instances.decode[0], new_request_id(), PAGES, need=(0, 20))
+            until(lambda: held.session is not None)
+            held.session.lease.on_release(close)  # type: ignore[union-attr]
+            held.abort("the test ends it")
+        assert returned.wait(DEADLINE_S)
+        manager.close()
+        assert manager.health().problem == "the manager was closed"
+        assert not manager.backend.is_open  # type: ignore[attr-defined]
+        assert not any(thread.is_alive() for thread in threads)
+        with pytest.raises(LocalProtocolError, match="the manager has ended: the manager was closed"):
+            manager.add_peer("other", address="tcp://127.0.0.1:1")
+        for handle in (receiver, sender):
+            handle.wait(timeout_s=DEADLINE_S)
+        ranks.clear()
+    assert descriptors() == before
+
+
+def test_a_manager_that_closes_in_the_background_does_not_count_as_closed() -> None:
+    go_on = threading.Event()
+
+    class Slow(LocalBackend):
+        """An engine that takes long to close."""
+
+        def close(self) -> None:
+            assert go_on.wait(DEADLINE_S)
+            super().close()
+
+    with cluster(Side(), Side(page=8), settings={"backend": Slow}) as instances:
+        manager, returned, closed = instances.decode[0].manager, threading.Event(), threading.Event()
+
+        def close(_: float) -> None:
+            manager.close()
+            returned.set()
+
+        def wait_for_it() -> None:
+            manager.close()
+            closed.set()
+
+        manager._runtime.command(close)
+        assert returned.wait(DEADLINE_S)
+        assert manager.health().problem == "the manager is closing"
+        thread = threading.Thread(target=wait_for_it)
+        thread.start()
+        assert not closed.wait(0.2)
+        go_on.set()
+        thread.join(DEADLINE_S)
+        assert closed.is_set()
+        assert manager.health().problem == "the manager was closed"
+        assert not manager.backend.is_open  # type: ignore[attr-defined]
+        instances.decode.clear()

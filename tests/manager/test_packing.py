@@ -103,7 +103,7 @@ def test_rows_are_not_released_while_the_receiver_unpacks_into_them(monkeypatch:
     with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
         entered, go_on = threading.Event(), threading.Event()
         scatter = unpacking.scatter
-        scatter_thread = instances.decode[0].manager._runtime.worker._thread
+        scatter_thread = instances.decode[0].manager._runtime.worker.thread
 
         def slow(unpack: Unpack) -> None:
             if threading.current_thread() is scatter_thread:
