@@ -178,7 +178,10 @@ void bind_copies(nb::module_& m) {
 NB_MODULE(_native, m) {
     using namespace disagg::python;
     m.doc() = "Compiled core of disagg: functions on integer columns. They check the types of arguments, not their meaning.";
-    pthread_atfork(nullptr, nullptr, [] { disagg::recount_busy_threads(); });
+    pthread_atfork(nullptr, nullptr, [] {
+        disagg::recount_busy_threads();
+        nb::set_leak_warnings(false);  // the child keeps its parent's managers for ever, because their end is the parent's
+    });
 
     bind_group_runs<std::int64_t, std::int64_t>(m, kGroupRunsDoc);
     bind_group_runs<std::int32_t, std::int32_t>(m);

@@ -30,6 +30,7 @@ from disagg.requests import (
     check_kinds,
     check_needs,
     check_number,
+    check_process,
     check_ready,
     check_text,
     check_timeout,
@@ -61,6 +62,9 @@ class KVManager:
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
     this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`.
+    A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
+    Build managers after forking.
+
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, without authentication.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
@@ -157,6 +161,7 @@ class KVManager:
 
         Raises `PeerUnreachable` with the reason if that does not happen in time.
         """
+        check_process(self._runtime)
         check_text(name, "peer")
         runtime, longest_s = self._runtime, min(check_timeout(timeout_s), threading.TIMEOUT_MAX)
         with runtime.changed:
@@ -170,6 +175,7 @@ class KVManager:
 
         Raises `PeerUnreachable` if that rank is not connected.
         """
+        check_process(self._runtime)
         remote = self._runtime.handshake.rank(PeerRank(peer, rank))
         if remote is None:
             raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._runtime.peer_problem(peer)}")
@@ -258,12 +264,14 @@ class KVManager:
         """Every request that has ended since the last call. If there is none, this yields the GIL to the manager's threads if
         they have work, for up to 100 us.
         """
+        check_process(self._runtime)
         if not self._runtime.requests.num_events:
             _native.yield_gil()
         return self._runtime.requests.take_events()
 
     def fileno(self) -> int:
         """A descriptor that is readable while `events` has something to return."""
+        check_process(self._runtime)
         return self._runtime.requests.fileno()
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -283,6 +291,7 @@ class KVManager:
 
     def drain(self, *, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
+        check_process(self._runtime)
         deadline = time.monotonic() + check_timeout(timeout_s)
         self._draining = True
         for handle in self._runtime.requests.open_handles():
@@ -300,6 +309,7 @@ class KVManager:
 
     def interpose(self, wrap: Callable[[Channel], Wire]) -> None:
         """Put something between this manager and its control channel, as `disagg.testing.faults.mistreat` does; once."""
+        check_process(self._runtime)
         self._runtime.interpose(wrap)
 
     def _agreement(self, peer: str) -> Agreement:

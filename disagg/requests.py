@@ -56,6 +56,10 @@ class Control(Protocol):
     def problem(self) -> str:
         """Why the manager has ended; empty while it works."""
 
+    @property
+    def inherited(self) -> str:
+        """Why a forked child cannot use the manager; empty in the process that built it."""
+
     def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
 
@@ -83,6 +87,7 @@ class RequestHandle:
         """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads if they
         have work, for up to 100 us.
         """
+        check_process(self._control)
         if self._event is None:
             _native.yield_gil()
         return self._event
@@ -91,6 +96,7 @@ class RequestHandle:
         """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds, `LocalProtocolError` unless
         that is a finite number of at least 0, or `None` to wait without a limit.
         """
+        check_process(self._control)
         until = math.inf if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
         while (event := self._event) is None:
             if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
@@ -148,6 +154,7 @@ class Receiver(RequestHandle):
         that is not a text.
         """
         check_text(reason, "reason")
+        check_process(self._control)
 
         def abort(now: float) -> None:
             if self.session is not None:
@@ -170,6 +177,7 @@ class Sender(RequestHandle):
 
     def needed(self, component: str) -> TokenRange | None:
         """The tokens `[start, stop)` of `component` that the receivers need; `None` until all of them have reserved."""
+        check_process(self._control)
         return self.session.needed(component) if self.session is not None else None
 
     def send(
@@ -217,6 +225,7 @@ class Sender(RequestHandle):
     def abort(self, reason: str) -> None:
         """End the request towards every receiver. Raises `LocalProtocolError` for a reason that is not a text."""
         check_text(reason, "reason")
+        check_process(self._control)
 
         def abort(now: float) -> None:
             if self.session is not None:
@@ -241,8 +250,15 @@ class Sender(RequestHandle):
 # -- checks, in the server's thread --------------------------------------------------------------------------------------
 
 
+def check_process(control: Control) -> None:
+    """Raise `LocalProtocolError` in a forked child, where nothing of the manager works."""
+    if control.inherited:
+        raise LocalProtocolError(control.inherited)
+
+
 def check_alive(control: Control) -> None:
-    """Raise `LocalProtocolError` if the manager has ended."""
+    """Raise `LocalProtocolError` if the manager has ended, or in a forked child."""
+    check_process(control)
     if control.problem:
         raise LocalProtocolError(f"the manager has ended: {control.problem}")
 

@@ -1,33 +1,47 @@
-"""The end of a manager: once, from any thread."""
+"""The end of a manager: once, from any thread, and only in the process that built it."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import threading
 from collections.abc import Callable, Container
 
+_open: set[Lifetime] = set()
+
 
 class Lifetime:
-    """Calls `close` once. `threads` gives the manager's own threads, in which callbacks of the server run."""
+    """Calls `close` once. `threads` gives the manager's own threads, in which callbacks of the server run.
 
-    def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread | None]]) -> None:
+    `inherited` says why this process cannot use the manager: it is a forked child. It is empty elsewhere.
+    """
+
+    def __init__(self, close: Callable[[], None], *, threads: Callable[[], Container[threading.Thread]]) -> None:
         self._close = close
         self._threads = threads
         self._lock = threading.Lock()
         self._closer: threading.Thread | None = None
         self._over = threading.Event()
+        self._pid = os.getpid()
+        self.inherited = ""
+        _watch_forks()
+        _open.add(self)
 
     @property
     def problem(self) -> str:
         """Why the manager cannot be used; empty while it can."""
-        if self._over.is_set():
-            return "the manager was closed"
+        if self.inherited or self._over.is_set():
+            return self.inherited or "the manager was closed"
         return "the manager is closing" if self._closer is not None else ""
 
     def end(self) -> None:
-        """Close the manager, or wait for the thread that does.
+        """Close the manager, or wait for the thread that does. Does nothing in a forked child.
 
         One of the manager's own threads cannot wait for its own end: then another thread closes, and this returns at once.
         """
+        if self.inherited:
+            return
         current = threading.current_thread()
         is_own = current in self._threads()
         with self._lock:
@@ -43,8 +57,29 @@ class Lifetime:
         elif not is_own:
             self._over.wait()
 
+    def forget(self) -> None:
+        """The engine is closed, so a child that is forked from now on has nothing to leave alone."""
+        _open.discard(self)
+
+    def inherit(self) -> None:
+        """In a forked child: the threads are gone, and locks may be held for ever. Nothing of the manager may be used, or be
+        finalized, which would tell the peers or the devices of the parent's engine that it has ended. So it is never freed.
+        """
+        self.inherited = f"process {self._pid} has built this manager; a forked child cannot use it, and builds its own"
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
     def _run(self) -> None:
         try:
             self._close()
         finally:
             self._over.set()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_inherit_all)
+
+
+def _inherit_all() -> None:
+    while _open:
+        _open.pop().inherit()

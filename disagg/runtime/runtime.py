@@ -75,8 +75,9 @@ class Runtime:
         self.changed = threading.Condition()
         self.allowed_keys = {settings.keys.public} if settings.keys is not None else set()
         self._interposed = False
-        self.lifetime = Lifetime(self._close, threads=lambda: (self.loop.thread, self.worker.thread, self.verification.thread))
         with contextlib.ExitStack() as opened:
+            self.lifetime = Lifetime(self._close, threads=self._threads)
+            opened.callback(self.lifetime.forget)
             name = f"{settings.name}/{settings.topology.rank}"
             self.requests = RequestTable(name=name, local=self.local, group_rank=settings.topology.group_rank)
             opened.callback(self.requests.close)
@@ -237,6 +238,10 @@ class Runtime:
         """Say goodbye, end what is under way, stop the threads and the engine. A second call waits for the first."""
         self.lifetime.end()
 
+    def _threads(self) -> tuple[threading.Thread, ...]:
+        """Those that call the server."""
+        return self.loop.thread, self.worker.thread, self.verification.thread
+
     def _close(self) -> None:
         self.loop.stop("the manager was closed")
         self.connections.join(JOIN_TIMEOUT_S)
@@ -264,7 +269,12 @@ class Runtime:
     @property
     def problem(self) -> str:
         """Why the manager has ended; empty while it works."""
-        return self.loop.problem or self.lifetime.problem
+        return self.lifetime.inherited or self.loop.problem or self.lifetime.problem
+
+    @property
+    def inherited(self) -> str:
+        """Why a forked child cannot use the manager; empty in the process that built it."""
+        return self.lifetime.inherited
 
     def is_ready(self, name: str) -> bool:
         """Whether every rank of a peer instance is connected."""

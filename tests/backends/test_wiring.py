@@ -106,7 +106,7 @@ def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.M
 
 
 def test_waiting_threads_wake_when_copying_begins_and_when_it_ends() -> None:
-    handle = RequestHandle(cast("Any", SimpleNamespace(spin_s=1e-3)), RequestKey(b"0" * 16, 0), "prefill", None)
+    handle = RequestHandle(cast("Any", SimpleNamespace(spin_s=1e-3, inherited="")), RequestKey(b"0" * 16, 0), "prefill", None)
     ended: list[Event] = []
     threads = [threading.Thread(target=lambda: ended.append(handle.wait(timeout_s=DEADLINE_S))) for _ in range(3)]
     for thread in threads:
