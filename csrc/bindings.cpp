@@ -178,10 +178,9 @@ void bind_copies(nb::module_& m) {
 NB_MODULE(_native, m) {
     using namespace disagg::python;
     m.doc() = "Compiled core of disagg: functions on integer columns. They check the types of arguments, not their meaning.";
-    pthread_atfork(nullptr, nullptr, [] {
-        disagg::recount_busy_threads();
-        nb::set_leak_warnings(false);  // the child keeps its parent's managers for ever, because their end is the parent's
-    });
+    pthread_atfork(nullptr, nullptr, [] { disagg::recount_busy_threads(); });
+    // Objects may be left at the end: a daemon thread of the server holds a handle, a forked child holds its parent's managers.
+    nb::set_leak_warnings(false);
 
     bind_group_runs<std::int64_t, std::int64_t>(m, kGroupRunsDoc);
     bind_group_runs<std::int32_t, std::int32_t>(m);

@@ -1,13 +1,19 @@
-"""The end of a manager: once, from any thread, and only in the process that built it."""
+"""The end of a manager: once, from any thread, at the latest with the interpreter, and only in the process that built it."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Container
 
+logger = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 30.0
+"""How long the end of the interpreter waits for the managers that are still open."""
 _open: set[Lifetime] = set()
 
 
@@ -25,7 +31,7 @@ class Lifetime:
         self._over = threading.Event()
         self._pid = os.getpid()
         self.inherited = ""
-        _watch_forks()
+        _watch_process()
         _open.add(self)
 
     @property
@@ -76,10 +82,34 @@ class Lifetime:
 
 
 @functools.cache
-def _watch_forks() -> None:
+def _watch_process() -> None:
     os.register_at_fork(after_in_child=_inherit_all)
+    atexit.register(_end_all)
 
 
 def _inherit_all() -> None:
     while _open:
         _open.pop().inherit()
+
+
+def _end_all() -> None:
+    """At exit: the threads would run into an interpreter that is being torn down."""
+    if not _open:
+        return
+    thread = threading.Thread(target=_end_each, name="disagg-exit", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts no thread any more at this point
+        _end_each()
+        return
+    thread.join(EXIT_TIMEOUT_S)
+    if thread.is_alive():
+        logger.error("the managers could not be closed within %s s of the interpreter's end", EXIT_TIMEOUT_S)
+
+
+def _end_each() -> None:
+    for lifetime in tuple(_open):
+        try:
+            lifetime.end()
+        except Exception:
+            logger.exception("a manager could not be closed at the interpreter's end")
