@@ -40,7 +40,8 @@ from disagg.runtime.accounting import Session, Stats
 from disagg.runtime.channel import Channel, Wire
 from disagg.runtime.health import Health, health_of, snapshot_of
 from disagg.runtime.keys import KeyPair, check_key
-from disagg.runtime.metrics import Metrics, MetricsServer
+from disagg.runtime.metrics import Metrics
+from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class KVManager:
     A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
     Build managers after forking.
 
-    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, without authentication.
+    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, and the health at `/healthz` there,
+    without authentication.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
@@ -324,7 +326,7 @@ class KVManager:
 
     def _serve_metrics(self, host: str, port: int) -> str:
         metrics = self._runtime.requests.metrics = Metrics(lambda: snapshot_of(self._runtime))
-        server = MetricsServer(metrics, host=host, port=port)
+        server = MetricsServer(metrics.registry, lambda: self._runtime.problem, host=host, port=port)
         self._runtime.add_on_close(server.close)
         return server.url
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one manager: a registry of its own, and an HTTP server for it.
+"""Prometheus metrics of one manager, in a registry of its own.
 
 Requests are counted as they end; everything else is read at each scrape. Labels are names of configured peers or enumeration
 values, never text from a peer.
@@ -6,15 +6,12 @@ values, never text from a peer.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from disagg.core.errors import ConfigError
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
@@ -137,29 +134,3 @@ class Metrics:
         number.inc()
         seconds.observe(ended.seconds)
         rest.inc(1 if ended.cause else ended.nbytes)
-
-
-class MetricsServer:
-    """Serves a registry at `http://host:port/metrics` without authentication. Port 0 means any free port.
-
-    Raises `ConfigError` if the address cannot be bound.
-    """
-
-    def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"metrics: cannot listen at {host!r}, port {port}: {error}") from error
-        bound = f"[{host}]" if ":" in host else host
-        self.url = f"http://{bound}:{self._server.server_port}/metrics"
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
-
-    def close(self) -> None:
-        """Stop serving; a second call does nothing."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

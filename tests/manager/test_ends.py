@@ -11,7 +11,7 @@ import pytest
 from disagg import KVManager, LocalProtocolError, ModelId, Topology, new_request_id
 from disagg.core.leases import LeaseState
 from disagg.protocol.types import ReleaseLease
-from disagg.runtime.metrics import MetricsServer
+from disagg.runtime.metrics_server import MetricsServer
 from disagg.state import paged
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
