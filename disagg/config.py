@@ -22,7 +22,7 @@ from disagg.protocol.messages import Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair
-from disagg.settings import expected_of, meaning, settings, sources, value_of
+from disagg.settings import expected_of, meaning, settings, sources, unknown_key, value_of
 
 Transport = Literal["auto", "rdma", "tcp", "shm"]
 
@@ -99,17 +99,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         **keywords: Any,
     ) -> Self:
         """Load settings from a TOML file, `environ` (such as `os.environ`), `texts` (such as a command line), and keywords; a
-        later source overrides an earlier one. Empty variables are ignored. Raises `ConfigError`.
+        later source overrides an earlier one. Empty variables are ignored, and those that Kubernetes sets for a Service called
+        `disagg` or `disagg-...`, with a warning. Raises `ConfigError`.
 
             >>> Config.load(environ={"DISAGG_TRANSPORT": "tcp", "DISAGG_PACK_BELOW": "4096"}, name="decode-0").pack_below
             4096
         """
         known = {setting.key: setting for setting in settings(cls)}
         found: dict[str, Any] = {}
-        for source in sources(file, environ or {}, texts or {}, keywords):
+        for source in sources(file, environ or {}, texts or {}, keywords, known=known):
             for key, value in source.values.items():
                 if key not in known:
-                    raise ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({source.named(key)})")
+                    raise unknown_key(key, source.named(key), known)
                 found[known[key].field] = value_of(known[key], value, source.named(key), text=source.text)
         for setting in known.values():
             if setting.required and setting.field not in found:

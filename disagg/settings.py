@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
+import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,9 +16,15 @@ import msgspec
 
 from disagg.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "DISAGG_"
 OTHER_VARIABLES = ("DISAGG_NVLINK_BLOCKS",)
 """Variables with the prefix that are not settings of a rank: an engine reads them itself."""
+_KUBERNETES = re.compile(
+    PREFIX + r"(?:\w+?_)??(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)", re.ASCII
+)
+"""What Kubernetes sets in every pod for a Service `disagg` or `disagg-...`. `..._PORT` has a value such as `tcp://host:port`."""
 
 
 def meaning(text: str, **extra: Any) -> msgspec.Meta:
@@ -111,18 +120,39 @@ def sources(
     environ: Mapping[str, str],
     texts: Mapping[str, str | Sequence[str]],
     keywords: Mapping[str, Any],
+    *,
+    known: Collection[str],
 ) -> tuple[_Source, ...]:
-    ours = {
-        name.removeprefix(PREFIX).lower(): value
-        for name, value in environ.items()
-        if name.startswith(PREFIX) and name not in OTHER_VARIABLES and value
+    """Where settings come from, in ascending priority. `known` are the keys of the settings."""
+    given = {
+        name: value for name, value in environ.items() if name.startswith(PREFIX) and name not in OTHER_VARIABLES and value
     }
+    foreign = [name for name, value in given.items() if _is_of_kubernetes(name, value, known)]
+    if foreign:
+        logger.warning("config: ignored what Kubernetes sets for a Service: %s", ", ".join(sorted(foreign)))
+    ours = {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if name not in foreign}
     return (
         _Source(f"file {file}", {} if file is None else _read(Path(file))),
         _Source(f"environment variable {PREFIX}", ours, text=True),
         _Source("command line", texts, text=True),
         _Source("keyword", keywords),
     )
+
+
+def _is_of_kubernetes(name: str, value: str, known: Collection[str]) -> bool:
+    found = _KUBERNETES.fullmatch(name)
+    if found is None:
+        return False
+    if found[1] == "PORT":  # a setting may end like this, such as `metrics_port`
+        return re.match("(tcp|udp|sctp)://", value) is not None
+    return name.removeprefix(PREFIX).lower() not in known
+
+
+def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
+    """The error for a key that no setting has, with those that are spelled similarly."""
+    near = difflib.get_close_matches(key, known)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){hint}")
 
 
 def _read(path: Path) -> dict[str, Any]:

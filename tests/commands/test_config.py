@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,47 @@ SAME = Config(
 def test_keywords_files_and_environment_are_equivalent(tmp_path: Path) -> None:
     (tmp_path / "rank.toml").write_text(FILE)
     assert Config.load(file=tmp_path / "rank.toml") == Config.load(environ=ENVIRON) == SAME
+
+
+SERVICE = {
+    "DISAGG_DECODE_SERVICE_HOST": "10.0.0.11",
+    "DISAGG_DECODE_SERVICE_PORT": "5555",
+    "DISAGG_DECODE_SERVICE_PORT_HTTP": "5555",
+    "DISAGG_DECODE_PORT": "tcp://10.0.0.11:5555",
+    "DISAGG_DECODE_PORT_5555_TCP": "tcp://10.0.0.11:5555",
+    "DISAGG_DECODE_PORT_5555_TCP_PROTO": "tcp",
+    "DISAGG_DECODE_PORT_5555_TCP_PORT": "5555",
+    "DISAGG_DECODE_PORT_5555_TCP_ADDR": "10.0.0.11",
+    "DISAGG_DECODE_PORT_53_UDP": "udp://[fd00::1]:53",
+    "DISAGG_SERVICE_HOST": "10.0.0.11",  # of a Service `disagg`
+    "DISAGG_PORT": "tcp://10.0.0.11:5555",
+    "DISAGG_METRICS_PORT": "tcp://10.0.0.11:9090",  # of a Service `disagg-metrics`
+}
+
+
+def test_variables_of_a_kubernetes_service_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert Config.load(environ={**ENVIRON, **SERVICE}) == SAME
+    (record,) = caplog.records
+    assert record.getMessage().endswith(": " + ", ".join(sorted(SERVICE)))
+    caplog.clear()
+    assert Config.load(environ={**ENVIRON, "DISAGG_METRICS_PORT": "9090"}).metrics_port == 9090
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("DISAGG_TRANSPROT", "did you mean 'transport'?"),
+        ("DISAGG_METRIC_PORT", "did you mean 'metrics_port'"),
+        ("DISAGG_DECODE_PORT", "found 'decode_port'"),
+        ("DISAGG_PORT_X_TCP", "found 'port_x_tcp'"),
+        ("DISAGG_SERVICE", "found 'service'"),
+        ("DISAGG_COLOUR", "found 'colour' (environment variable DISAGG_COLOUR)"),
+    ],
+)
+def test_other_unknown_variables_are_refused_with_similar_names(variable: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        Config.load(environ={**ENVIRON, **SERVICE, variable: "5555"})
 
 
 def test_keywords_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
