@@ -16,6 +16,7 @@ from disagg.core.topology import Topology
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, positions_to_intervals, split
 from disagg.layout.placement import Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
 from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
+from disagg.state.overlap import first_overlap, overlaps_itself
 
 Rule = Callable[[Topology], Owned]
 """A function that gives the positions of an axis that a rank owns."""
@@ -271,16 +272,15 @@ def _axes(role: Role, row_axis: str, what: str) -> tuple[str, ...]:
 
 def _check_apart(given: Sequence[tuple[str, Mapping[int, RawTensor]]], what: str) -> None:
     """Check that positions of a tensor have separate memory, and so do the tensors of all roles and layers."""
-    places: dict[tuple[int, tuple[int, ...]], str] = {}
-    for role, tensors in given:
-        for layer, tensor in tensors.items():
-            where = f"tensor {role!r} of layer {layer}"
-            if any(stride == 0 and size > 1 for stride, size in zip(tensor.strides, tensor.shape, strict=True)):
-                found = f"strides {tensor.strides} of shape {tensor.shape}"
-                raise ConfigError(f"{what}, {where}: expected separate memory for every position, found {found}")
-            same = places.setdefault((tensor.pointer, tensor.strides), where)
-            if same != where:
-                raise ConfigError(f"{what}, {where}: expected separate memory, found that of {same}")
+    named = [(f"tensor {role!r} of layer {layer}", tensor) for role, tensors in given for layer, tensor in tensors.items()]
+    for where, tensor in named:
+        if overlaps_itself(tensor):
+            found = f"strides {tensor.strides} of shape {tensor.shape}"
+            raise ConfigError(f"{what}, {where}: expected separate memory for every position, found {found}")
+    overlap = first_overlap([tensor for _, tensor in named])
+    if overlap is not None:
+        other, where = (named[index][0] for index in overlap)
+        raise ConfigError(f"{what}, {where}: expected separate memory, found that of {other}, or a part of it")
 
 
 def _place(
