@@ -10,6 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
+from disagg.arguments import (
+    check_deadline,
+    check_kinds,
+    check_needs,
+    check_number,
+    check_ready,
+    check_text,
+    check_timeout,
+    request_key,
+)
 from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
 from disagg.core import _native
 from disagg.core.address import is_loopback, is_wildcard, parse_address
@@ -22,20 +32,7 @@ from disagg.layout.placement import Component
 from disagg.protocol.messages import TokenRange, Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, PeerRank
-from disagg.requests import (
-    Receiver,
-    Sender,
-    check_alive,
-    check_deadline,
-    check_kinds,
-    check_needs,
-    check_number,
-    check_process,
-    check_ready,
-    check_text,
-    check_timeout,
-    request_key,
-)
+from disagg.requests import Receiver, Sender, check_alive, check_process
 from disagg.runtime.accounting import Session, Stats
 from disagg.runtime.channel import Channel, Wire
 from disagg.runtime.health import Health, health_of, snapshot_of

@@ -1,25 +1,22 @@
-"""The handles of requests: what `KVManager.receiver` and `KVManager.sender` return. They check what the server passes, in the
-server's thread, and post commands to the control thread.
+"""The handles of requests: what `KVManager.receiver` and `KVManager.sender` return. They check what the server passes, and post
+commands to the control thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import numbers
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from disagg.arguments import check_kinds, check_layers, check_payload, check_ready, check_text, check_timeout
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_range
+from disagg.core.rows import Rows, TokenRange, token_range
 from disagg.layout.agreement import LocalRank
-from disagg.layout.binding import check_rows
-from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
@@ -207,7 +204,7 @@ class Sender(RequestHandle):
 
         Raises `LocalProtocolError` the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
         """
-        _check_payload(payload)
+        check_payload(payload)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: finish() was already called")
         chunk = self._chunk(rows, None, None, ready) if rows else None
@@ -244,10 +241,7 @@ class Sender(RequestHandle):
         chosen = None if tokens is None else token_range(tokens)
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
-        return Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else _layer_ids(layers), ready)
-
-
-# -- checks, in the server's thread --------------------------------------------------------------------------------------
+        return Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else check_layers(layers), ready)
 
 
 def check_process(control: Control) -> None:
@@ -261,126 +255,3 @@ def check_alive(control: Control) -> None:
     check_process(control)
     if control.problem:
         raise LocalProtocolError(f"the manager has ended: {control.problem}")
-
-
-def request_key(request_id: bytes, attempt: int) -> RequestKey:
-    """The key of one attempt. Raises `LocalProtocolError` unless the id is `bytes` of length 16 and the attempt is from 0 to
-    2**31 - 1.
-    """
-    if type(request_id) is not bytes or len(request_id) != 16:
-        raise LocalProtocolError(f"request id: expected 16 bytes (new_request_id()), found {request_id!r}")
-    return RequestKey(request_id, check_number(attempt, "attempt", 2**31))
-
-
-def check_number(given: int, what: str, stop: int) -> int:
-    """An integer of any kind as Python's own. Raises `LocalProtocolError` unless it is at least 0 and below `stop`."""
-    try:
-        number = -1 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        number = -1
-    if not 0 <= number < stop:
-        raise LocalProtocolError(f"{what}: expected 0 to {stop - 1}, found {given!r}")
-    return number
-
-
-def check_deadline(given: float) -> float:
-    """A deadline in seconds from now. Raises `LocalProtocolError` unless it is a finite number above 0."""
-    seconds = _finite(given)
-    if seconds is None or seconds <= 0:
-        raise LocalProtocolError(f"deadline_s: expected a finite number of seconds above 0, found {given!r}")
-    return seconds
-
-
-def check_timeout(given: float) -> float:
-    """A timeout in seconds. Raises `LocalProtocolError` unless it is a finite number of at least 0."""
-    seconds = _finite(given)
-    if seconds is None or seconds < 0:
-        raise LocalProtocolError(f"timeout_s: expected a finite number of seconds of at least 0, found {given!r}")
-    return seconds
-
-
-def _finite(given: object) -> float | None:
-    """A finite real number of any kind as Python's own; `None` for everything else."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        return None
-    try:
-        number = float(given)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def check_text(given: object, what: str) -> None:
-    """Raise `LocalProtocolError` unless it is a `str`."""
-    if not isinstance(given, str):
-        raise LocalProtocolError(f"{what}: expected a str, found {given!r}")
-
-
-def check_ready(ready: object) -> None:
-    """Raise `LocalProtocolError` unless it is `None` or an event with a method `query`."""
-    if ready is not None and not callable(getattr(ready, "query", None)):
-        raise LocalProtocolError(f"ready: expected None or an event with query(), found {ready!r}")
-
-
-def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
-    """Raise `LocalProtocolError` unless `rows` is a mapping, and all rows are of declared components and of their kind."""
-    if not isinstance(rows, Mapping):
-        raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
-    for name, given in rows.items():
-        layouts = local.table.components.get(name)
-        if layouts is None:
-            known = ", ".join(sorted(local.table.components))
-            raise LocalProtocolError(f"rows: no component {name!r} was declared; there are {known}")
-        kind = next(layout.rows for layout in layouts if layout is not None)
-        expected = Pages if kind == "pages" else Slot
-        if not isinstance(given, expected):
-            raise LocalProtocolError(f"rows of {name!r}: expected {expected.__name__}, found {type(given).__name__}")
-        if isinstance(given, Pages) and given.first_token > MAX_TOKEN:
-            raise LocalProtocolError(f"rows of {name!r}: expected a first token of 0 to 2**40, found {given.first_token}")
-
-
-def check_needs(
-    local: LocalRank, group_rank: int, agreed: Iterable[str], rows: Mapping[str, Rows], need: Mapping[str, TokenRange]
-) -> dict[str, TokenRange]:
-    """The tokens that this rank needs of each `agreed` component that it holds, checked against `rows`.
-
-    Raises `LocalProtocolError` for ranges or rows that are missing or malformed, `LayoutError` for rows that do not fit.
-    """
-    if not isinstance(need, Mapping):
-        raise LocalProtocolError(f"need: expected a mapping from components to tokens, found {type(need).__name__}")
-    unknown = sorted(need.keys() - local.table.components.keys())
-    if unknown:
-        raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
-    held = local.table.ranks[group_rank].by_name
-    needed: dict[str, TokenRange] = {}
-    for name in agreed:
-        layout, placement = held.get(name), local.placements.get(name)
-        if layout is None or placement is None:
-            continue
-        tokens = (0, 1) if layout.rows == "slot" else token_range(need.get(name))
-        if tokens is None:
-            found = need.get(name)
-            raise LocalProtocolError(f"need of {name!r}: expected integers 0 <= start <= stop <= 2**40, found {found}")
-        needed[name] = tokens
-        if tokens[0] == tokens[1]:
-            continue
-        if name not in rows:
-            raise LocalProtocolError(f"rows: component {name!r} is needed, but no rows are given for it")
-        check_rows(layout, placement, rows[name], tokens)
-    return needed
-
-
-def _layer_ids(layers: Sequence[int]) -> tuple[int, ...]:
-    try:
-        chosen = tuple(operator.index(layer) for layer in layers)
-    except TypeError as error:
-        raise LocalProtocolError(f"layers: expected layer ids, found {layers!r}") from error
-    if any(not 0 <= layer < 2**31 for layer in chosen):
-        raise LocalProtocolError(f"layers: expected ids of 0 to 2**31 - 1, found {list(chosen)}")
-    return chosen
-
-
-def _check_payload(payload: object) -> None:
-    if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
-        found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
-        raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")
