@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 PROTOCOL_PAGES = Pages(np.arange(4, dtype=np.int32))
 here, there = Sessions(), Sessions()
+AT_ONCE = 8
+"""Requests under way at a time; each has pages of its own."""
 SIZES = {"small": 2, "large": 512}
 """Pages of a request: 16 KiB each on every rank."""
 
@@ -69,14 +71,15 @@ class Pair:
     pools: list[Any]
 
     def run(self, requests: int) -> float:
-        """CPU seconds of `requests` requests, eight at a time."""
+        """CPU seconds of `requests` requests, `AT_ONCE` at a time."""
         logging.getLogger("disagg.requests").setLevel(self.log)
-        rows = {"kv": Pages(np.random.default_rng(1).permutation(self.num_pages).astype(np.int32))}
+        ids = np.random.default_rng(1).permutation(AT_ONCE * self.num_pages).astype(np.int32)
+        shares = [{"kv": Pages(part)} for part in np.split(ids, AT_ONCE)]
         tokens = self.num_pages * PAGE
         began = time.process_time()
-        for _ in range(0, requests, 8):
+        for _ in range(0, requests, AT_ONCE):
             handles: list[Receiver | Sender] = []
-            for _ in range(8):
+            for rows in shares:
                 request = new_request_id()
                 handles.append(self.decode.receiver(request, peer="prefill", rows=rows, need={"kv": (0, tokens)}))
                 sender = self.prefill.sender(request, peer="decode")
@@ -95,7 +98,7 @@ def make(stack: ExitStack, settings: dict[str, Any], num_pages: int) -> Pair:
     more = {name: value for name, value in settings.items() if name != "log"}
     managers, pools = {}, []
     for name in ("prefill", "decode"):
-        tensors = {layer: tuple(np.ones((num_pages, PAGE, 2, 64), np.uint16) for _ in "kv") for layer in range(2)}
+        tensors = {layer: tuple(np.ones((AT_ONCE * num_pages, PAGE, 2, 64), np.uint16) for _ in "kv") for layer in range(2)}
         pools.append(tensors)
         kv = paged.gqa(tensors, axes="page token kv_head dim", num_kv_heads=2, topology=Topology())
         managers[name] = stack.enter_context(

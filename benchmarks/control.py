@@ -228,15 +228,16 @@ class Prefill:
         alone, busy = [], []
         for _ in range(rounds):
             alone.append(_loop(lambda: False, 0.3))
-            senders = self.reserved(requests, [order[::-1].tolist()], NUM_PAGES * PAGE)
-            for sender in senders:
-                sender.finish({"kv": Pages(order)})
+            shares = np.split(order, requests)
+            senders = self.reserved(requests, [share[::-1].tolist() for share in shares], NUM_PAGES // requests * PAGE)
+            for sender, share in zip(senders, shares, strict=True):
+                sender.finish({"kv": Pages(share)})
             busy.append(_loop(lambda: all(sender.poll() for sender in senders), 30.0))  # noqa: B023
             self.end(senders)
         (rate, on_core), (rate_busy, on_core_busy) = (np.median(found, axis=0).tolist() for found in (alone, busy))
         return {
             "requests": requests,
-            "bytes": requests * NUM_PAGES * PAGE * HEADS * DIM * 4,
+            "bytes": NUM_PAGES * PAGE * HEADS * DIM * 4,
             "pieces_of": PAGE * HEADS * DIM * 2,
             "iterations_per_s": rate,
             "iterations_per_s_meanwhile": rate_busy,

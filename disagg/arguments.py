@@ -6,6 +6,10 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from disagg.core.errors import LocalProtocolError
 from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_range
@@ -13,6 +17,9 @@ from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import check_rows
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 from disagg.protocol.types import RequestKey
+
+Ids = npt.NDArray[np.integer[Any]]
+"""Ids of rows."""
 
 
 def request_key(request_id: bytes, attempt: int) -> RequestKey:
@@ -93,8 +100,9 @@ def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
 
 def check_needs(
     local: LocalRank, group_rank: int, agreed: Iterable[str], rows: Mapping[str, Rows], need: Mapping[str, TokenRange]
-) -> dict[str, TokenRange]:
-    """The tokens that this rank needs of each `agreed` component that it holds, checked against `rows`.
+) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
+    """The tokens that this rank needs of each `agreed` component that it holds, checked against `rows`, and the ids of the rows
+    that they go to.
 
     Raises `LocalProtocolError` for ranges or rows that are missing or malformed, `LayoutError` for rows that do not fit.
     """
@@ -105,6 +113,7 @@ def check_needs(
         raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
     held = local.table.ranks[group_rank].by_name
     needed: dict[str, TokenRange] = {}
+    ids: dict[str, Ids] = {}
     for name in agreed:
         layout, placement = held.get(name), local.placements.get(name)
         if layout is None or placement is None:
@@ -118,8 +127,8 @@ def check_needs(
             continue
         if name not in rows:
             raise LocalProtocolError(f"rows: component {name!r} is needed, but no rows are given for it")
-        check_rows(layout, placement, rows[name], tokens)
-    return needed
+        ids[name] = check_rows(layout, placement, rows[name], tokens)
+    return needed, ids
 
 
 def check_layers(layers: Sequence[int]) -> tuple[int, ...]:

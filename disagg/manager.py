@@ -199,8 +199,8 @@ class KVManager:
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
         Nothing is reserved before `ready` has passed. Raises `PeerUnreachable` if the peer is not ready, `LayoutError` for rows
-        that cannot hold what is needed, `LocalProtocolError` for an argument of another kind, and for an attempt that was used
-        before.
+        that cannot hold what is needed, `LocalProtocolError` for an argument of another kind, for an attempt that was used
+        before, and for rows that another receive needs and whose lease is not released.
         """
         runtime, agreement = self._runtime, self._agreement(peer)
         deadline_s = check_deadline(deadline_s)
@@ -208,8 +208,8 @@ class KVManager:
         group = check_number(group, f"group of peer {peer!r}", agreement.num_groups)
         check_kinds(runtime.local, rows)
         agreed = agreement.incoming.components
-        needed = check_needs(runtime.local, self.topology.group_rank, agreed, rows, {} if need is None else need)
-        receiver = Receiver(runtime, request_key(request_id, attempt), peer, tag, needed)
+        needed, ids = check_needs(runtime.local, self.topology.group_rank, agreed, rows, {} if need is None else need)
+        receiver = Receiver(runtime, request_key(request_id, attempt), peer, tag, need=needed, ids=ids)
         expected, rows = agreement.expected(runtime.local, group, needed), dict(rows)
 
         def open_session(now: float) -> Session:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from disagg.arguments import check_kinds, check_layers, check_payload, check_ready, check_text, check_timeout
+from disagg.arguments import Ids, check_kinds, check_layers, check_payload, check_ready, check_text, check_timeout
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
@@ -64,6 +64,8 @@ class Control(Protocol):
 class RequestHandle:
     """One request. Thread-safe."""
 
+    session: ReceiveSession | SendSession | None = None
+
     def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
         self._control = control
         self._spin_s = control.spin_s
@@ -79,6 +81,12 @@ class RequestHandle:
     @property
     def request_id(self) -> bytes:
         return self.key.request_id
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing touches its rows any more."""
+        holder = self._event or self.session
+        return holder is not None and holder.lease.released
 
     def poll(self) -> Event | None:
         """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads if they
@@ -142,9 +150,13 @@ class Receiver(RequestHandle):
     direction = "receive"
     session: ReceiveSession | None = None
 
-    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any, need: Mapping[str, TokenRange]) -> None:
+    def __init__(
+        self, control: Control, key: RequestKey, peer: str, tag: Any, *, need: Mapping[str, TokenRange], ids: Mapping[str, Ids]
+    ) -> None:
         super().__init__(control, key, peer, tag)
         self.need = need
+        self.ids = ids
+        """The rows that are needed, by component."""
 
     def abort(self, reason: str) -> None:
         """End the request. The rows stay leased until every writer is proved quiet. Raises `LocalProtocolError` for a reason

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.core import _native
 from disagg.core.copies import Columns, CopyBatch
@@ -199,15 +201,18 @@ def _no_place(rows: Rows, space: RowSpace, fault: _native.Fault, name: str, side
     )
 
 
-def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]) -> None:
-    """Check that `rows` have a separate place for every needed token that this rank owns.
+def check_rows(
+    layout: ComponentLayout, placement: Placement, rows: Rows, need: tuple[int, int]
+) -> npt.NDArray[np.integer[Any]]:
+    """Check that `rows` have a separate place for every needed token that this rank owns. Returns the ids of those that have
+    one, some perhaps more than once.
 
     Raises `LayoutError`, with the first token without a page inside the pool, or a page that would be written twice.
     """
     space, name = row_space(layout, placement), layout.name
     if space.tokens is None:
-        _slot(rows, space, name, "destination")
-        return
+        return np.array([_slot(rows, space, name, "destination")])
+    ids = [np.zeros(0, np.int64)]
     for granule in {tensor.token.granule for tensor in layout.tensors if tensor.token}:
         _check_range(need, name)
         pages = _pages(rows, space, granule, need[1], name, "destination")
@@ -223,3 +228,5 @@ def check_rows(layout: ComponentLayout, placement: Placement, rows: Rows, need: 
             raise LayoutError(
                 f"component {name!r}, destination: page {page} is listed twice for needed tokens, so it would be written twice"
             )
+        ids.append(runs[:, 0])
+    return np.concatenate(ids)

@@ -17,6 +17,7 @@ from disagg.layout.agreement import LocalRank
 from disagg.protocol.types import Event, RequestKey
 from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
+from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
 
 Place = tuple[str, str, RequestKey]
@@ -26,10 +27,11 @@ Place = tuple[str, str, RequestKey]
 @dataclass
 class Request:
     """One request. `handle` is the server's; `session` is its protocol session once it was opened; `ended` is set once the
-    server has its event, and the record stays until the lease is released.
+    server has its event, and the record stays until the lease is released. `held` is the number of its rows.
     """
 
     handle: Receiver | Sender
+    held: int = 0
     session: Session | None = None
     work: Work | None = None
     ended: bool = False
@@ -48,6 +50,7 @@ class RequestTable:
         held = local.table.ranks[group_rank].by_name
         self._sizes = {component: HeldSize(layout) for component, layout in held.items()}
         self._requests: dict[Place, Request] = {}
+        self._held_rows = HeldRows(local.placements)
         self._events: deque[Event] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.metrics: Metrics | None = None
@@ -55,12 +58,18 @@ class RequestTable:
     # -- the server's threads ----------------------------------------------------------------------------------------
 
     def add(self, handle: Receiver | Sender) -> None:
-        """Register a request. Raises `LocalProtocolError` if the same attempt is under way."""
+        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, or another receive holds a row."""
         request = Request(handle)
         known = self._requests.setdefault(_place(handle), request)
         if known is not request:
             state = "was already used" if known.ended else "is under way"
             raise LocalProtocolError(f"request {handle.key}: this attempt {state}; use a new attempt number")
+        if isinstance(handle, Receiver):
+            try:
+                request.held = self._held_rows.take(handle)
+            except BaseException:
+                self._drop(_place(handle))
+                raise
 
     def fileno(self) -> int:
         return self._event_fd
@@ -128,7 +137,7 @@ class RequestTable:
                     ended.append(request.handle)
                     self._events.append(event)
                     if request.session is None or event.lease.released:
-                        self._requests.pop(place, None)
+                        self._drop(place)
         finally:
             if ended:
                 if self._event_fd >= 0:
@@ -175,7 +184,12 @@ class RequestTable:
     def _on_release(self, place: Place) -> None:
         request = self._requests.get(place)
         if request is not None and request.ended:
-            self._requests.pop(place, None)
+            self._drop(place)
+
+    def _drop(self, place: Place) -> None:
+        request = self._requests.pop(place, None)
+        if request is not None:
+            self._held_rows.forget(request.held)
 
     # -- accounting --------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from disagg.protocol.types import Limits
 from disagg.runtime import early_completion
 from disagg.runtime.channel import Channel
 from disagg.testing.faults import MessageFaults, mistreat
+from disagg.testing.reference import PageList
 from disagg.transfer import active_job
 from disagg.transfer.pool_memory import PoolMemory
 from tests.manager.test_peers import until
@@ -220,7 +221,9 @@ def test_a_completion_is_reported_before_the_control_thread_sleeps(
 
         monkeypatch.setattr(sink.manager._runtime.requests, "end", busy)
         requests = [new_request_id() for _ in range(2)]
-        receivers = [receive(sink, request, made.pages(sink, 29), need=(0, 29)) for request in requests]
+        ids = made.pages(sink, 64).ids
+        pages = [PageList(ids[: len(ids) // 2]), PageList(ids[len(ids) // 2 :])]
+        receivers = [receive(sink, request, each, need=(0, 29)) for request, each in zip(requests, pages, strict=True)]
         senders = [send(source, request, made.pages(source, 29), 29) for request in requests]
         until(lambda: sum(isinstance(report, EarlyComplete) for report in reports) == 2)
         first.set()

@@ -59,8 +59,8 @@ def test_an_ended_attempt_cannot_be_used_again_while_its_rows_are_leased() -> No
 def test_two_threads_that_end_a_request_report_it_once() -> None:
     with cluster(Side(), Side()) as instances:
         manager = instances.decode[0].manager
-        for _ in range(20):
-            receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 12))
+        for page in range(20):
+            receive(instances.decode[0], new_request_id(), PageList((page,)), need=(0, 4))
         barrier = threading.Barrier(4)
 
         def end() -> None:

@@ -92,10 +92,10 @@ def test_active_requests_are_counted_by_state_and_failures_by_their_first_cause(
     failed = {"direction": "receive", "peer": "prefill-0", "cause": "aborted"}
     until(lambda: value(decode, "request_failures_total", **failed) == 1)
     until(lambda: value(prefill, "request_failures_total", direction="send", peer="decode-0", cause="peer") == 1)
-    late = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.01)
+    late = receive(instances.decode[0], new_request_id(), PageList((3, 4, 5)), need=(0, 20), deadline_s=0.01)
     assert late.wait(timeout_s=DEADLINE_S).error.cause is Cause.DEADLINE  # type: ignore[union-attr]
     request = new_request_id()
-    incomplete = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+    incomplete = receive(instances.decode[0], request, PageList((6, 7, 8)), need=(0, 20))
     wrong = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 99)), 20)
     assert wrong.wait(timeout_s=DEADLINE_S).error.cause is Cause.TRANSFER  # type: ignore[union-attr]
     assert incomplete.wait(timeout_s=DEADLINE_S).error.cause is Cause.PEER  # type: ignore[union-attr]
@@ -115,7 +115,9 @@ def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) ->
 
 
 def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -> None:
-    receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20)).abort("one failure for the metrics")
+    failed = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20))
+    failed.abort("one failure for the metrics")
+    until(lambda: failed.wait(timeout_s=DEADLINE_S).lease.released)
     instances.transfer(20)
     until(lambda: any(name == "disagg_request_failures_total" for name, _ in scrape(instances.decode[0].manager)))
     known: dict[str, set[str]] = {}

@@ -23,6 +23,7 @@ from disagg import (
 )
 from disagg.testing.reference import PageList
 from tests.manager.conftest import untouched
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, clear, receive, send
 
 
@@ -224,6 +225,7 @@ def test_timeouts_that_are_no_finite_number_are_refused(instances: Cluster, time
         with pytest.raises(LocalProtocolError, match=expected):
             receiver.wait(timeout_s=timeout_s)
     assert receiver.wait(timeout_s=1e300) is receiver.wait() is receiver.wait(timeout_s=0)
+    until(lambda: receiver.wait().lease.released)
     manager.wait_ready("prefill-0", timeout_s=1e300)
     assert all(event.ok for event in instances.transfer(20)), "it is not draining"
 
@@ -276,6 +278,7 @@ def test_arguments_of_a_wrong_kind_are_refused_in_the_callers_thread(instances: 
     receiver.abort("the test is finished")
     sender.abort("the test is finished")
     assert not receiver.wait(timeout_s=DEADLINE_S).ok
+    until(lambda: receiver.wait().lease.released)
     assert all(event.ok for event in instances.transfer(20))
 
 

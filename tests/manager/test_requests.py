@@ -22,6 +22,7 @@ from disagg.core.leases import LeaseState
 from disagg.testing import reference
 from disagg.testing.reference import PageList
 from tests.manager.conftest import untouched
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Side, clear, cluster, receive, send, wait_by_polling
 
 
@@ -121,6 +122,7 @@ def test_prefill_rejects_a_request_before_or_after_it_was_reserved(instances: Cl
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert isinstance(event.error, RequestAborted)
         assert "prompt too long" in str(event.error)
+        until(lambda lease=event.lease: lease.released)
     assert untouched(instances)
 
 
@@ -149,8 +151,9 @@ def test_deadlines_hold_while_the_control_thread_always_has_commands(instances: 
     stop = threading.Event()
     runtime.command(again)
     try:
-        for _ in range(3):  # after the first, no timer is armed from before the load
-            receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20), deadline_s=0.1)
+        for page in (0, 3, 6):  # after the first, no timer is armed from before the load
+            pages = PageList((page, page + 1, page + 2))
+            receiver = receive(instances.decode[0], new_request_id(), pages, need=(0, 20), deadline_s=0.1)
             assert isinstance(receiver.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
     finally:
         stop.set()

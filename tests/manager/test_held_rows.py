@@ -1,0 +1,115 @@
+"""A row belongs to one receive at a time, and a token is sent once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import LocalProtocolError, new_request_id
+from disagg.layout.placement import Placement
+from disagg.protocol.types import RequestKey
+from disagg.requests import Receiver
+from disagg.runtime.held_rows import HeldRows
+from disagg.testing.reference import PageList
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive, send
+
+PAGES_OF_SENDER = PageList((0, 1, 2, 3, 4))
+
+
+def held(instances: Cluster, pages: tuple[int, ...], **more: Any) -> Receiver:
+    return receive(instances.decode[0], new_request_id(), PageList(pages), need=(0, 8 * len(pages)), **more)
+
+
+def test_rows_of_a_receive_are_refused_to_another_until_its_lease_is_released() -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        first = held(instances, (3, 4, 5))
+        expected = (
+            f"rows of 'kv': expected rows that no other receive needs, found row 5, which request {first.key} from 'prefill-0'"
+        )
+        for pages in ((5,), (9, 5, 8), (5, 9)):
+            with pytest.raises(LocalProtocolError, match=re.escape(expected)):
+                held(instances, pages)
+        held(instances, (6, 7)).abort("the test is finished")
+        until(lambda: first.session is not None)
+        lease = first.session.lease  # type: ignore[union-attr]
+        lease.quarantine("the test has no proof")
+        first.abort("client gone")
+        if not lease.released:
+            with pytest.raises(LocalProtocolError, match="found row 4"):
+                held(instances, (4,))
+        until(lambda: lease.released)
+        again = held(instances, (3, 4, 5))
+        again.abort("the test is finished")
+        assert not again.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_a_refused_receive_changes_nothing() -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        first, request = held(instances, (0, 1, 2)), new_request_id()
+        with pytest.raises(LocalProtocolError, match="found row 2"):
+            receive(instances.decode[0], request, PageList((3, 4, 2)), need=(0, 20))
+        assert instances.decode[0].manager.health().num_receiving <= 1
+        receiver = receive(instances.decode[0], request, PageList((3, 4, 5)), need=(0, 20))
+        sender = send(instances.prefill[0], request, PAGES_OF_SENDER, 20)
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        assert sender.wait(timeout_s=DEADLINE_S).ok
+        first.abort("the test is finished")
+        assert not first.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_rows_that_are_not_needed_belong_to_nobody() -> None:
+    """Pages before and after the needed tokens, and ids of no page."""
+    with cluster(Side(), Side(page=8)) as instances:
+        handles = [
+            receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(8, 16)),
+            receive(instances.decode[0], new_request_id(), PageList((0, 3, -1)), need=(8, 16)),
+            receive(instances.decode[0], new_request_id(), PageList((-1, 2, 1)), need=(8, 16)),
+            receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 8)),
+            receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(4, 4)),
+        ]
+        with pytest.raises(LocalProtocolError, match="found row 1"):
+            receive(instances.decode[0], new_request_id(), PageList((5, 1)), need=(0, 9))
+        for handle in handles:
+            handle.abort("the test is finished")
+            handle.wait(timeout_s=DEADLINE_S)
+
+
+def test_rows_are_free_as_soon_as_the_event_is_there() -> None:
+    """The next request takes the same rows at once, in the server's thread."""
+    with cluster(Side(), Side(page=8)) as instances:
+        for _ in range(200):
+            request = new_request_id()
+            receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+            sender = send(instances.prefill[0], request, PAGES_OF_SENDER, 20)
+            while (event := receiver.poll()) is None:
+                pass
+            assert event.ok
+            assert sender.wait(timeout_s=DEADLINE_S).ok
+        assert not instances.decode[0].manager._runtime.requests._held_rows._receivers, "nothing is kept of ended requests"
+
+
+def test_slots_are_held_by_component() -> None:
+    class Control:
+        spin_s = 0.0
+
+    rows = HeldRows({name: Placement(name, 1, 4, ()) for name in ("ssm", "conv")})
+
+    def take(**ids: int) -> int:
+        key = RequestKey(new_request_id(), 0)
+        given = {name: np.array([each]) for name, each in ids.items()}
+        return rows.take(Receiver(Control(), key, "prefill", None, need={}, ids=given))  # type: ignore[arg-type]
+
+    first = take(ssm=1, conv=2)
+    second = take(ssm=2, conv=1)
+    with pytest.raises(LocalProtocolError, match="rows of 'conv': expected rows that no other receive needs, found row 1"):
+        take(ssm=3, conv=1)
+    take(ssm=3, conv=3)
+    rows.forget(first)
+    take(ssm=1, conv=2)
+    rows.forget(second)
+    rows.forget(second)
+    take(conv=1)
