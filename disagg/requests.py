@@ -15,7 +15,7 @@ from disagg.arguments import Ids, check_kinds, check_layers, check_payload, chec
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import Rows, TokenRange, token_range
+from disagg.core.rows import Rows, Slot, TokenRange, token_range
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
@@ -173,6 +173,46 @@ class Receiver(RequestHandle):
             self._control.command(abort)
 
 
+class _SentTokens:
+    """The tokens that a request has sent, by component and set of layers (`None`: all). Adjacent ranges are joined, since there
+    may be very many chunks.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: dict[tuple[str, frozenset[int] | None], list[tuple[int, float]]] = {}
+
+    def add(self, key: RequestKey, chunk: Chunk) -> None:
+        """Raises `LocalProtocolError`, with nothing added, if a token of a component's layer was already sent."""
+        layers = None if chunk.layers is None else frozenset(chunk.layers)
+        if layers == frozenset():
+            return
+        with self._lock:
+            found = {name: _sent_range(rows, chunk.tokens) for name, rows in chunk.rows.items()}
+            for (name, others), ranges in self._ranges.items():
+                if name in found and (layers is None or others is None or layers & others):
+                    start, stop = found[name]
+                    for first, last in ranges:
+                        if max(start, first) < min(stop, last):
+                            which = "" if layers is None else f" of layers {sorted(layers)}"
+                            raise LocalProtocolError(
+                                f"request {key}: expected tokens that were not sent before, found token {max(start, first)} of "
+                                f"component {name!r}{which} a second time"
+                            )
+            for name, (start, stop) in found.items():
+                ranges = self._ranges.setdefault((name, layers), [])
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                if first < stop:
+                    ranges.append((first, stop))
+
+
+def _sent_range(rows: Rows, tokens: TokenRange | None) -> tuple[int, float]:
+    """The tokens `[start, stop)` that rows given to `send` may hold. What is needed is not known yet."""
+    if isinstance(rows, Slot):
+        return 0, 1
+    return tokens or (rows.first_token, math.inf)
+
+
 class Sender(RequestHandle):
     """One request that this rank sends, to every rank of the peer's group that it writes to."""
 
@@ -182,6 +222,7 @@ class Sender(RequestHandle):
     def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
         super().__init__(control, key, peer, tag)
         self._numbers = itertools.count()
+        self._sent = _SentTokens()
         self._finished = False
 
     def needed(self, component: str) -> TokenRange | None:
@@ -200,8 +241,8 @@ class Sender(RequestHandle):
         """Send rows: the tokens `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
-        Returns at once. Raises `LocalProtocolError` for arguments of another kind, a component that was not declared, or after
-        `finish`.
+        Returns at once. Raises `LocalProtocolError` for arguments of another kind, a component that was not declared, tokens of
+        a layer that were already sent, or after `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -214,7 +255,7 @@ class Sender(RequestHandle):
     def finish(self, rows: Mapping[str, Rows] | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
         """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success.
 
-        Raises `LocalProtocolError` the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
+        Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
         """
         check_payload(payload)
         if self._finished:
@@ -253,7 +294,9 @@ class Sender(RequestHandle):
         chosen = None if tokens is None else token_range(tokens)
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
-        return Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else check_layers(layers), ready)
+        chunk = Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else check_layers(layers), ready)
+        self._sent.add(self.key, chunk)
+        return chunk
 
 
 def check_process(control: Control) -> None:

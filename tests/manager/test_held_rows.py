@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import LocalProtocolError, new_request_id
+from disagg import LocalProtocolError, Pages, new_request_id
 from disagg.layout.placement import Placement
 from disagg.protocol.types import RequestKey
 from disagg.requests import Receiver
@@ -113,3 +113,48 @@ def test_slots_are_held_by_component() -> None:
     rows.forget(second)
     rows.forget(second)
     take(conv=1)
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ([{"tokens": (0, 8)}, {"tokens": (7, 20)}], "token 7 of component 'kv' a second time"),
+        ([{"tokens": (4, 8)}, {"tokens": (0, 4)}, {"tokens": (8, 12)}, {"tokens": (3, 4)}], "token 3 of"),
+        ([{"tokens": (0, 4)}, {"tokens": (8, 12)}, {"tokens": (4, 8)}, {"tokens": (11, 20)}], "token 11 of"),
+        ([{"tokens": (0, 8)}, {}], "token 0 of"),
+        ([{}, {"tokens": (12, 20)}], "token 12 of"),
+        (
+            [{"tokens": (0, 8), "layers": [0, 1]}, {"tokens": (0, 8), "layers": [2, 1]}],
+            r"'kv' of layers \[1, 2\] a second time",
+        ),
+        ([{"tokens": (0, 8), "layers": [0]}, {"tokens": (4, 12)}], "token 4 of"),
+        ([{"tokens": (0, 8)}, {"tokens": (4, 12), "layers": [1]}], "token 4 of"),
+    ],
+)
+def test_tokens_of_a_layer_are_sent_once(calls: list[dict[str, Any]], found: str) -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        rows = {"kv": Pages(np.arange(5))}
+        sender = instances.prefill[0].manager.sender(new_request_id(), peer="decode-0")
+        for call in calls[:-1]:
+            sender.send(rows, **call)
+        for _ in range(2):
+            with pytest.raises(LocalProtocolError, match=f"expected tokens that were not sent before, found .*{found}"):
+                sender.send(rows, **calls[-1])
+        sender.abort("the test is finished")
+
+
+def test_a_refused_chunk_changes_nothing_and_the_rest_may_be_sent() -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        request, rows = new_request_id(), {"kv": Pages(np.arange(5))}
+        receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
+        sender = instances.prefill[0].manager.sender(request, peer="decode-0")
+        sender.send(rows, tokens=(8, 20), layers=[1])
+        sender.send(rows, tokens=(0, 8))
+        sender.send(rows, tokens=(4, 4))
+        sender.send(rows, tokens=(0, 20), layers=[])
+        with pytest.raises(LocalProtocolError, match="of component 'kv' a second time"):
+            sender.finish(rows)
+        sender.send(rows, tokens=(8, 20), layers=[0, 2])
+        sender.finish()
+        assert sender.wait(timeout_s=DEADLINE_S).ok
+        assert receiver.wait(timeout_s=DEADLINE_S).ok

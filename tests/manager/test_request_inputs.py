@@ -136,7 +136,8 @@ def test_numpy_integers_are_accepted(instances: Cluster) -> None:
         source: Any = rank.manager
         sender = source.sender(request, peer="decode-0", attempt=np.int32(3))
         sender.send(rows, tokens=(number(0), np.int32(8)), layers=np.arange(3))
-        sender.finish(rows)
+        sender.send(rows, tokens=(number(8), np.int32(20)))
+        sender.finish()
         senders.append(sender)
     assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
     clear(instances.decode[0].pools)
