@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from disagg.core import _native
 from disagg.core.errors import ConfigError
+from disagg.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
+_warnings = RateLimitedLog(logger)  # a server may cut the lists of every request
 
 Ids = npt.NDArray[np.int64]
 _LARGEST_ID = np.iinfo(np.int64).max
@@ -27,7 +29,7 @@ def align_state_indices(
     """New arrays `(source, destination)`, cut to the length of the shorter list. Each keeps its dtype.
 
     The longer list is cut at its end, or at its start with `anchor="end"` (for windows, whose last positions match). A cut is
-    logged as a warning. Raises `ConfigError` unless both are 1-D lists of integers and `anchor` is valid.
+    logged as a warning, at a limited rate. Raises `ConfigError` unless both are 1-D lists of integers and `anchor` is valid.
 
     >>> align_state_indices([4, 5, 6], [8, 9])
     (array([4, 5]), array([8, 9]))
@@ -39,7 +41,7 @@ def align_state_indices(
     ids = _integers(source, "source"), _integers(destination, "destination")
     size = min(len(side) for side in ids)
     if len(ids[0]) != len(ids[1]):
-        logger.warning(
+        _warnings.warning(
             "state indices: source has %d, destination has %d; cut to %d at the %s of the longer one",
             len(ids[0]), len(ids[1]), size, "end" if anchor == "start" else "start",
         )  # fmt: skip

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from disagg.core import _native
 from disagg.core.errors import ConfigError
+from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.state import align
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
 from harness.reference_core import group_concurrent_contiguous_numpy
 
@@ -181,6 +183,13 @@ def test_only_a_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         align_state_indices([1, 2, 3], [3, 4])
     (record,) = caplog.records
     assert record.getMessage() == "state indices: source has 3, destination has 2; cut to 2 at the end of the longer one"
+
+
+def test_cuts_of_every_request_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(align, "_warnings", RateLimitedLog(align.logger))
+    for _ in range(5000):
+        align_state_indices([1, 2, 3], [3, 4])
+    assert 0 < len(caplog.records) < 1000
 
 
 def test_a_bad_anchor() -> None:
