@@ -287,6 +287,7 @@ class Sender(RequestHandle):
     def _chunk(
         self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
     ) -> Chunk:
+        check_alive(self._control)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
         check_kinds(self._control.local, rows)
