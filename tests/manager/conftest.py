@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from disagg.requests import Receiver
 from disagg.testing import reference
-from tests.support.cluster import Cluster, Side, cluster
+from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
 
 
 @pytest.fixture(scope="module")
 def instances() -> Iterator[Cluster]:
     with cluster(Side(tp=2), Side(tp=1, page=8, num_pages=16)) as pair:
         yield pair
+
+
+@pytest.fixture(autouse=True)
+def rows_are_free(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test with instances that others share, end its receives and wait until their rows are released."""
+    shared = request.getfixturevalue("instances") if "instances" in request.fixturenames else None
+    yield
+    for rank in shared.decode if isinstance(shared, Cluster) else ():
+        requests, deadline = rank.manager._runtime.requests, time.monotonic() + DEADLINE_S
+        for handle in requests.open_handles():
+            if isinstance(handle, Receiver):
+                handle.abort("the test has ended")
+        while requests._held_rows._receivers and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def untouched(instances: Cluster) -> bool:

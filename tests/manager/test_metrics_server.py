@@ -102,7 +102,7 @@ def test_silent_connections_cost_no_threads_and_are_closed(monkeypatch: pytest.M
             if number % 3 == 1:
                 silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # not the whole request
         assert get(url_of(instances, "/healthz"))[0] == get(url_of(instances, "/metrics"))[0] == 200
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # a thread that connected a peer may have ended
         for connection in silent:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b"", "closed without an answer"
