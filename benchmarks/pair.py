@@ -25,6 +25,7 @@ from disagg.backends.base import Backend, BackendOptions, Op, TransferStatus
 from disagg.backends.nixl import backend as nixl
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import MemoryRegion
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
@@ -50,7 +51,8 @@ def _serve(pipe: Connection, engine: str, options: BackendOptions, nbytes: int, 
     memory = np.ones(nbytes, dtype=np.uint8)
     backend = make(engine, options, settings)
     backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
-    pipe.send((backend.endpoint(), memory.ctypes.data))
+    identity = IdentitySocket()
+    pipe.send((backend.endpoint(), memory.ctypes.data, identity.name))
     while (command := pipe.recv()) != "close":
         pipe.send({"cpu": time.process_time(), "sum": int(memory.view(np.uint64).sum())}[command])
     backend.close()
@@ -104,12 +106,12 @@ def pair(engine: str, options: BackendOptions, *, nbytes: int, **settings: objec
     try:
         if not pipe.poll(PATIENCE_S):
             raise TimeoutError(f"no answer from the child process within {PATIENCE_S} s")
-        endpoint, there = pipe.recv()
+        endpoint, there, identity = pipe.recv()
         memory = np.ones(nbytes, dtype=np.uint8)
         backend = make(engine, options, settings)
         try:
             backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
-            peer = backend.connect(endpoint, epoch=1)
+            peer = backend.connect(endpoint, epoch=1, process=ProcessWatch.attest(identity))
             assert process.pid is not None
             yield Pair(backend, peer, memory, memory.ctypes.data, there, process.pid, pipe)
             backend.disconnect(peer)

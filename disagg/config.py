@@ -122,19 +122,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def manager_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `KVManager`, with the key file read. Raises `ConfigError` naming the file."""
-        given = {name: getattr(self, name) for name in Config.__struct_fields__ if name not in ("peers", "peer_keys")}
+        given = {name: getattr(self, name) for name in Config.__struct_fields__}
         return {**given, "keys": None if self.keys is None else read_keys(self.keys)}
 
     def manager(self, *, topology: Topology, components: Sequence[Component], model: ModelId) -> KVManager:
         """A manager with these settings and peers, which the caller closes. Raises what `KVManager` raises."""
-        manager = KVManager(topology=topology, components=components, model=model, **self.manager_arguments())
-        try:
-            for name, address in self.peers.items():
-                manager.add_peer(name, address=address, public_key=self.peer_keys.get(name))
-        except BaseException:
-            manager.close()
-            raise
-        return manager
+        return KVManager(topology=topology, components=components, model=model, **self.manager_arguments())
 
 
 def read_keys(path: str | Path) -> KeyPair:

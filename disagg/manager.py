@@ -22,7 +22,7 @@ from disagg.arguments import (
 )
 from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
 from disagg.core import _native
-from disagg.core.address import is_loopback, is_wildcard, parse_address
+from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
 from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.rows import MAX_NAME, Rows
@@ -34,12 +34,13 @@ from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender, check_alive, check_process
 from disagg.runtime.accounting import Session, Stats
-from disagg.runtime.channel import Channel, Wire
+from disagg.runtime.channel import Channel
 from disagg.runtime.health import Health, health_of, snapshot_of
 from disagg.runtime.keys import KeyPair, check_key
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
+from disagg.runtime.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class KVManager:
     the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`. If that is every
     interface, `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control
     channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
+    `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
+    in `peer_keys`. `add_peer` adds others later.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
     this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`.
@@ -80,6 +83,8 @@ class KVManager:
         listen: str = "tcp://127.0.0.1:0",
         advertise: str | None = None,
         leader: str | None = None,
+        peers: Mapping[str, str] | None = None,
+        peer_keys: Mapping[str, str] | None = None,
         keys: KeyPair | None = None,
         insecure: bool = False,
         trusted_network: bool = False,
@@ -106,13 +111,14 @@ class KVManager:
             listen=listen,
             advertise=advertise,
             leader=leader,
+            peers={n: _check_peer(n, a, (peer_keys or {}).get(n), own=name, keys=keys) for n, a in (peers or {}).items()},
             keys=keys,
             insecure=insecure,
             pack_below=pack_below,
             limits=limits or Limits(),
             connection_limits=connection_limits,
         )
-        self._has_keys = keys is not None
+        self._keys = keys
         self._draining = False
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
@@ -142,30 +148,25 @@ class KVManager:
         Raises `ConfigError` for a name, an address or a key that cannot be.
         """
         check_alive(self._runtime)
-        _check_name(name, "peer")
-        host, _ = parse_address(address, what=f"peer {name!r}")
-        if is_wildcard(host):
-            raise ConfigError(f"peer {name!r}: expected the address of one host, found {address!r}")
-        if name == self.name:
-            raise ConfigError(f"peer: {name!r} is this instance's own name")
-        if self._has_keys and public_key is None:
-            raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
+        _check_peer(name, address, public_key, own=self.name, keys=self._keys)
         if public_key is not None:
-            check_key(public_key, what=f"peer {name!r}, public key")
             self._runtime.allowed_keys.add(public_key)
         self._runtime.command(lambda now: self._runtime.peers.add_peer(name, address, public_key, now))
 
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Wait until every rank of a peer has answered, plans are compared, and the engine is connected.
 
-        Raises `PeerUnreachable` with the reason if that does not happen in time.
+        Raises `PeerUnreachable` with the reason if that does not happen in time, and at once if one side has refused the other
+        for a reason that will not pass, such as layouts that do not match.
         """
         check_process(self._runtime)
         check_text(name, "peer")
         runtime, longest_s = self._runtime, min(check_timeout(timeout_s), threading.TIMEOUT_MAX)
         with runtime.changed:
-            runtime.changed.wait_for(lambda: runtime.is_ready(name) or runtime.problem, longest_s)
+            runtime.changed.wait_for(lambda: runtime.is_ready(name) or runtime.problem or runtime.refusal(name), longest_s)
         check_alive(runtime)
+        if not runtime.is_ready(name) and (refusal := runtime.refusal(name)):
+            raise PeerUnreachable(f"peer {name!r} cannot become ready: {refusal}")
         if not runtime.is_ready(name):
             raise PeerUnreachable(f"peer {name!r} is not ready after {timeout_s} s: {runtime.peer_problem(name)}")
 
@@ -344,6 +345,19 @@ def _options(
         require=None if require is None else _transport(require, "require"),
         trusted_network=trusted_network or is_loopback(host),
     )
+
+
+def _check_peer(name: str, address: str, public_key: str | None, *, own: str, keys: KeyPair | None) -> tuple[str, str | None]:
+    """The address and the key of a peer, checked."""
+    _check_name(name, "peer")
+    dialable(address, what=f"peer {name!r}")
+    if name == own:
+        raise ConfigError(f"peer: {name!r} is this instance's own name")
+    if keys is not None and public_key is None:
+        raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
+    if public_key is not None:
+        check_key(public_key, what=f"peer {name!r}, public key")
+    return address, public_key
 
 
 def _check_name(name: object, what: str) -> str:

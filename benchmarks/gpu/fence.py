@@ -42,6 +42,7 @@ from disagg.backends.cuda.queue import Queue
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.backends.nvlink.mapping import NvlinkPeer
 from disagg.core.memory import Device, MemoryRegion
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 
 LANE_NBYTES = 8 << 20
 WATCH_S, HOLD_S, PATIENCE_S = 0.12, 0.3, 120.0
@@ -67,6 +68,7 @@ def writer(pipe: Connection, ordinal: int, case: str, endpoint: bytes, target: i
         work = Queue(gpu)
     backend = NvlinkBackend(BackendOptions())
     backend.register([MemoryRegion(own, 2 << 20, Device("cuda", ordinal))])
+    identity = IdentitySocket()
     child = _forked() if case == BEFORE else 0
     peer = backend.connect(endpoint, epoch=1)
     if case == AFTER:
@@ -77,7 +79,7 @@ def writer(pipe: Connection, ordinal: int, case: str, endpoint: bytes, target: i
     work.launch(kernels["scribble"], [mapped, LANE_NBYTES // 4, ctypes.addressof(flags), 0], blocks=32, threads=512)
     while flags[1] < 3:
         time.sleep(0.001)
-    pipe.send((backend.endpoint(), child))
+    pipe.send((backend.endpoint(), identity.name, child))
     pipe.recv()
 
 
@@ -205,8 +207,9 @@ class Owner:
         child = 0
         try:
             assert pipe.poll(PATIENCE_S), "the writer does not start"
-            endpoint, child = pipe.recv()
-            yield process, self.backend.connect(endpoint, epoch=1), child
+            endpoint, identity, child = pipe.recv()
+            peer = self.backend.connect(endpoint, process=ProcessWatch.attest(identity), epoch=1)
+            yield process, peer, child
         finally:
             process.kill()
             if child:

@@ -37,7 +37,7 @@ from disagg.core.errors import (
     RemoteProtocolError,
 )
 from disagg.core.memory import CPU, Device, MemoryRegion, RemoteRegion, merge_regions
-from disagg.machine.processes import ProcessIdentity, ProcessWatch, host_identity
+from disagg.machine.processes import ProcessWatch
 
 __all__ = [
     "CPU",
@@ -59,7 +59,6 @@ __all__ = [
     "Op",
     "PeerUnreachable",
     "PreparedSpans",
-    "ProcessIdentity",
     "ProcessWatch",
     "ProvesByProcess",
     "QuietWhenClosed",
@@ -77,7 +76,6 @@ __all__ = [
     "check_rdma",
     "decode_endpoint",
     "encode_endpoint",
-    "host_identity",
     "local_and_remote",
     "merge_regions",
 ]

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, Transfer
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.machine.processes import ProcessIdentity
+from disagg.machine.processes import ProcessWatch
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class QuietWhenClosed(Protocol):
 class ProvesByProcess(Protocol):
     """An engine that can prove from the end of a peer's process that nothing of the peer is under way any more."""
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Whether `process` has ended, and nothing that it posted by this engine can write or read here. Never a guess."""
 
 

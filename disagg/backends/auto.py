@@ -24,7 +24,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.machine.processes import ProcessIdentity, host_identity
+from disagg.machine.processes import ProcessWatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,8 @@ Found = TypeVar("Found")
 
 
 class AutoDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process, and the endpoint of each of its engines by name."""
+    """The endpoint of each of a process's engines, by name."""
 
-    process: ProcessIdentity
     endpoints: dict[str, bytes]
 
 
@@ -48,7 +47,7 @@ class AutoPeer:
     engine: Backend
     peer: RemotePeer
     regions: Sequence[RemoteRegion]
-    process: ProcessIdentity
+    process: ProcessWatch | None
     others: tuple[Backend, ...]
 
 
@@ -115,10 +114,10 @@ class AutoBackend:
         logger.info("backend auto: %s%s", " before ".join(self.engines), reasons)
 
     def endpoint(self) -> bytes:
-        descriptor = AutoDescriptor(ProcessIdentity.own(), {engine.name: engine.endpoint() for engine in self._engines})
+        descriptor = AutoDescriptor({engine.name: engine.endpoint() for engine in self._engines})
         return encode_endpoint(self.name, msgspec.msgpack.encode(descriptor), self._regions)
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> AutoPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> AutoPeer:
         """By the first engine that both sides have and that reaches the peer; raises `PeerUnreachable` with every reason."""
         raw, regions = decode_endpoint(self.name, endpoint)
         try:
@@ -131,13 +130,13 @@ class AutoBackend:
                 reasons.append(f"{engine.name}: the peer does not have it")
                 continue
             try:
-                peer = engine.connect(descriptor.endpoints[engine.name], epoch=epoch)
+                peer = engine.connect(descriptor.endpoints[engine.name], epoch=epoch, process=process)
             except PeerUnreachable as error:
                 reasons.append(f"{engine.name}: {error}")
                 continue
-            self._report(engine, reasons, on_this_host=descriptor.process.host == host_identity())
+            self._report(engine, reasons, on_this_host=process is not None)
             others = tuple(e for e in self._engines if e is not engine and e.name in descriptor.endpoints)
-            return AutoPeer(engine, peer, regions, descriptor.process, others)
+            return AutoPeer(engine, peer, regions, process, others)
         raise PeerUnreachable(f"backend auto: no engine reaches the peer: {'; '.join(reasons)}")
 
     def _report(self, engine: Backend, reasons: Sequence[str], *, on_this_host: bool) -> None:
@@ -175,8 +174,10 @@ class AutoBackend:
         own = _own(peer, AutoPeer)
         if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
             return Fence.UNKNOWN
-        proved = all(isinstance(e, ProvesByProcess) and e.is_quiet_after(own.process) for e in own.others)
-        return Fence.QUIET if proved else Fence.UNKNOWN
+        for other in own.others:
+            if own.process is None or not isinstance(other, ProvesByProcess) or not other.is_quiet_after(own.process):
+                return Fence.UNKNOWN
+        return Fence.QUIET
 
     def is_quiet_when_closed(self) -> bool:
         """Whether every engine's `close` is a proof."""

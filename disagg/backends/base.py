@@ -16,6 +16,7 @@ from disagg.core.address import is_loopback
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError
 from disagg.core.memory import MemoryRegion, RemoteRegion
+from disagg.machine.processes import ProcessWatch
 from disagg.machine.rdma import rdma_refusal
 
 
@@ -175,8 +176,11 @@ class Backend(Protocol):
     def endpoint(self) -> bytes:
         """The data with which a peer reaches this engine and its regions; sent only after an authenticated hello."""
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> RemotePeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:
         """Connect to a peer's engine, from its `endpoint()`, so that the first transfer is as fast as the next ones.
+
+        `process` is the peer's process if the kernel attests it. Only with it may an engine copy to and from a process by its
+        id, or conclude from its end; nothing that an endpoint says about a process is believed.
 
         Raises `RemoteProtocolError` for bytes that are not an endpoint of this backend, `PeerUnreachable` for a peer that
         cannot be reached. A peer that restarted has another `epoch` and is connected again.

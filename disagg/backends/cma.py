@@ -12,11 +12,12 @@ large; one system call takes up to 1,024 pieces. So the transfer that `submit` r
 | the peer's process lives | `fence`: `UNKNOWN` | one of its threads may be inside a copy to or from this process |
 | a copy with the peer is under way here | `fence`: `UNKNOWN` | another thread of this process is inside `submit` |
 
-A process is identified by its number and its start time, so a number that was given to another process does not match.
-Closing proves that nothing can touch memory here only if every process of this host that this engine has met has ended.
+The process is the one that the kernel attests (`disagg.machine.processes`), never one that the peer only names: otherwise a
+peer could have this process write to any process that it may trace, itself included. Closing proves that nothing can touch
+memory here only if every process that this engine has met has ended.
 
-`connect` refuses a peer on another host or in another process-id namespace, and one whose memory the kernel does not let this
-process read: the two processes must have the same user, and `kernel.yama.ptrace_scope` must allow it.
+`connect` refuses a peer on another host or in another network or process-id namespace, and one whose memory the kernel does not
+let this process read: the two processes must have the same user, and `kernel.yama.ptrace_scope` must allow it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
-from disagg.machine.processes import ProcessIdentity, ProcessWatch, copy_refusal, host_identity
+from disagg.machine.processes import ProcessWatch, copy_refusal
 
 GATHER_FROM = 256
 """Mean length in bytes from which on pieces are written from where they lie: shorter ones are better packed first."""
@@ -61,21 +62,26 @@ class CmaTransfer:
 class CmaPeer(AdapterPeer):
     """A process at one epoch."""
 
-    def __init__(self, process: ProcessIdentity, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(self, process: ProcessWatch, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.process = process
-        self.watch = ProcessWatch(process)
         self.num_copying = 0
 
     def refusal(self) -> str | None:
-        ended = f"is process {self.process.pid}, which has ended" if self.watch.has_ended() else None
+        ended = f"is process {self.process.pid}, which has ended" if self.process.has_ended() else None
         return super().refusal() or ended
 
 
-_DECODER = msgspec.msgpack.Decoder(ProcessIdentity)
+class CmaDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The process of an endpoint, by its own account. It must be the one that the kernel attests."""
+
+    pid: int
 
 
-class CmaBackend(Adapter[CmaPeer, ProcessIdentity]):
+_DECODER = msgspec.msgpack.Decoder(CmaDescriptor)
+
+
+class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
     """See the module. Raises `BackendUnavailable` where the kernel refuses such copies, or another transport is required."""
 
     name = "cma"
@@ -88,7 +94,7 @@ class CmaBackend(Adapter[CmaPeer, ProcessIdentity]):
         byte = np.zeros(1, np.uint8)
         if (refusal := copy_refusal(os.getpid(), byte.ctypes.data)) is not None:
             raise BackendUnavailable(f"backend 'cma': the kernel refuses copies between processes: {refusal}")
-        self._neighbours: set[ProcessIdentity] = set()  # every process of this host that this engine has met
+        self._neighbours: set[ProcessWatch] = set()  # every process that this engine has met
         self._num_copying = 0
         self._changed = threading.Condition()
 
@@ -114,16 +120,24 @@ class CmaBackend(Adapter[CmaPeer, ProcessIdentity]):
 
     def endpoint(self) -> bytes:
         self.check_open()
-        return self.endpoint_with(ProcessIdentity.own())
+        return self.endpoint_with(CmaDescriptor(os.getpid()))
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> CmaPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> CmaPeer:
         """Reads one byte of the peer's first region, so that a refusal shows now and not with the first request."""
         self.check_open()
-        process, regions = self.decode(endpoint)
-        if process.host != host_identity():
-            raise PeerUnreachable("backend 'cma': the peer is on another host, or in another namespace of process ids")
+        descriptor, regions = self.decode(endpoint)
+        if process is None:
+            raise PeerUnreachable(
+                "backend 'cma': the kernel does not attest the peer's process: it is on another host or in another network "
+                "namespace, or this kernel has no pidfds"
+            )
+        if process.pid != descriptor.pid:
+            raise PeerUnreachable(
+                f"backend 'cma': the endpoint is of process {descriptor.pid}, the kernel attests process {process.pid}: the "
+                "peer is in another namespace of process ids, or passes on an endpoint that is not its own"
+            )
         self._neighbours.add(process)
         if process.has_ended():
             raise PeerUnreachable(f"backend 'cma': process {process.pid} has ended")
@@ -134,10 +148,8 @@ class CmaBackend(Adapter[CmaPeer, ProcessIdentity]):
         return CmaPeer(process, regions, epoch=epoch)
 
     def disconnect(self, peer: RemotePeer) -> None:
-        with self._changed:
-            if isinstance(peer, CmaPeer) and peer.connected:
-                peer.connected = False
-                peer.watch.close()
+        if isinstance(peer, CmaPeer):
+            peer.connected = False
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` once the peer's process has ended and no copy with it is under way here."""
@@ -147,7 +159,7 @@ class CmaBackend(Adapter[CmaPeer, ProcessIdentity]):
         with self._changed:
             return Fence.UNKNOWN if own.num_copying else Fence.QUIET
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """See `ProvesByProcess`: only threads of that process copied for it."""
         return process.has_ended()
 

@@ -27,6 +27,7 @@ from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
+from disagg.machine.processes import ProcessWatch
 
 _engines: WeakValueDictionary[str, LocalBackend] = WeakValueDictionary()
 """Engines of this process by their token: what a network is to other engines. Keeps none of them alive."""
@@ -110,7 +111,8 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
     def endpoint(self) -> bytes:
         return self.endpoint_with(self._descriptor)
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> LocalPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
+        del process  # no copy here goes by a process id
         self.check_open()
         descriptor, _ = self.decode(endpoint)
         if descriptor.pid != os.getpid():

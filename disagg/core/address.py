@@ -8,13 +8,14 @@ from urllib.parse import urlsplit
 
 from disagg.core.errors import ConfigError
 
-_HOST = re.compile(r"\*|[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-"""Every interface, or a name or IPv4 address that can be dialled."""
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
+"""A host's name as DNS has it; others are written with `xn--`."""
 
 
 def parse_address(address: str, *, what: str) -> tuple[str, int]:
-    """The host and port of `tcp://host:port`. The host is a name, an IP address, or `*`, every interface; port 0 or `*` means
-    any. Raises `ConfigError`, which starts with `what`.
+    """The host and port of `tcp://host:port`: a name, an IP address, or `*` for every interface. Port 0 or `*` means any.
+
+    Raises `ConfigError`, which starts with `what`.
     """
     if not isinstance(address, str):
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
@@ -23,18 +24,26 @@ def parse_address(address: str, *, what: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r} ({error})") from error
-    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
+    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query or parts.fragment or "@" in address:
         raise ConfigError(f"{what}: expected tcp://host:port, found {address!r}")
-    if not (_HOST.fullmatch(host) or _is_ip(host)):
+    if host != "*" and not _is_host(host):
         raise ConfigError(f"{what}: expected a host name or an IP address, found {host!r} in {address!r}")
     return host, port
 
 
-def _is_ip(host: str) -> bool:
+def dialable(address: str, *, what: str) -> str:
+    """`address`, to which a connection can be opened. Raises `ConfigError`, which starts with `what`."""
+    host, port = parse_address(address, what=what)
+    if is_wildcard(host) or not port:
+        raise ConfigError(f"{what}: expected the host and port of one rank, found {address!r}")
+    return address
+
+
+def _is_host(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return _NAME.fullmatch(host) is not None and len(host) <= 253
     return True
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 
 WARNINGS_PER_S = 10.0
+MAX_REMEMBERED = 256
+"""Warnings of which it is known when they were last logged."""
 
 
 class RateLimitedLog:
-    """Logs up to `WARNINGS_PER_S` warnings per second on average, in bursts of up to ten times that. Counts the rest."""
+    """Logs up to `WARNINGS_PER_S` warnings per second on average, in bursts of up to ten times that. Counts the rest. The same
+    warning is logged once in `repeat_s` seconds.
+    """
 
-    def __init__(self, logger: logging.Logger) -> None:
+    def __init__(self, logger: logging.Logger, *, repeat_s: float = 0.0) -> None:
         self._logger = logger
+        self._repeat_s = repeat_s
+        self._logged_at: OrderedDict[str, float] = OrderedDict()
         self._room = self._burst = WARNINGS_PER_S * 10
         self._last = time.monotonic()
         self._num_dropped = 0
@@ -20,6 +27,8 @@ class RateLimitedLog:
     def warning(self, text: str, *arguments: object) -> None:
         """Log a warning, or count it as dropped."""
         now = time.monotonic()
+        if self._repeat_s and self._is_repeated(text % arguments, now):
+            return
         self._room = min(self._burst, self._room + (now - self._last) * WARNINGS_PER_S)
         self._last = now
         if self._room < 1:
@@ -30,3 +39,13 @@ class RateLimitedLog:
         self._logger.warning(text, *arguments)
         if num_dropped:
             self._logger.warning("%d earlier warnings were dropped", num_dropped)
+
+    def _is_repeated(self, said: str, now: float) -> bool:
+        """Whether this was logged less than `repeat_s` ago."""
+        if now - self._logged_at.get(said, -self._repeat_s) < self._repeat_s:
+            return True
+        self._logged_at[said] = now
+        self._logged_at.move_to_end(said)
+        while len(self._logged_at) > MAX_REMEMBERED:
+            self._logged_at.popitem(last=False)
+        return False

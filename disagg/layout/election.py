@@ -25,11 +25,26 @@ Box = tuple[Interval, ...]
 """One interval on each inner axis of a tensor, in the destination layout's order of axes."""
 MAX_TOKEN_PERIOD = 2**20
 """Limit on the tokens after which the sources' ownership of tokens repeats."""
+MAX_STEPS = 2**23
+"""Limit on the comparisons of one election, about a second: tables come from peers, and their parts multiply."""
 
 _Flows = dict[tuple[int, int, str, str, Box], list[int]]
 """Layers by (source, destination, component, role, box)."""
 _Turns = dict[tuple[int, ...], Iterator[int]]
 """For each group of replicas, whose turn it is to write."""
+
+
+class _Steps:
+    """Comparisons of one election so far."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, number: int, where: str) -> None:
+        """Raises `LayoutError` beyond `MAX_STEPS`."""
+        self._taken += number
+        if self._taken > MAX_STEPS:
+            raise LayoutError(f"{where}: the layouts have too many parts: comparing them takes more than {MAX_STEPS} steps")
 
 
 class Flow(msgspec.Struct, frozen=True):
@@ -82,12 +97,13 @@ def elect(source: LayoutTable, destination: LayoutTable) -> Election:
     names = agreed_components(source, destination)
     turns: _Turns = {}
     flows: _Flows = defaultdict(list)
+    steps = _Steps()
     holders = {name: _holders(source.components[name]) for name in names}
     for reader, rank in enumerate(destination.ranks):
         for name in names:
             component = rank.by_name.get(name)
             if component is not None:
-                _elect_component(reader, component, holders[name], turns, flows)
+                _elect_component(reader, component, holders[name], turns, flows, steps)
     return Election(names, tuple(Flow(*key, tuple(layers)) for key, layers in flows.items()))
 
 
@@ -107,13 +123,15 @@ def _elect_component(
     holders: Mapping[str, list[tuple[int, TensorLayout]]],
     turns: _Turns,
     flows: _Flows,
+    steps: _Steps,
 ) -> None:
     """Add the flows of one component of one destination rank."""
     by_layer: dict[int, list[tuple[TensorLayout, Box, list[tuple[int, ...]]]]] = defaultdict(list)
     for tensor in component.tensors:
         where = f"component {component.name!r}, tensor {tensor.role!r}, destination rank {reader}"
         sources = holders.get(tensor.role, [])
-        for box, holding in _cells(tensor, sources):
+        for box, holding in _cells(tensor, sources, steps, where):
+            steps.take(len(tensor.layers) * (1 + len(holding)), where)
             for layer in tensor.layers:
                 ranks = [(rank, held) for rank, held in holding if layer in held.layer_set]
                 if not ranks:
@@ -130,15 +148,19 @@ def _elect_component(
 
 
 def _cells(
-    tensor: TensorLayout, sources: Sequence[tuple[int, TensorLayout]]
+    tensor: TensorLayout, sources: Sequence[tuple[int, TensorLayout]], steps: _Steps, where: str
 ) -> Iterator[tuple[Box, list[tuple[int, TensorLayout]]]]:
     """The destination's boxes, cut at every boundary of a source's ownership, each with the sources that hold it."""
-    per_axis = []
+    per_axis, num_parts = [], 1
     for axis in tensor.inner_axes:
         size = axis.size or 0
         owned = [held.axis(axis.name).owned.within(size) for _, held in sources]
         cuts = sorted({edge for parts in owned for part in parts.parts for edge in part})
-        per_axis.append([piece for part in axis.owned.within(size).parts for piece in _cut(part, cuts)])
+        mine = axis.owned.within(size).parts
+        steps.take(len(mine) * len(cuts), where)
+        per_axis.append([piece for part in mine for piece in _cut(part, cuts)])
+        num_parts += sum(len(parts.parts) for parts in owned)
+    steps.take(math.prod(map(len, per_axis)) * num_parts, where)
     for box in itertools.product(*per_axis):
         yield (
             box,

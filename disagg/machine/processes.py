@@ -1,26 +1,44 @@
-"""Whether a process of this host has ended, whether bytes that it sent over TCP may still arrive, and CMA between processes.
+"""Which process is at the other end, whether it has ended, whether bytes that it sent may still arrive, and copies from it.
 
-The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to memory long
-after the process has ended. The kernel ends each of its connections behind the last byte, and an engine closes its socket
-once it has read that end. So nothing of a dead process can arrive any more once no socket of this process has a far end
-without an owner.
+**Who.** A process listens on an `IdentitySocket`, and accepts nothing there. Another process connects to it, and the kernel
+says who listens (`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed: neither a
+process id nor a machine's name, which clones of a virtual machine share. The name of the socket is bound to the identity that
+the peer has proved on its control channel, so that a peer cannot pass on the socket of somebody else.
+
+**Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id,
+and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
+
+**Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
+memory long after the process has ended. The kernel ends each of its connections behind the last byte, and an engine closes its
+socket once it has read that end. So nothing of a dead process can arrive any more once no socket of this process has a far
+end without an owner. A child that the process forked may hold the same connections, and then also holds the identity socket.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import secrets
+import select
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from disagg.core import _native
 
+logger = logging.getLogger(__name__)
+
 _PROC = Path("/proc")
-_STATE, _STARTED = 0, 19
-"""Fields of `/proc/PID/stat` after the command's name."""
+_SO_PEERPIDFD = 77
+"""Linux 6.5. Python's `socket` has no name for it yet."""
+_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 4096
+"""Processes that may watch this one at a time."""
 _SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
 """States of a socket in `/proc/net/tcp`."""
 _NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
@@ -35,101 +53,138 @@ class _Socket(NamedTuple):
     inode: str
 
 
-class ProcessIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process. `host` is equal for processes that see each other by process id, `network` for those with one loopback
-    device. `started` is in clock ticks since the machine's start: a later process with the same id has another value.
+class IdentitySocket:
+    """An abstract Unix socket of this process, by which the kernel tells others of this network namespace who listens.
+
+    Connections wait in its backlog for as long as the process, or a child that it forked, holds the socket. Raises `OSError`
+    if another process has a socket of that name.
     """
 
-    host: str
-    network: str
-    pid: int
-    started: int
-
-    @classmethod
-    def own(cls) -> ProcessIdentity:
-        """The identity of this process."""
-        fields = _stat(_PROC / "self" / "stat")
-        assert fields is not None
-        return cls(host_identity(), _namespace("net"), os.getpid(), int(fields[_STARTED]))
-
-    @property
-    def machine(self) -> str:
-        """Equal for processes of one machine since its last start, in whatever namespaces they are."""
-        return self.host.partition("/")[0]
-
-    def has_ended(self) -> bool:
-        """Whether all threads of the process are proved to have ended; `False` where this process cannot see it."""
-        if self.host != host_identity() or not 0 < self.pid < 2**31:
-            return False
-        fields = _stat(_PROC / str(self.pid) / "stat")
-        if fields is None or int(fields[_STARTED]) != self.started:
-            return True
-        threads = list((_PROC / str(self.pid) / "task").glob("*/stat"))
-        return fields[_STATE] in "ZX" and all((stat := _stat(path)) is None or stat[_STATE] in "ZX" for path in threads)
-
-    def is_quiet(self, *, by_accepted: bool = False) -> bool:
-        """Whether it has ended and nothing that it sent over TCP can arrive here any more.
-
-        `by_accepted`: bytes arrive only by connections that this process has accepted.
-        """
-        return self.has_ended() and self.network == _namespace("net") and not _has_orphans(by_accepted=by_accepted)
-
-
-class ProcessWatch:
-    """Checks repeatedly whether a process has ended, at the cost of one system call each time."""
-
-    def __init__(self, process: ProcessIdentity) -> None:
-        """A process that this process cannot see never counts as ended."""
-        self._descriptor: int | None = None
-        self._ended = False
-        if process.host != host_identity():
-            return
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or f"disagg-process-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            self._descriptor = os.pidfd_open(process.pid)
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(_BACKLOG)
         except OSError:
-            self._ended = True
-            return
-        self._ended = process.has_ended()  # read after opening: only now does the descriptor certainly mean that process
-
-    def has_ended(self) -> bool:
-        """`False` also where this cannot be known, or after `close`."""
-        self._ended = self._ended or (self._descriptor is not None and _native.is_readable(self._descriptor))
-        return self._ended
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         """A second call does nothing."""
+        self._socket.close()
+
+
+class ProcessWatch:
+    """A process that the kernel has attested: `pid` in this process's namespace, 0 if it is not visible there.
+
+    `descriptor` is its pidfd, and `connection` leads to its identity socket; the watch owns both. Cheap to ask repeatedly.
+    """
+
+    def __init__(self, pid: int, descriptor: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self._descriptor: int | None = descriptor
+        self._connection = connection
+        self._ended = self._gone = False
+
+    @classmethod
+    def attest(cls, name: str) -> ProcessWatch | None:
+        """The process that listens on the identity socket `name`. `None` if this process cannot reach it, for instance because
+        it is on another host, or if the kernel has no pidfds.
+        """
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:  # no descriptor is left
+            logger.debug("no process is attested at %r: %s", name, error)
+            return None
+        try:
+            connection.connect(f"\0{name}")
+            pid: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+            return cls(pid, _pidfd_of(connection, pid), connection)
+        except (OSError, ValueError) as error:
+            logger.debug("no process is attested at %r: %s", name, error)
+            connection.close()
+            return None
+
+    def fileno(self) -> int:
+        """The pidfd, which is readable once the process has ended. Raises `ValueError` after `close`."""
+        if self._descriptor is None:
+            raise ValueError("the watch was closed")
+        return self._descriptor
+
+    def has_ended(self) -> bool:
+        """Whether all threads of the process are proved to have ended. `close` keeps the last answer."""
+        if not self._ended and self._descriptor is not None:
+            self._ended = _native.is_readable(self._descriptor)
+        return self._ended
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, and no child that it forked holds what it held."""
+        if not self._gone and self.has_ended() and self._connection.fileno() >= 0:
+            self._gone = _is_closed(self._connection)
+        return self._gone
+
+    def is_quiet(self, *, by_accepted: bool = False) -> bool:
+        """Whether it is gone and nothing that it sent over TCP can arrive here any more. `False` where the kernel's tables
+        cannot be read.
+
+        `by_accepted`: bytes arrive only by connections that this process has accepted.
+        """
+        try:
+            return self.is_gone() and not _has_orphans(by_accepted=by_accepted)
+        except OSError as error:
+            logger.warning("process %d has ended, but not whether its bytes have arrived: %s", self.pid, error)
+            return False
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self.is_gone()
+        self._connection.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    __del__ = close
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # also while the interpreter ends
+            self.close()
+
+
+def _pidfd_of(connection: socket.socket, pid: int) -> int:
+    """A pidfd of the process at the other end. Raises `OSError` where there is none."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        descriptor = os.pidfd_open(pid)  # raises for 0, a process that is not visible here
+    if _is_closed(connection):  # it ended before, so this may be another process of the same number
+        os.close(descriptor)
+        raise ProcessLookupError(f"process {pid} has ended")
+    return descriptor
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether nobody holds the other end any more."""
+    poller = select.poll()
+    poller.register(connection, 0)
+    return bool(poller.poll(0))
 
 
 def copy_refusal(pid: int, address: int) -> str | None:
     """Why this process may not copy from `address` of process `pid` by itself; `None` if it may. Reads one byte."""
     if not 0 < pid < 2**31:
-        return f"{pid} is no process id"
+        return f"{pid} is no process id here"
     byte = np.zeros(1, np.uint8)
     columns = (np.array([value], np.uint64) for value in (byte.ctypes.data, address, 1))
     error = _native.copy_between_processes(pid, *columns, write=False)
     return f"process_vm_readv: {os.strerror(error)}" if error else None
 
 
-def host_identity() -> str:
-    """A string that is equal for processes that see each other by process id."""
-    return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip() + "/" + _namespace("pid")
-
-
-def _namespace(kind: str) -> str:
-    return str((_PROC / "self" / "ns" / kind).readlink())
-
-
-def _stat(path: Path) -> list[str] | None:
-    """The fields after the command's name, which may contain any character; `None` for a process that is gone."""
-    try:
-        return path.read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+def machine_identity() -> str:
+    """Equal for processes of one machine since its last start, in whatever namespaces they are; clones may share it. Empty if
+    it cannot be read.
+    """
+    with contextlib.suppress(OSError):
+        return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    return ""
 
 
 def _has_orphans(*, by_accepted: bool) -> bool:

@@ -27,6 +27,10 @@ class InboundConnections:
     def get(self, connection: bytes) -> Accepted | None:
         return self._accepted.get(connection)
 
+    def of(self, peer: PeerRank) -> Accepted | None:
+        """The connection of a rank."""
+        return self._accepted.get(self._newest.get(peer, b""))
+
     def accept(self, connection: bytes, hello: Hello) -> Accepted:
         """Record a connection whose hello was accepted, in place of its rank's earlier one."""
         peer = PeerRank(hello.instance, hello.rank)
@@ -42,9 +46,18 @@ class InboundConnections:
         accepted = self._accepted.get(newest)
         return newest != connection and accepted is not None and (accepted.epoch == hello.epoch and hello.dial < accepted.dial)
 
-    def forget(self, connection: bytes) -> None:
-        """The connection has ended."""
-        del self._newest[self._accepted.pop(connection).peer]
+    def forget(self, connection: bytes) -> Accepted | None:
+        """The connection has ended. Returns what it was, if it was accepted."""
+        accepted = self._accepted.pop(connection, None)
+        if accepted is not None:
+            del self._newest[accepted.peer]
+        return accepted
+
+    def forget_other(self, peer: PeerRank, epoch: int) -> None:
+        """Forget the connection of a rank unless its process is the one at `epoch`."""
+        accepted = self.of(peer)
+        if accepted is not None and accepted.epoch != epoch:
+            self.forget(self._newest[peer])
 
     def forget_instance(self, name: str, epochs: Set[int] | None) -> None:
         """Forget the ranks of an instance at these epochs (`None`: at any)."""

@@ -15,10 +15,12 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
+MAX_PLAIN_NBYTES = 1 << 20
+"""Limit on messages that hold values rather than byte strings: each byte of them may become an object."""
 MAX_ITEMS = 1 << 16
 MAX_PAYLOAD_NBYTES = 1 << 16
 
@@ -67,7 +69,8 @@ class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest
-    number wins. Ranks of the same instance send their address to their leader.
+    number wins. `generation` counts the connections that either side gave up, to the peer's process at `peer_epoch` (0: to none
+    yet). Ranks of the same instance send their address to their leader.
     """
 
     version: int
@@ -79,6 +82,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     table: bytes
     address: Name | None = None
     generation: Small = 0
+    peer_epoch: Epoch = 0
     dial: Small = 0
 
 
@@ -104,11 +108,14 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
 
 
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
-    """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection."""
+    """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection. `final`: the
+    reason will not pass before one of the two processes is started anew.
+    """
 
     field: Name
     reason: Reason
     hello_first: bool = False
+    final: bool = False
 
 
 class PagesRow(msgspec.Struct, frozen=True, tag="pages", tag_field="kind"):
@@ -282,12 +289,6 @@ class Credit(Message, frozen=True, tag="credit", kw_only=True):
     slots: Many[tuple[Small, Nonce]]
 
 
-class Heartbeat(Message, frozen=True, tag="heartbeat", kw_only=True):
-    """The sender is alive at this epoch."""
-
-    epoch: Epoch
-
-
 class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
     """The sender closes, for this reason."""
 
@@ -308,11 +309,21 @@ AnyMessage = (
     | Drained
     | Outcome
     | Credit
-    | Heartbeat
     | Goodbye
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+class _Tag(msgspec.Struct):
+    """The type of a message; all else is skipped."""
+
+    type: str
+
+
+_TAG_DECODER = msgspec.msgpack.Decoder(_Tag)
+_LARGE = {"hello": 8 << 20, "welcome": MAX_MESSAGE_NBYTES, "reserve": MAX_MESSAGE_NBYTES, "complete": 16 << 20}
+"""Limits on messages whose bulk is in byte strings: tables, page ids, checksums."""
 _DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
@@ -335,6 +346,11 @@ def decode(data: bytes) -> AnyMessage:
     if len(data) > MAX_MESSAGE_NBYTES:
         raise RemoteProtocolError(f"message of {len(data)} bytes: expected {MAX_MESSAGE_NBYTES} at most")
     try:
+        if len(data) > MAX_PLAIN_NBYTES:
+            kind = _TAG_DECODER.decode(data).type
+            limit = _LARGE.get(kind, MAX_PLAIN_NBYTES)
+            if len(data) > limit:
+                raise RemoteProtocolError(f"message {kind[:32]!r} of {len(data)} bytes: expected {limit} at most")
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"message of {len(data)} bytes cannot be read: {type(error).__name__}: {error}") from error

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, DisaggError
 from disagg.protocol.messages import (
     Message,
     RingGrant,
@@ -15,14 +15,27 @@ from disagg.protocol.messages import (
 from disagg.protocol.types import NEVER, PeerRank
 
 
+class Undecided(DisaggError):
+    """Whether a peer can be used is not known yet. It is asked again after `retry_s` seconds."""
+
+    def __init__(self, message: str, *, retry_s: float = 0.02) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Times of the handshake and of liveness; seconds."""
+    """Times of the handshake and of liveness; seconds.
+
+    Every `heartbeat_s` libzmq pings each peer, and this rank renews its hello. A peer whose libzmq does not answer for
+    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`.
+    """
 
     hello_retry_s: float = 0.2
     max_hello_retry_s: float = 2.0
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 8.0
+    refused_retry_s: float = 30.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -44,21 +57,22 @@ class Identity:
     address: str
     leader: bool
 
+    def __str__(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
 
 class SendHello(NamedTuple):
-    """Effect: send a hello on a connection that this rank opened. `dial` is the number of the connection among all that this
-    rank has opened.
-    """
+    """Effect: send a hello on connection `dial`, the number of a connection among all that this rank has opened."""
 
-    address: str
+    dial: int
     generation: int = 0
-    dial: int = 0
+    peer_epoch: int = 0
 
 
 class SendTo(NamedTuple):
     """Effect: send a message on a connection that this rank opened."""
 
-    address: str
+    dial: int
     message: Message
 
 
@@ -70,8 +84,9 @@ class ReplyOn(NamedTuple):
 
 
 class Connect(NamedTuple):
-    """Effect: open a connection."""
+    """Effect: open connection number `dial`."""
 
+    dial: int
     address: str
     public_key: str | None
 
@@ -79,6 +94,13 @@ class Connect(NamedTuple):
 class Disconnect(NamedTuple):
     """Effect: close a connection that this rank opened."""
 
+    dial: int
+
+
+class Unanswered(NamedTuple):
+    """Effect: a configured peer has not answered several hellos."""
+
+    instance: str
     address: str
 
 
@@ -102,7 +124,11 @@ class Lost(NamedTuple):
     renewed: bool = False
 
 
-PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Ready | Lost
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Ready | Lost
+
+
+NO_ANSWER = "no answer yet"
+"""The problem of a connection before anything has come back on it."""
 
 
 class ConnectionState(enum.Enum):
@@ -112,40 +138,57 @@ class ConnectionState(enum.Enum):
 
 @dataclass
 class PeerConnection:
-    """The connection that this rank opened to one rank of a peer instance. The leader's rank is known once it answers.
+    """The connection that this rank opened to one rank of a peer instance.
 
-    A side that gives a connection up starts a new `generation` and names it in its next hello, so that both sides end the old
-    one.
+    `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
+    connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
+    starts at generation 0. The peer is lost at `lost_at`, unless a connection that it opened is there by then.
     """
 
     instance: str
     address: str
-    rank: int | None
+    rank: int
+    dial: int
     generation: int = 0
     state: ConnectionState = ConnectionState.GREETING
     epoch: int = 0
-    heard_at: float = 0.0
     hello_at: float = 0.0
     hello_retry_s: float = 0.0
-    heartbeat_at: float = NEVER
-    problem: str = "no answer yet"
+    lost_at: float = NEVER
+    ended: bool = False
+    problem: str = NO_ANSWER
+    refused: bool = False
     unanswered: int = 0
-    dial: int = 0
     ring: RingGrant | None = None
 
     @property
     def peer(self) -> PeerRank:
-        return PeerRank(self.instance, -1 if self.rank is None else self.rank)
+        return PeerRank(self.instance, self.rank)
 
-    def due(self, limits: ConnectionLimits) -> float:
-        """When a hello, a heartbeat or a judgement of silence is next due."""
-        if self.state is ConnectionState.GREETING:
-            return self.hello_at
-        return min(self.heartbeat_at, self.heard_at + limits.heartbeat_timeout_s)
+    @property
+    def is_ready(self) -> bool:
+        return self.state is ConnectionState.READY
+
+    @property
+    def due(self) -> float:
+        """When a hello or the loss of the peer is next due."""
+        return min(self.hello_at, self.lost_at) if self.is_ready else self.hello_at
 
     def greet_soon(self, now: float) -> None:
         """Send a hello at the next tick."""
-        self.hello_at, self.hello_retry_s = now, 0.0
+        self.hello_at, self.hello_retry_s, self.refused = now, 0.0, False
+
+    def refuse(self, problem: str, retry_at: float) -> None:
+        """The other side cannot be used, for a reason that will not pass by itself."""
+        self.problem, self.hello_at, self.hello_retry_s, self.refused = problem, retry_at, 0.0, True
+
+    def wait_until(self, lost_at: float, *, ended: bool) -> None:
+        """The peer is lost at `lost_at`. `ended`: the connection that it had opened has ended."""
+        self.lost_at, self.ended = lost_at, ended
+
+    def confirm(self) -> None:
+        """A connection that the peer opened is there."""
+        self.lost_at, self.ended = NEVER, False
 
 
 @dataclass
@@ -163,11 +206,16 @@ class PeerInstance:
         """Whether every rank of it has answered."""
         if self.num_ranks is None:
             return False
-        answered = {link.rank for link in self.links.values() if link.state is ConnectionState.READY}
+        answered = {link.rank for link in self.links.values() if link.is_ready}
         return len(answered) == self.num_ranks
+
+    @property
+    def refusal(self) -> str:
+        """Why it cannot become ready before one side is started anew; empty if it can."""
+        return "; ".join(f"{link.address}: {link.problem}" for link in self.links.values() if link.refused)
 
     @property
     def problem(self) -> str:
         """Why it is not ready."""
-        waiting = [link for link in self.links.values() if link.state is not ConnectionState.READY]
+        waiting = [link for link in self.links.values() if not link.is_ready]
         return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"

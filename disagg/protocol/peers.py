@@ -4,34 +4,29 @@ Every rank connects to every rank of a peer instance and sends `hello`. The answ
 connection, which then carries all other messages to that rank. Messages from a peer count only after its hello was accepted. A
 leader's welcome names the other ranks of its instance. A restarted rank has a new epoch; connections of the old epoch stay
 closed.
+
+A peer lives as long as the connection that it opened to this rank: libzmq pings it, whatever the peer's interpreter does. Once
+that connection has ended, the peer has `CLOSED_GRACE_S` to open another.
+
+The name of a rank belongs to one process at a time. Another that says hello under it is refused while the first is connected.
+What answers at a configured address has the name in any case.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Set
 
-from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.core.errors import DisaggError, RemoteProtocolError
+from disagg.protocol.admission import Admission, HelloAcceptor
 from disagg.protocol.inbound import Accepted, InboundConnections
-from disagg.protocol.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Busy,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Member,
-    Reject,
-    Welcome,
-)
+from disagg.protocol.links import Links
+from disagg.protocol.members import Members, check_dialable
+from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Member, Reject, Welcome
 from disagg.protocol.peer_state import (
-    Connect,
     ConnectionLimits,
     ConnectionState,
-    Disconnect,
     Identity,
-    Lost,
     PeerConnection,
     PeerEffect,
     PeerInstance,
@@ -39,15 +34,20 @@ from disagg.protocol.peer_state import (
     ReplyOn,
     SendHello,
     SendTo,
+    Undecided,
 )
 from disagg.protocol.types import NEVER, PeerRank
 
+LEADER = 0
+"""The rank that answers for its instance."""
 RECONNECT_AFTER = 4
 """Unanswered hellos before the connection is reopened."""
-HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
-"""Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it."""
+MIN_RETRY_S = 0.01
+"""The soonest that a busy peer gets a hello again."""
+CLOSED_GRACE_S = 0.5
+"""How long a peer may take to connect again after its connection has ended."""
 WelcomeValidator = Callable[[Welcome], int]
-"""Validates a welcome and returns the peer's number of ranks. Raises `DisaggError` to refuse it."""
+"""Validates a welcome and returns the peer's number of ranks. Raises as a `HelloAcceptor` does."""
 
 
 class PeerTable:
@@ -65,18 +65,24 @@ class PeerTable:
     ) -> None:
         self.identity = identity
         self.effects: deque[PeerEffect] = deque()
-        self.instances: dict[str, PeerInstance] = {}
-        self.members: dict[int, Member] = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
-        self._leader = leader
-        self._own_key = own_key
-        self._accept_hello = accept_hello
+        self.members = Members(identity, own_key)
         self._validate_welcome = validate_welcome
         self._limits = limits or ConnectionLimits()
         self._inbound = InboundConnections()
-        self._dials = itertools.count()
-        self._found: dict[PeerRank, PeerConnection] = {}
-        if leader is not None:
-            self._siblings = PeerInstance(identity.instance, leader, own_key)
+        self.instances: dict[str, PeerInstance] = {}
+        self._links = Links(identity.instance, self.instances, self.effects)
+        self._admission = Admission(
+            identity,
+            members=self.members,
+            links=self._links,
+            inbound=self._inbound,
+            effects=self.effects,
+            accept_hello=accept_hello,
+            hello_retry_s=self._limits.hello_retry_s,
+        )
+        self._siblings = PeerInstance(identity.instance, leader, own_key) if leader is not None else None
+
+    # -- configuration -----------------------------------------------------------------------------------------------
 
     def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
         """Configure an instance by the address of its leader. A new address or key replaces the connections. Ranks that
@@ -86,266 +92,206 @@ class PeerTable:
         if known is not None and (known.address, known.public_key) == (address, public_key):
             return
         if known is not None:
-            epochs = {link.epoch for link in known.links.values()} if known.public_key == public_key else None
+            ready = {link.epoch for link in known.links.values() if link.is_ready}
+            epochs = ready if known.public_key == public_key else None
             self.remove_peer(name, "its address was changed", epochs=epochs)
         instance = self.instances[name] = PeerInstance(name, address, public_key)
-        self._open(instance, address, None, now)
+        self._links.open(instance, address, LEADER, now)
 
     def remove_peer(self, name: str, cause: str, *, epochs: Set[int] | None = None) -> None:
         """Forget an instance: its requests end. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
-            self._drop(link, cause)
-            self.effects.append(Disconnect(link.address))
+            self._links.close(instance, link, cause)
         self._inbound.forget_instance(name, epochs)
 
     def join(self, now: float) -> None:
         """Connect to the leader of this instance, if that is another rank."""
-        if self._leader is not None:
-            self._open(self._siblings, self._leader, None, now)
+        if self._siblings is not None:
+            self._links.open(self._siblings, self._siblings.address, LEADER, now)
 
-    def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
-        """A rank that has answered cannot be used. Send it hello again later."""
-        link = self.link(peer)
+    def cannot_dial(self, dial: int, problem: str) -> None:
+        """A connection could not be opened. It is tried again later."""
+        link = self._links.get(dial)
         if link is not None:
-            link.state, link.heartbeat_at, link.problem = ConnectionState.GREETING, NEVER, problem
-            link.hello_at = now + self._limits.max_hello_retry_s
+            link.problem, link.unanswered = problem, RECONNECT_AFTER
+
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def link(self, peer: PeerRank) -> PeerConnection | None:
         """The ready connection to a rank."""
-        link = self._to(peer)
-        return link if link is not None and link.state is ConnectionState.READY else None
+        link = self._links.to(peer)
+        return link if link is not None and link.is_ready else None
 
-    def _to(self, peer: PeerRank) -> PeerConnection | None:
-        """The connection to a rank, ready or not."""
-        instance = self.instances.get(peer.instance)
-        if instance is None:
-            return None
-        known = self._found.get(peer)
-        if known is not None and known.rank == peer.rank and instance.links.get(known.address) is known:
-            return known
-        found = next((link for link in instance.links.values() if link.rank == peer.rank), None)
-        if found is not None:
-            self._found[peer] = found
-        return found
+    def refuse(self, peer: PeerRank, problem: str, now: float) -> None:
+        """A rank that has answered cannot be used now. Send it hello again later."""
+        link = self.link(peer)
+        if link is not None:
+            link.state, link.lost_at, link.problem = ConnectionState.GREETING, NEVER, problem
+            link.hello_at = now + self._limits.max_hello_retry_s
+            self._links.arm(link)
+
+    # -- connections that peers opened -------------------------------------------------------------------------------
 
     def on_inbound(self, connection: bytes, user: str, message: AnyMessage, now: float) -> PeerRank | None:
         """Take a message from a connection that a peer opened. Returns its rank if the message is for the sessions."""
         if isinstance(message, Hello):
-            self._on_hello(connection, user, message, now)
+            self._admission.on_hello(connection, user, message, now)
             return None
         accepted = self._inbound.get(connection)
         if accepted is None:
             self.effects.append(ReplyOn(connection, Reject(field="connection", reason="send hello first", hello_first=True)))
             return None
-        self._heard(accepted, now)
         if isinstance(message, Goodbye):
             self._inbound.forget(connection)
             self._on_goodbye(accepted, f"closed: {message.reason}", now)
             return None
-        return None if isinstance(message, Heartbeat | Welcome | Reject) else accepted.peer
+        return None if isinstance(message, Welcome | Reject) else accepted.peer
 
-    def _on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
-        peer = PeerRank(hello.instance, hello.rank)
-        try:
-            if hello.version != PROTOCOL_VERSION:
-                raise RemoteProtocolError(f"protocol version: {hello.version} at {peer}, {PROTOCOL_VERSION} at {self._me}")
-            if hello.instance == self.identity.instance:
-                self._on_sibling(connection, user, hello)
-                return
-            instance = self.instances.get(hello.instance)
-            if instance is None:
-                raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self._me}")
-            if instance.public_key is not None and instance.public_key != user:
-                raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._me}")
-            if self._missing:
-                reason = f"{len(self.members)} of {self.identity.num_ranks} ranks of {self.identity.instance!r} have joined"
-                self.effects.append(ReplyOn(connection, Busy(reason=reason, retry_after_s=self._limits.hello_retry_s)))
-                return
-            if self._inbound.is_overtaken(connection, hello):
-                return
-            welcome = self._accept_hello(hello, self._named)
-        except DisaggError as error:
-            self._reject(connection, error)
-            return
-        accepted = self._inbound.accept(connection, hello)
-        self.effects.append(ReplyOn(connection, welcome))
-        link = self._to(peer)
-        if link is None:
-            return
-        restarted = link.state is ConnectionState.READY and link.epoch != hello.epoch
-        if restarted or hello.generation > link.generation:
-            self._drop(link, "restarted" if restarted else "the peer has given the connection up", renewed=not restarted)
-            link.greet_soon(now)
-            link.generation = hello.generation
-        else:
-            self._heard(accepted, now)  # peers send hellos to a leader as heartbeats
+    def on_closed(self, connection: bytes, now: float) -> PeerRank | None:
+        """A connection that a peer opened has ended. Returns the rank of that peer, if it was accepted."""
+        accepted = self._inbound.forget(connection)
+        if accepted is None:
+            return None
+        link = self.link(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            link.wait_until(now + CLOSED_GRACE_S, ended=True)
+            self._links.arm(link)
+        return accepted.peer
 
-    def _on_sibling(self, connection: bytes, user: str, hello: Hello) -> None:
-        """Another rank of this instance joins its leader. If there are keys, it has the instance's own."""
-        if self._own_key is not None and user != self._own_key:
-            raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {self._me}")
-        if not self.identity.leader:
-            raise RemoteProtocolError(f"{self._me} is not the leader of {hello.instance!r}")
-        if hello.rank >= self.identity.num_ranks or hello.rank == self.identity.rank or hello.address is None:
-            raise RemoteProtocolError(
-                f"rank {hello.rank} of {self.identity.num_ranks} at {hello.address!r} cannot join {self._me}"
-            )
-        if hello.table != self.identity.table:
-            raise LayoutError(
-                f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {self._me}"
-            )
-        self.members[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
-        welcome = self._accept_hello(hello, self._named)
-        self.effects.append(ReplyOn(connection, welcome))
+    def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
+        """The process of a rank at this epoch is proved to have ended."""
+        link = self.link(peer)
+        if link is not None and link.epoch == epoch:
+            self._links.lose(link, "its process has ended", now)
 
-    def _reject(self, connection: bytes, error: DisaggError) -> None:
-        field_name = "layout" if isinstance(error, LayoutError) else "hello"
-        self.effects.append(ReplyOn(connection, Reject(field=field_name, reason=str(error)[:4096])))
+    def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
+        link = self.link(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            self._links.drop(link, cause, announced=True)
+            link.hello_at, link.hello_retry_s = now + self._limits.hello_retry_s, 0.0
+            self._links.arm(link)
 
-    def on_reply(self, address: str, message: AnyMessage, now: float) -> None:
+    # -- connections that this rank opened ---------------------------------------------------------------------------
+
+    def on_reply(self, dial: int, message: AnyMessage, now: float) -> None:
         """Take an answer on a connection that this rank opened."""
-        link = self._by_address(address)
+        link = self._links.get(dial)
         if link is None:
             return
-        link.heard_at, link.unanswered = now, 0
+        link.unanswered = 0
         match message:
             case Welcome():
                 self._on_welcome(link, message, now)
             case Reject(hello_first=True):
-                self._drop(link, "the peer does not know this connection any more")
-                link.greet_soon(now)
+                self._links.lose(link, "the peer does not know this connection any more", now)
             case Reject():
-                self._drop(link, f"rejected: {message.reason}")
-                link.problem = message.reason
+                self._links.drop(link, f"rejected: {message.reason}")
+                self._refuse(link, message.reason, now, final=message.final)
             case Busy(request_id=None):
                 link.problem = message.reason
-                link.hello_at = min(link.hello_at, now + max(message.retry_after_s, 0.01))
+                link.hello_at = min(link.hello_at, now + max(message.retry_after_s, MIN_RETRY_S))
+        self._links.arm(link)
+
+    def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
+        """Say hello again much later: a change at the peer shows by its own hello."""
+        link.refuse(problem, now + self._limits.refused_retry_s)
+        link.refused = final
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
+        siblings = link.instance == self.identity.instance
+        try:
+            found = PeerRank(welcome.instance, welcome.rank)
+            if found != link.peer:
+                raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
+            num_ranks = 1 if siblings else self._validate_welcome(welcome)
+            self._check_members(welcome)
+        except Undecided as error:
+            link.problem, link.hello_at = str(error), min(link.hello_at, now + error.retry_s)
+            return
+        except DisaggError as error:
+            self._links.drop(link, f"refused: {error}")
+            self._refuse(link, str(error), now, final=True)
+            return
+        if welcome.epoch != link.epoch:
+            self._links.drop(link, "restarted")
+            link.epoch, link.generation = welcome.epoch, 0
         if welcome.generation != link.generation:
             return  # the answer to a hello of an earlier generation, whose ring is retired
-        try:
-            if welcome.instance != link.instance or (link.rank is not None and welcome.rank != link.rank):
-                found = PeerRank(welcome.instance, welcome.rank)
-                raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
-            num_ranks = 1 if link.instance == self.identity.instance else self._validate_welcome(welcome)
-        except DisaggError as error:
-            self._drop(link, f"refused: {error}")
-            link.problem = str(error)
+        if link.is_ready and link.ring not in (None, welcome.ring):
+            self._links.lose(link, "the peer has started a new connection", now)
             return
-        if link.state is ConnectionState.READY and link.epoch != welcome.epoch:
-            self._drop(link, "restarted")
-        elif link.state is ConnectionState.READY and link.ring not in (None, welcome.ring):
-            self._drop(link, "the peer has started a new connection")
-            link.greet_soon(now)
-            return
-        first = link.state is not ConnectionState.READY
+        first = not link.is_ready
         link.ring = welcome.ring if first else link.ring
-        link.rank, link.epoch, link.state, link.problem = welcome.rank, welcome.epoch, ConnectionState.READY, ""
-        link.hello_retry_s, link.heartbeat_at = 0.0, now + self._limits.heartbeat_s
-        if link.instance == self.identity.instance:
+        link.state, link.problem, link.refused = ConnectionState.READY, "", False
+        link.hello_retry_s, link.hello_at = 0.0, now + self._limits.heartbeat_s
+        if siblings:
             return
         instance = self.instances[link.instance]
         instance.num_ranks = num_ranks
         if first:
+            self._inbound.forget_other(link.peer, link.epoch)
+            if self._inbound.of(link.peer) is None:
+                link.wait_until(now + self._limits.heartbeat_timeout_s, ended=False)
+            else:
+                link.confirm()
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
             self._on_members(instance, welcome.members, now)
+
+    def _check_members(self, welcome: Welcome) -> None:
+        """Raise `RemoteProtocolError` for an address that this rank could not connect to."""
+        for member in welcome.members:
+            check_dialable(member.address, f"rank {member.rank} of {welcome.instance!r}")
 
     def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
         """Connect to the ranks that the leader names, and disconnect from those that it does not name any more."""
         named = {member.address for member in members} | {instance.address}
         for link in [found for found in instance.links.values() if found.address not in named]:
-            self._drop(link, "its leader names another address")
-            self.effects.append(Disconnect(link.address))
-            del instance.links[link.address]
-        leader = instance.links[instance.address]
+            self._links.close(instance, link, "its leader names another address")
         for member in members:
-            if member.rank != leader.rank and member.address not in instance.links:
-                self._open(instance, member.address, member.rank, now)
+            if member.rank != LEADER and member.address not in instance.links:
+                self._links.open(instance, member.address, member.rank, now)
+
+    # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Send hellos and heartbeats, and drop silent peers. Call it after all arrived messages were taken."""
-        for link in list(self._links()):
-            if link.state is ConnectionState.GREETING and now >= link.hello_at:
+        """Send hellos, and drop lost peers. Call it after all arrived messages were taken."""
+        if now < self._links.next_tick:
+            return
+        for link in self._links.all():
+            if link.is_ready and now >= link.lost_at:
+                silence = f"it has not connected to {self.identity} within {self._limits.heartbeat_timeout_s} s"
+                self._links.lose(link, "its connection has ended" if link.ended else silence, now)
+            if now >= link.hello_at:
                 self._greet(link, now)
-            elif link.state is ConnectionState.READY and now - link.heard_at >= self._limits.heartbeat_timeout_s:
-                self._drop(link, f"silent for {self._limits.heartbeat_timeout_s} s")
-                link.greet_soon(now)
-            elif now >= link.heartbeat_at:
-                link.heartbeat_at = now + self._limits.heartbeat_s
-                self._beat(link)
-
-    def _beat(self, link: PeerConnection) -> None:
-        """Send a heartbeat. A leader gets a hello instead, whose answer names the ranks of its instance."""
-        is_leader = link.instance == self.identity.instance or link.address == self.instances[link.instance].address
-        hello = SendHello(link.address, link.generation, link.dial)
-        self.effects.append(hello if is_leader else SendTo(link.address, Heartbeat(epoch=self.identity.epoch)))
+        self._links.arm_all()
 
     def next_tick(self) -> float:
-        """When `tick` next has something to do."""
-        return min((link.due(self._limits) for link in self._links()), default=NEVER)
+        """When `tick` next has something to do; it may be earlier."""
+        return self._links.next_tick
+
+    def _greet(self, link: PeerConnection, now: float) -> None:
+        """Send a hello. That to a peer that is ready renews the welcome, with the ranks of its instance."""
+        limits = self._limits
+        instance = self._instance_of(link)
+        if link.is_ready and instance is not self._siblings:
+            is_leader = link.address == instance.address
+            link.hello_at = now + (limits.heartbeat_s if is_leader else limits.heartbeat_timeout_s)
+        else:
+            link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
+            link.hello_at = now + (limits.heartbeat_s if link.is_ready else link.hello_retry_s)
+            if link.unanswered >= RECONNECT_AFTER:
+                self._links.redial(instance, link)
+            link.unanswered += 1
+        self.effects.append(SendHello(link.dial, link.generation, link.epoch))
+
+    def _instance_of(self, link: PeerConnection) -> PeerInstance:
+        siblings = self._siblings
+        return siblings if siblings is not None and link.instance == siblings.name else self.instances[link.instance]
 
     def close(self, reason: str) -> None:
         """Say goodbye to every connected rank."""
-        for link in self._links():
-            if link.state is ConnectionState.READY:
-                self.effects.append(SendTo(link.address, Goodbye(reason=reason)))
-
-    @property
-    def _me(self) -> str:
-        return f"{self.identity.instance}/{self.identity.rank}"
-
-    def _named(self) -> tuple[Member, ...]:
-        """The ranks of this instance that have joined."""
-        return tuple(self.members[rank] for rank in sorted(self.members))
-
-    @property
-    def _missing(self) -> bool:
-        return self.identity.leader and len(self.members) < self.identity.num_ranks
-
-    def _links(self) -> list[PeerConnection]:
-        siblings = list(self._siblings.links.values()) if self._leader is not None else []
-        return [link for instance in self.instances.values() for link in instance.links.values()] + siblings
-
-    def _by_address(self, address: str) -> PeerConnection | None:
-        return next((link for link in self._links() if link.address == address), None)
-
-    def _open(self, instance: PeerInstance, address: str, rank: int | None, now: float) -> None:
-        instance.links[address] = PeerConnection(
-            instance.name, address, rank, hello_at=now, heard_at=now, dial=next(self._dials)
-        )
-        self.effects.append(Connect(address, instance.public_key))
-
-    def _greet(self, link: PeerConnection, now: float) -> None:
-        limits = self._limits
-        link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
-        link.hello_at = now + link.hello_retry_s
-        if link.unanswered >= RECONNECT_AFTER:
-            # ZeroMQ does not retry a connection that was refused, for instance because its key was not known there yet.
-            link.unanswered = 0
-            link.dial = next(self._dials)
-            instance = self._siblings if link.instance == self.identity.instance else self.instances[link.instance]
-            self.effects.extend((Disconnect(link.address), Connect(link.address, instance.public_key)))
-        link.unanswered += 1
-        self.effects.append(SendHello(link.address, link.generation, link.dial))
-
-    def _drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
-        """End this generation of a connection. The next hello begins another."""
-        was_ready, link.state, link.problem = link.state is ConnectionState.READY, ConnectionState.GREETING, cause
-        link.heartbeat_at = NEVER
-        link.generation += was_ready
-        if was_ready and link.instance != self.identity.instance:
-            self.effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
-
-    def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
-        link = self.link(accepted.peer)
-        if link is not None and link.epoch == accepted.epoch:
-            self._drop(link, cause, announced=True)
-            link.hello_at, link.hello_retry_s = now + self._limits.hello_retry_s, 0.0
-
-    def _heard(self, accepted: Accepted, now: float) -> None:
-        link = self.link(accepted.peer)
-        if link is not None and link.epoch == accepted.epoch:
-            link.heard_at = now
+        for link in self._links.all():
+            if link.is_ready:
+                self.effects.append(SendTo(link.dial, Goodbye(reason=reason)))

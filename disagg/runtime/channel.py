@@ -1,59 +1,43 @@
 """The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to.
 
-The channel does not decode messages. Between processes of one machine they take a local socket, and messages for one address
+The channel does not decode messages. Between processes of one machine they take a local socket, and messages for one connection
 leave together. One thread owns a channel; only `wake` may be called from any thread.
+
+libzmq's own threads ping every peer, so a connection ends when the peer's process does not answer or has ended, and stays when
+the peer's interpreter is busy. The ROUTER's monitor tells which connection has ended.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.auth.thread
-import zmq.utils.monitor
 import zmq.utils.z85
 
 from disagg.core import _native
 from disagg.core.address import is_loopback, parse_address
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
-from disagg.runtime.completion_page import CompletionPage, CompletionPageView
-from disagg.runtime.keys import KeyPair
+from disagg.runtime.completion_page import CompletionPage
+from disagg.runtime.keys import KeyPair, authenticator
 from disagg.runtime.local_socket import MAX_INVITATIONS, LocalConnection, LocalListener, Source
+from disagg.runtime.monitor import Monitor
+from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 
 logger = logging.getLogger(__name__)
-_REFUSALS = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it was interrupted",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
-}
-
-
-class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`. `page` is the completion page of that
-    peer.
-    """
-
-    connection: bytes
-    user: str
-    data: bytes
-    page: CompletionPageView | None = None
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """A message that came back on a connection that this side opened."""
-
-    address: str
-    data: bytes
+FAILED_PAUSE_S = 0.01
+"""Pause after an error of the system, which may last."""
+MAX_SOCKETS = 16384
+"""Sockets of a manager, one for each peer rank; libzmq's own limit is 1,023."""
 
 
 @dataclass
@@ -65,25 +49,12 @@ class _Peer:
     unsent: list[bytes] = field(default_factory=list)
 
 
-class Wire(Protocol):
-    """What the control thread needs of its channel."""
-
-    def connect(self, address: str, *, public_key: str | None = None) -> None: ...
-    def disconnect(self, address: str) -> None: ...
-    def send(self, address: str, data: bytes) -> bool: ...
-    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool: ...
-    def completion_page(self, address: str) -> CompletionPage | None: ...
-    def wake(self) -> None: ...
-    def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool: ...
-    def flush(self) -> None: ...
-    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]: ...
-
-
 class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
     `listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may
-    connect. `polls`: the thread busy-polls, so peers pass their completion pages.
+    connect. `polls`: the thread busy-polls, so peers pass their completion pages. Peers are pinged every `heartbeat_s`, and
+    their connections end after `heartbeat_timeout_s` without an answer.
 
     Raises `ConfigError` that names an address which cannot be bound.
     """
@@ -96,6 +67,8 @@ class Channel:
         insecure: bool = False,
         allow: Callable[[str], bool] = lambda _: False,
         polls: bool = False,
+        heartbeat_s: float = 1.0,
+        heartbeat_timeout_s: float = 8.0,
     ) -> None:
         host, port = parse_address(listen, what="listen")
         if keys is None and not insecure and not is_loopback(host):
@@ -103,23 +76,24 @@ class Channel:
                 f"listen: {listen!r} can be reached from other hosts, so it needs keys (disagg keygen), or insecure=True"
             )
         self._keys = keys
-        self.refused = 0
-        self._warnings = RateLimitedLog(logger)
+        self._heartbeat_ms = max(1, round(heartbeat_s * 1e3)), max(1, round(heartbeat_timeout_s * 1e3))
+        self._warnings = RateLimitedLog(logger, repeat_s=10.0)
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._poller = zmq.Poller()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[int, _Peer] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
         self._page = CompletionPage.make()
         self._local = LocalListener(polls=polls)
         try:
             if keys is not None:
-                self._authenticator = _authenticator(self._context, allow)
+                self._authenticator = authenticator(self._context, allow)
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._monitor = self._router.get_monitor_socket(sum(_REFUSALS))
+            self._monitor = Monitor(self._context, self._router)
             if keys is not None:
                 self._router.curve_server = True
                 self._router.curve_publickey, self._router.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -133,7 +107,7 @@ class Channel:
         self.address = listen if port else f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._monitor.socket, zmq.POLLIN)
         self._poller.register(self._local.fileno(), zmq.POLLIN)
         self._descriptors: npt.NDArray[np.int32] | None = None  # cached until sockets change
 
@@ -141,42 +115,58 @@ class Channel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        interval_ms, timeout_ms = self._heartbeat_ms
+        socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         return socket
 
-    def connect(self, address: str, *, public_key: str | None = None) -> None:
-        """Connect to `address`; a second call for it does nothing. ZeroMQ reconnects by itself."""
-        if address in self._peers:
-            return
+    def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
+        """Connect to `address`, as connection `dial`. ZeroMQ reconnects by itself.
+
+        Raises `ConfigError` for an address that cannot be dialled, `PeerUnreachable` if this process cannot open a socket now.
+        """
         host, _ = parse_address(address, what="peer address")
-        socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        if self._keys is not None:
-            if public_key is None:
-                socket.close(0)
-                raise ConfigError(f"peer address {address!r}: this side has keys, so the peer's public key is needed")
-            socket.curve_serverkey = public_key.encode()
-            socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
-        socket.connect(address)
-        self._peers[address] = _Peer(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        try:
+            self._connect(dial, address, public_key, ipv6=":" in host)
+        except zmq.ZMQError as error:
+            raise PeerUnreachable(f"{address}: cannot be dialled: {error}") from error
         self._descriptors = None
 
-    def disconnect(self, address: str) -> None:
+    def _connect(self, dial: int, address: str, public_key: str | None, *, ipv6: bool) -> None:
+        if self._keys is not None and public_key is None:
+            raise ConfigError(f"peer address {address!r}: this side has keys, so the peer's public key is needed")
+        socket = self._socket(zmq.DEALER)
+        try:
+            self._set_up(socket, public_key, ipv6=ipv6)
+            socket.connect(address)
+        except BaseException:
+            socket.close(0)
+            raise
+        self._peers[dial] = _Peer(socket)
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _set_up(self, socket: zmq.Socket[bytes], public_key: str | None, *, ipv6: bool) -> None:
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.IPV6, int(ipv6))
+        if self._keys is not None and public_key is not None:
+            socket.curve_serverkey = public_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
+
+    def disconnect(self, dial: int) -> None:
         """Drop the connection and its unsent messages."""
-        peer = self._peers.pop(address, None)
+        peer = self._peers.pop(dial, None)
         if peer is not None:
             self._poller.unregister(peer.socket)
             peer.socket.close(0)
             self._leave(peer)
             self._descriptors = None
 
-    def send(self, address: str, data: bytes) -> bool:
-        """Queue `data` for a connected address, to leave with the next `poll` or `flush`. Returns whether the address is
-        connected. Lost messages are resent by the protocol.
+    def send(self, dial: int, data: bytes) -> bool:
+        """Queue `data` for a connection, to leave with the next `poll` or `flush`. Returns whether there is that connection.
+        Lost messages are resent by the protocol.
         """
-        peer = self._peers.get(address)
+        peer = self._peers.get(dial)
         if peer is None:
             return False
         peer.unsent.append(data)
@@ -189,10 +179,15 @@ class Channel:
         invitation = [self._local.invite(Source(connection, self._users.get(connection, "")))] if offer_local else []
         return _send(self._router, [connection, data, *invitation])
 
-    def completion_page(self, address: str) -> CompletionPage | None:
-        """The completion page that the peer at `address` polls, or `None` if it does not."""
-        peer = self._peers.get(address)
+    def completion_page(self, dial: int) -> CompletionPage | None:
+        """The completion page that the peer at the other end of `dial` polls, or `None` if it does not."""
+        peer = self._peers.get(dial)
         return self._page if peer is not None and peer.local is not None and peer.local.polled else None
+
+    @property
+    def refused(self) -> int:
+        """Connections that failed before their first message."""
+        return self._monitor.num_refused
 
     def wake(self) -> None:
         """Make `poll` return. Any thread may call it; once is enough until `poll` has returned."""
@@ -200,8 +195,17 @@ class Channel:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
 
-    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
-        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`."""
+    def poll(self, timeout_s: float) -> Iterator[Arrival]:
+        """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`. An error of the
+        system, such as that no descriptor is left, costs what has arrived on that connection; the next call goes on.
+        """
+        try:
+            yield from self._poll(timeout_s)
+        except (zmq.ZMQError, OSError) as error:
+            self._warnings.warning("%s: polling failed: %s", self.address, error)
+            time.sleep(FAILED_PAUSE_S)
+
+    def _poll(self, timeout_s: float) -> Iterator[Arrival]:
         self.flush()
         ready = dict(self._poller.poll(0))
         if timeout_s > 0 and not ready:
@@ -210,14 +214,14 @@ class Channel:
         if ready.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
             self._woken = False
-        if ready.pop(self._monitor, None):
-            self._take_refusals()
+        if ready.pop(self._monitor.socket, None):
+            yield from self._ended()
         if ready.pop(self._router, None):
             yield from self._inbound()
         opened = ready.pop(self._local.fileno(), None)
-        for address, peer in list(self._peers.items()) if ready else ():
+        for dial, peer in list(self._peers.items()) if ready else ():
             if ready.pop(peer.socket, None):
-                yield from self._replies(address, peer)
+                yield from self._replies(dial, peer)
         for descriptor in ready:  # the rest are local connections
             assert isinstance(descriptor, int)
             yield from self._take_local(descriptor)
@@ -233,13 +237,13 @@ class Channel:
     def _watched(self) -> npt.NDArray[np.int32]:
         """Every descriptor on which something may arrive, right after `poll` has found nothing there."""
         if self._descriptors is None:
-            sockets = self._router, self._monitor, *(peer.socket for peer in self._peers.values())
+            sockets = self._router, self._monitor.socket, *(peer.socket for peer in self._peers.values())
             found = [self._wake_fd, self._local.fileno(), *self._local.descriptors(), *(each.get(zmq.FD) for each in sockets)]
             self._descriptors = np.array(found, np.int32)
         return self._descriptors
 
     def flush(self) -> None:
-        """Send what was queued. The messages for one address leave together."""
+        """Send what was queued. The messages for one connection leave together."""
         for peer in self._peers.values():
             if not peer.unsent:
                 continue
@@ -252,18 +256,21 @@ class Channel:
             for start in range(0, len(messages), MAX_FRAMES):
                 _send(peer.socket, messages[start : start + MAX_FRAMES])
 
-    def _replies(self, address: str, peer: _Peer) -> Iterator[Reply]:
+    def _replies(self, dial: int, peer: _Peer) -> Iterator[Reply]:
         for frames in _frames(peer.socket):
             if len(frames) == 2:
                 self._join(peer, frames[1].bytes)
             if len(frames) in (1, 2):
-                yield Reply(address, frames[0].bytes)
+                yield Reply(dial, frames[0].bytes)
 
-    def _inbound(self) -> Iterator[Inbound]:
+    def _inbound(self) -> Iterator[Inbound | Closed]:
         for frames in _frames(self._router):
             if len(frames) < 2:
                 continue
-            connection, user = frames[0].bytes, ""
+            connection, user, is_open = frames[0].bytes, "", True
+            if not self._monitor.knows(connection):
+                yield from self._ended()
+                is_open = self._monitor.add(connection, _descriptor_of(frames[1]))
             if self._keys is not None:
                 user = self._users[connection] = str(frames[1].get("User-Id"))
                 self._users.move_to_end(connection)
@@ -272,6 +279,14 @@ class Channel:
             page = self._local.page_of(Source(connection, user))
             for frame in frames[1:]:
                 yield Inbound(connection, user, frame.bytes, page)
+            if not is_open:
+                yield Closed(connection)
+
+    def _ended(self) -> Iterator[Closed]:
+        """Connections that have ended."""
+        for connection in self._monitor.take():
+            self._users.pop(connection, None)
+            yield Closed(connection)
 
     def _join(self, peer: _Peer, invitation: bytes) -> None:
         """Accept an invitation to a local socket, if it is new and in reach."""
@@ -307,15 +322,6 @@ class Channel:
         self._local.close_connection(descriptor)
         self._descriptors = None
 
-    def _take_refusals(self) -> None:
-        """Count and log connections that failed before their first message."""
-        for _ in range(MAX_BATCH):
-            if not self._monitor.poll(0):
-                return
-            event = zmq.Event(zmq.utils.monitor.recv_monitor_message(self._monitor)["event"])
-            self.refused += 1
-            self._warnings.warning("refused a connection to %s: %s", self.address, _REFUSALS[event])
-
     def close(self) -> None:
         """Close every socket, after 200 ms for queued messages to leave. A second call does nothing."""
         if self._context.closed:
@@ -329,8 +335,7 @@ class Channel:
         if self._page is not None:
             self._page.close()
         if hasattr(self, "_monitor"):
-            self._router.disable_monitor()
-            self._monitor.close(0)
+            self._monitor.close()
         if hasattr(self, "_router"):
             self._router.close()
         if self._authenticator is not None:
@@ -352,30 +357,17 @@ def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
         yield socket.recv_multipart(zmq.DONTWAIT, copy=False)
 
 
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The descriptor of the connection that a message came by. `None` for versions of ZMTP before 3, which no rank speaks."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
+
+
 def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
     try:
         socket.send_multipart(frames, zmq.DONTWAIT)
-    except zmq.ZMQError as error:
-        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-            return False
-        raise
+    except zmq.ZMQError:  # no room, the connection has ended, or no descriptor is left
+        return False
     return True
-
-
-def _authenticator(
-    context: zmq.Context[zmq.Socket[bytes]], allow: Callable[[str], bool]
-) -> zmq.auth.thread.ThreadAuthenticator:
-    """Authenticate the keys that `allow` accepts."""
-
-    class Provider:
-        def callback(self, _domain: str, key: bytes) -> bool:
-            known = allow(key.decode())
-            if not known:
-                warnings.warning("refused a connection: its public key %s is not known", key.decode())
-            return known
-
-    warnings = RateLimitedLog(logger)
-    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback("*", Provider())
-    return authenticator

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core.errors import DisaggError
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.peer_state import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
@@ -19,10 +20,10 @@ from disagg.runtime.handshake import Handshake, RemoteRank
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTING = 1
-"""Ranks that the engine connects to at a time. With eight, a process with NIXL's engine ended with SIGSEGV while it connected
-to three ranks, once in a dozen rounds of chaos.
-"""
+MAX_CONNECTING = 4
+"""Ranks that the engine connects to at a time: one that does not answer holds up no other."""
+PROCESS_CHECK_S = 0.5
+"""How often the processes of connected ranks of this host are asked whether they have ended."""
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
 """Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second."""
 MAX_FENCING = 4096
@@ -65,6 +66,8 @@ class Connections:
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
         self._lost: dict[PeerRank, int] = {}
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
+        self._next_check = NEVER
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
 
     @property
@@ -73,9 +76,25 @@ class Connections:
         return len(self._fencing)
 
     @property
-    def next_fence(self) -> float:
-        """When a lost rank is next fenced."""
-        return min((fencing.next_at for fencing in self._fencing.values()), default=NEVER)
+    def next_tick(self) -> float:
+        """When `tick` next has something to do."""
+        return min([self._next_check, *(fencing.next_at for fencing in self._fencing.values())])
+
+    def tick(self, now: float) -> None:
+        """Fence lost ranks, and look for processes that have ended."""
+        self._fence(now)
+        if now < self._next_check:
+            return
+        self._next_check = NEVER
+        for peer, rank in self._handshake.connected():
+            if rank.process is not None:
+                self._next_check = now + PROCESS_CHECK_S
+                if rank.process.has_ended():
+                    self._peers.on_ended(peer, rank.epoch, now)
+
+    def check_soon(self) -> None:
+        """Look for processes that have ended with the next `tick`."""
+        self._next_check = 0.0
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
@@ -86,8 +105,13 @@ class Connections:
         thread = threading.Thread(target=self._run, args=(ready, connect), name=name, daemon=True)
         self._connecting[ready.peer] = thread
         self._threads = [each for each in self._threads if each.is_alive()]
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            del self._connecting[ready.peer]
+            self._peers.refuse(ready.peer, f"no thread to connect with: {error}", time.monotonic())
+            return
         self._threads.append(thread)
-        thread.start()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads that connect."""
@@ -116,10 +140,11 @@ class Connections:
             return
         del self._connecting[ready.peer]
         if rank is None:
-            logger.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
+            self._warnings.warning("%s: cannot use %s: %s", self._handshake.me, ready.peer, problem)
             self._peers.refuse(ready.peer, problem, now)
             return
         self._handshake.add(ready.peer, rank)
+        self.check_soon()
         if self._lost.pop(ready.peer, None) == ready.epoch:
             self._fencing.pop((ready.peer, ready.epoch), None)
             self._sessions.receives.peer_back(ready.peer, now)
@@ -140,9 +165,9 @@ class Connections:
             if len(self._fencing) >= MAX_FENCING:
                 del self._fencing[next(iter(self._fencing))]
             self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now, lost.renewed)
-            self.fence(now)
+            self._fence(now)
 
-    def fence(self, now: float) -> None:
+    def _fence(self, now: float) -> None:
         """Fence the lost ranks that are due. Those that are proved quiet give back rows and rings."""
         for (peer, epoch), fencing in list(self._fencing.items()):
             if now < fencing.next_at:
@@ -151,8 +176,8 @@ class Connections:
             fencing.next_at = now + fencing.delay_s
             try:
                 fence = self._backend.fence(fencing.engine, epoch=epoch)
-            except DisaggError as error:
-                logger.warning("%s: fencing %s: %s", self._handshake.me, peer, error)
+            except (DisaggError, OSError) as error:  # no proof
+                self._warnings.warning("%s: fencing %s: %s", self._handshake.me, peer, error)
                 continue
             if fence is Fence.QUIET:
                 del self._fencing[peer, epoch]

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from disagg.core.errors import RemoteProtocolError, RequestAborted
+from disagg.core.errors import DisaggError, RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import (
@@ -19,12 +19,13 @@ from disagg.protocol.messages import (
     decode,
     encode,
 )
-from disagg.protocol.peer_state import Connect, Disconnect, Lost, Ready, ReplyOn, SendHello, SendTo
+from disagg.protocol.peer_state import Connect, Disconnect, Lost, PeerEffect, Ready, ReplyOn, SendHello, SendTo, Unanswered
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CreditSlots,
+    Effect,
     Event,
     PeerRank,
     QuarantineLease,
@@ -35,13 +36,13 @@ from disagg.protocol.types import (
     UnpackSlot,
     key_of,
 )
-from disagg.runtime.channel import Inbound, Reply, Wire
 from disagg.runtime.connections import Connections
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
+from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
 from disagg.transfer.worker import TransferWorker
 
 logger = logging.getLogger(__name__)
@@ -76,22 +77,28 @@ class Dispatch:
         self._early_completion = early
         self._requests = requests
         self._on_peers_changed = on_peers_changed
-        self._warnings = RateLimitedLog(logger)
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
         """Receives whose rows wait for their event."""
         self._ended: list[Event] = []
-        self.num_refused_messages = self.num_rejected_hellos = 0
+        self.num_refused_messages = self.num_rejected_hellos = self.num_faults = 0
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def take(self, arrived: Inbound | Reply, now: float) -> bool:
-        """Take one message. Returns whether it was about a request. A message that cannot be decoded, or breaks the protocol,
-        is refused and changes nothing.
+    def take(self, arrived: Arrival, now: float) -> bool:
+        """Take one message, or the end of a connection. Returns whether it was about a request. A message that cannot be
+        decoded, or breaks the protocol, is refused and changes nothing.
         """
+        if isinstance(arrived, Closed):
+            if self._peers.on_closed(arrived.connection, now) is not None:
+                self._connections.check_soon()
+            return False
         try:
             message = decode(arrived.data)
             if isinstance(arrived, Reply):
-                self._peers.on_reply(arrived.address, message, now)
+                self._peers.on_reply(arrived.dial, message, now)
+                if isinstance(message, Reject | Welcome):
+                    self._on_peers_changed()
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
@@ -99,6 +106,10 @@ class Dispatch:
             self._take_request_message(peer, message, arrived, now)
         except RemoteProtocolError as error:
             self._refuse(error)
+            return False
+        except Exception:  # a fault here must not end the thread that serves every other peer
+            self.num_faults += 1
+            logger.exception("%s: fault in a message of %d bytes", self._handshake.me, len(arrived.data))
             return False
         return True
 
@@ -174,48 +185,70 @@ class Dispatch:
     def carry_out_peers(self, now: float) -> None:
         """Carry out the effects of the peer table."""
         while self._peers.effects:
-            match self._peers.effects.popleft():
-                case Connect(address, public_key):
-                    self.channel.connect(address, public_key=public_key)
-                case Disconnect(address):
-                    self.channel.disconnect(address)
-                case SendHello(address, generation, dial):
-                    self.channel.send(address, encode(self._handshake.hello(generation, dial)))
-                case SendTo(address, message):
-                    self.channel.send(address, encode(message))
-                case ReplyOn(connection, message):
-                    if isinstance(message, Reject) and not message.hello_first:
-                        self.num_rejected_hellos += 1
-                        self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
-                    self.channel.reply(connection, encode(message), offer_local=isinstance(message, Welcome))
-                case Ready() as ready:
-                    self._connections.connect(ready)
-                case Lost() as lost:
-                    self._connections.lose(lost, now)
-                    self._early_completion.peer_lost(lost.peer)
-                    self._transfers.lost(lost.peer, lost.cause, now)
-                    self._on_peers_changed()
+            effect = self._peers.effects.popleft()
+            try:
+                self._carry_out_peer(effect, now)
+            except Exception:  # concerns one peer
+                self.num_faults += 1
+                logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
+
+    def _carry_out_peer(self, effect: PeerEffect, now: float) -> None:
+        match effect:
+            case Connect(dial, address, public_key):
+                try:
+                    self.channel.connect(dial, address, public_key=public_key)
+                except DisaggError as error:
+                    self._warnings.warning("%s: %s", self._handshake.me, error)
+                    self._peers.cannot_dial(dial, str(error))
+            case Disconnect(dial):
+                self.channel.disconnect(dial)
+            case SendHello(dial, generation, peer_epoch):
+                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch)))
+            case SendTo(dial, message):
+                self.channel.send(dial, encode(message))
+            case ReplyOn(connection, message):
+                if isinstance(message, Reject) and not message.hello_first:
+                    self.num_rejected_hellos += 1
+                    self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
+                self.channel.reply(connection, encode(message), offer_local=isinstance(message, Welcome))
+            case Unanswered(instance, address):
+                logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
+            case Ready() as ready:
+                self._connections.connect(ready)
+            case Lost() as lost:
+                self._connections.lose(lost, now)
+                self._early_completion.peer_lost(lost.peer)
+                self._transfers.lost(lost.peer, lost.cause, now)
+                self._on_peers_changed()
 
     def _carry_out_sessions(self, now: float) -> None:
         effects = self._sessions.effects
         while effects:
-            match effects.popleft():
-                case SendMessage(peer, message):
-                    self.send(peer, message)
-                case StartTransfer() as start:
-                    self._transfers.start(start)
-                case UnpackSlot() as slot:
-                    self._transfers.unpack(slot, now)
-                case CreditSlots() as credited:
-                    self._transfers.credit(credited)
-                case StartVerify() as verify:
-                    self._verification.verify(verify)
-                case ReleaseLease(lease):
-                    lease.release()
-                case QuarantineLease(lease, reason):
-                    lease.quarantine(reason)
-                case Event() as event:
-                    self._ended.append(event)
+            effect = effects.popleft()
+            try:
+                self._carry_out_session(effect, now)
+            except Exception:  # concerns one request, which its deadline ends
+                self.num_faults += 1
+                logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
+
+    def _carry_out_session(self, effect: Effect, now: float) -> None:
+        match effect:
+            case SendMessage(peer, message):
+                self.send(peer, message)
+            case StartTransfer() as start:
+                self._transfers.start(start)
+            case UnpackSlot() as slot:
+                self._transfers.unpack(slot, now)
+            case CreditSlots() as credited:
+                self._transfers.credit(credited)
+            case StartVerify() as verify:
+                self._verification.verify(verify)
+            case ReleaseLease(lease):
+                lease.release()
+            case QuarantineLease(lease, reason):
+                lease.quarantine(reason)
+            case Event() as event:
+                self._ended.append(event)
 
     def carry_out_leases(self) -> None:
         """Carry out the effects on leases only: the control thread ends, but what was proved stays true."""
@@ -238,4 +271,4 @@ class Dispatch:
         except Exception:
             logger.exception("%s: a %s for %s could not be encoded", self._handshake.me, type(message).__name__, peer)
             return
-        self.channel.send(link.address, data)
+        self.channel.send(link.dial, data)

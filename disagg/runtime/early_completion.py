@@ -16,8 +16,8 @@ from disagg.protocol.messages import Complete, CopyBegun, EarlyComplete, Message
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sending import Sends
 from disagg.protocol.types import PeerRank, RequestKey, Ticket, ids, key_of
-from disagg.runtime.channel import Wire
 from disagg.runtime.completion_page import CompletionPageView
+from disagg.runtime.wire import Wire
 
 SPIN_S = 20e-3
 """How long a receiver polls for the word without a sleep. A copy that finishes within this is not reported by a message again.
@@ -90,7 +90,7 @@ class EarlyCompletion:
 
     def _announce(self, ticket: Ticket, completion: _native.Flag | _native.CudaEvent, now: float) -> EarlyComplete | None:
         link = self._peers.link(ticket.peer)
-        page = self.channel.completion_page(link.address) if link is not None else None
+        page = self.channel.completion_page(link.dial) if link is not None else None
         if page is None or (complete := self._sends.complete_early(ticket)) is None:
             return None
         signal, word = page.signal(completion)

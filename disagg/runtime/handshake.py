@@ -16,9 +16,11 @@ from disagg.core.rings import Ring
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
+from disagg.machine.processes import ProcessWatch
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
-from disagg.protocol.peer_state import Identity
+from disagg.protocol.peer_state import Identity, Undecided
 from disagg.protocol.types import PeerRank
+from disagg.runtime.agreements import Agreements
 from disagg.runtime.streams import MakeStream, PreparedPlan, prepare, stream_maker
 from disagg.transfer.pool_memory import PoolMemory
 from disagg.transfer.staging import RemoteRing
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A connected rank of a peer: the engine's peer at one epoch, the plans in both directions, and the peer's ring.
+    """A connected rank of a peer: the engine's peer at one epoch, its process if the kernel attests it, the plans in both
+    directions, and the peer's ring.
 
     `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
     of the two plans. `gathers_from` is as in `Gathering`.
@@ -36,6 +39,7 @@ class RemoteRank:
 
     epoch: int
     engine: RemotePeer
+    process: ProcessWatch | None
     plan: TransferPlan
     incoming: TransferPlan
     ring: RemoteRing | None
@@ -48,6 +52,8 @@ class RemoteRank:
 
 Grant = Callable[[PeerRank, int, int], RingGrant | None]
 """Grants a ring to a peer rank, at an epoch and a generation of its connection."""
+Attest = Callable[[str, int, int], ProcessWatch | None]
+"""The process of a rank of an instance at an epoch, if the kernel attests it."""
 
 
 @dataclass
@@ -71,6 +77,7 @@ class Handshake:
         grant: Grant,
         memory: PoolMemory,
         packs: bool,
+        attest: Attest,
     ) -> None:
         self._identity = identity
         self._local = local
@@ -78,6 +85,9 @@ class Handshake:
         self._grant = grant
         self._memory = memory
         self._packs = packs
+        self._attest = attest
+        self._agreements = Agreements(local)
+        self._endpoint = b""
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -95,14 +105,18 @@ class Handshake:
         found = self._instances.get(peer.instance)
         return found.ranks.get(peer.rank) if found is not None else None
 
+    def connected(self) -> list[tuple[PeerRank, RemoteRank]]:
+        """Every connected rank."""
+        return [(PeerRank(name, rank), each) for name, found in self._instances.items() for rank, each in found.ranks.items()]
+
     def num_connected(self, instance: str) -> int:
         """The number of connected ranks of a peer instance."""
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def hello(self, generation: int, dial: int) -> Hello:
-        """This rank's introduction on its connection number `dial`, of that generation."""
-        return Hello(**self._header(), address=self._identity.address, generation=generation, dial=dial)
+    def hello(self, dial: int, generation: int, peer_epoch: int) -> Hello:
+        """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch."""
+        return Hello(**self._header(), address=self._identity.address, generation=generation, peer_epoch=peer_epoch, dial=dial)
 
     def _header(self) -> dict[str, Any]:
         """What hello and welcome have in common."""
@@ -128,10 +142,15 @@ class Handshake:
             members=members() if me.leader else (),
             placements=b"" if siblings else self._placements,
             backend=self._backend.name,
-            endpoint=b"" if siblings else self._backend.endpoint(),
+            endpoint=b"" if siblings else self._own_endpoint(),
             generation=hello.generation,
             ring=None if siblings else self._grant_ring(hello),
         )
+
+    def _own_endpoint(self) -> bytes:
+        """The engine's endpoint, which stays the same once its memory is registered."""
+        self._endpoint = self._endpoint or self._backend.endpoint()
+        return self._endpoint
 
     def _grant_ring(self, hello: Hello) -> RingGrant | None:
         peer = PeerRank(hello.instance, hello.rank)
@@ -166,11 +185,14 @@ class Handshake:
                 raise RemoteProtocolError(f"{what}: {found!r} at {who}, {expected!r} at {self.me}")
 
     def _agree(self, theirs: Hello | Welcome) -> Agreement:
-        """The agreement with an instance, computed once per table."""
+        """The agreement with an instance. Raises `Undecided` while it is being computed."""
         known = self._instances.get(theirs.instance)
         if known is None or known.agreement.table_bytes != theirs.table:
+            if known is not None and known.ranks:
+                others = ", ".join(map(str, sorted(known.ranks)))
+                raise Undecided(f"ranks {others} of {theirs.instance!r} are connected with another layout table", retry_s=0.5)
             try:
-                known = _Instance(Agreement.between(self._local, theirs.table))
+                known = _Instance(self._agreements.get(theirs.table))
             except LayoutError as error:
                 raise LayoutError(f"{theirs.instance}/{theirs.rank} and {self.me}: {error}") from error
             self._instances[theirs.instance] = known
@@ -191,7 +213,8 @@ class Handshake:
         granted = welcome.ring
         ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
         remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
-        engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch)
+        process = self._attest(welcome.instance, welcome.rank, welcome.epoch)
+        engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch, process=process)
         sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:
             prepared = prepare(self._backend, engine, plan)
@@ -201,7 +224,9 @@ class Handshake:
             self._backend.disconnect(engine)
             raise
         gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
-        return RemoteRank(welcome.epoch, engine, plan, incoming, remote_ring, sums, prepared, pack, unpack, gathers_from)
+        return RemoteRank(
+            welcome.epoch, engine, process, plan, incoming, remote_ring, sums, prepared, pack, unpack, gathers_from
+        )
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Make a rank available for transfers."""

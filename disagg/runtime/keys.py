@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
+import zmq.auth.thread
 import zmq.utils.z85
 
 from disagg.core.errors import ConfigError
+from disagg.core.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
 
 
 def check_key(key: str, *, what: str) -> None:
@@ -40,3 +46,20 @@ class KeyPair:
         """A new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
+
+
+def authenticator(context: zmq.Context[zmq.Socket[bytes]], allow: Callable[[str], bool]) -> zmq.auth.thread.ThreadAuthenticator:
+    """Start to authenticate connections by the public keys that `allow` accepts."""
+
+    class Provider:
+        def callback(self, _domain: str, key: bytes) -> bool:
+            known = allow(key.decode())
+            if not known:
+                warnings.warning("refused a connection: its public key %s is not known", key.decode())
+            return known
+
+    warnings = RateLimitedLog(logger, repeat_s=60.0)
+    started = zmq.auth.thread.ThreadAuthenticator(context)
+    started.start()
+    started.configure_curve_callback("*", Provider())
+    return started

@@ -222,7 +222,10 @@ class LocalConnection:
             wanted = _INVITATION.decode(invitation)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError:  # no descriptor is left
+            return None
         try:
             opened.connect(f"\0{wanted.name}")
             if _user_of(opened) != os.geteuid():

@@ -11,14 +11,15 @@ from collections import deque
 from collections.abc import Callable
 
 from disagg.core import _native
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, LocalProtocolError
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER
-from disagg.runtime.channel import Channel, Wire
+from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
 from disagg.runtime.dispatch import Dispatch
 from disagg.runtime.early_completion import EarlyCompletion
+from disagg.runtime.wire import Wire
 from disagg.transfer.worker import TransferWorker
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,13 @@ class CommandQueue:
             run, on_error = self.pending.popleft()
             try:
                 run(now)
-            except DisaggError as error:
-                if on_error is None:
-                    raise
-                on_error(error)
+            except Exception as error:  # concerns one request or one peer
+                if on_error is None or not isinstance(error, DisaggError):
+                    logger.exception("a command of the control thread failed")
+                if on_error is not None:
+                    on_error(
+                        error if isinstance(error, DisaggError) else LocalProtocolError(f"{type(error).__name__}: {error}")
+                    )
 
 
 class Loop:
@@ -96,6 +100,7 @@ class Loop:
         self.problem = ""
         self.over = False
         self._stopping = False
+        self._cause: BaseException | None = None
         self._skipped_channel = False
         self._due = self._next_timer_check = self._awake_until = 0.0
         self._due_known = False
@@ -116,18 +121,16 @@ class Loop:
 
     def fail(self, thread: str, error: BaseException) -> None:
         """In another thread of the manager that has died: nothing settles without it, so the control thread ends too."""
-
-        def die(_: float) -> None:
-            raise error
-
+        self._cause = error
         self.problem = f"the {thread} thread died: {type(error).__name__}: {error}"
-        self._commands.put(die)
+        self.channel.wake()
 
     def _run(self) -> None:
         _native.enlist_thread()
         try:
             while not self._stopping:
                 self._iterate()
+                self._check_threads()
             self.channel.flush()
             self.over = True
         except BaseException as error:  # the thread's top: what it owned must fail, not hang
@@ -136,6 +139,11 @@ class Loop:
             self.over = True
             self._dispatch.carry_out_leases()
             self._on_death(self.problem)
+
+    def _check_threads(self) -> None:
+        """Raise the error that has ended another thread of the manager."""
+        if self._cause is not None:
+            raise self._cause
 
     def _iterate(self) -> None:
         """Take what has arrived, then commands, and carry out the effects; then run due timers."""
@@ -181,7 +189,8 @@ class Loop:
             self._peers.tick(now)
             self._dispatch.carry_out_peers(now)
             self._sessions.tick(now)
-            self._connections.fence(now)
+            self._connections.tick(now)
+            self._dispatch.carry_out_peers(now)
             self._dispatch.carry_out(now)
         self._due_known = False
 
@@ -215,6 +224,6 @@ class Loop:
     def _next_due(self) -> float:
         """When the next timer is due. Computed before a wait only: an iteration that has work does without."""
         if not self._due_known:
-            self._due = min(self._sessions.next_tick(), self._peers.next_tick(), self._connections.next_fence)
+            self._due = min(self._sessions.next_tick(), self._peers.next_tick(), self._connections.next_tick)
             self._due_known = True
         return self._due

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import LocalProtocolError
+from disagg.core.errors import LocalProtocolError, RemoteProtocolError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanBatch, SpanRuns
 from disagg.layout.binding import BoundRows, Stream, bind_rows
@@ -109,14 +109,18 @@ def bind_incoming(
 ) -> PackedStream:
     """Where a writer's packed stream belongs, by this side's rows.
 
-    Raises `LocalProtocolError` for parts that this side does not expect, `LayoutError` for rows that do not fit.
+    Raises `RemoteProtocolError` for parts that this side does not expect, `LayoutError` for rows that do not fit.
     """
     packed: list[tuple[str, BoundRows]] = []
+    if len({part.component for part in parts}) < len(parts) or any(len(set(part.spans)) < len(part.spans) for part in parts):
+        raise RemoteProtocolError("packed stream: expected each component, and each of its span classes, once")
     for part in parts:
         component, destination, needed = plan.components.get(part.component), rows.get(part.component), need.get(part.component)
         fits = component is not None and all(span < len(component.spans) for span in part.spans)
         if component is None or destination is None or needed is None or not fits:
-            raise LocalProtocolError(f"packed stream: component {part.component!r}, span classes {part.spans} are not expected")
+            raise RemoteProtocolError(
+                f"packed stream: component {part.component!r}, span classes {part.spans} are not expected"
+            )
         written = Written(0, part.component, part.layers, max(part.start, needed[0]), min(part.stop, needed[1]))
         source = _assumed_rows(component.source, written, needed[1])
         bound = _Outgoing(component, written, source, destination, needed[1]).bind(part.spans)

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry
@@ -25,7 +26,7 @@ from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Limits, PeerRank
 from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import Session, Stats
-from disagg.runtime.channel import Channel, Wire
+from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
 from disagg.runtime.dispatch import Dispatch
 from disagg.runtime.early_completion import EarlyCompletion
@@ -33,9 +34,11 @@ from disagg.runtime.handshake import Handshake
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.lifetime import Lifetime
 from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
+from disagg.runtime.peer_processes import PeerProcesses
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
+from disagg.runtime.wire import Wire
 from disagg.transfer.pool_memory import PoolMemory
 from disagg.transfer.staging import RingPool, SlotPool
 from disagg.transfer.worker import TransferWorker
@@ -55,6 +58,7 @@ class RuntimeSettings:
     listen: str
     advertise: str | None
     leader: str | None
+    peers: Mapping[str, tuple[str, str | None]]
     keys: KeyPair | None
     insecure: bool
     pack_below: int | None
@@ -73,7 +77,10 @@ class Runtime:
         self.limits = settings.limits
         self.stats = Stats()
         self.changed = threading.Condition()
-        self.allowed_keys = {settings.keys.public} if settings.keys is not None else set()
+        self._configured = settings.peers
+        self.allowed_keys = {key for _, key in settings.peers.values() if key is not None}
+        if settings.keys is not None:
+            self.allowed_keys.add(settings.keys.public)
         self._interposed = False
         with contextlib.ExitStack() as opened:
             self.lifetime = Lifetime(self._close, threads=self._threads)
@@ -92,12 +99,15 @@ class Runtime:
         opened.callback(self.memory.close)
         self.spin_s = self.memory.spin_s
         """How long a thread polls without a sleep after the last activity, in seconds."""
+        heartbeat = settings.connection_limits or ConnectionLimits()
         self.channel = Channel(
             settings.listen,
             keys=settings.keys,
             insecure=settings.insecure,
             allow=self.allowed_keys.__contains__,
             polls=self.spin_s > 0,
+            heartbeat_s=heartbeat.heartbeat_s,
+            heartbeat_timeout_s=heartbeat.heartbeat_timeout_s,
         )
         opened.callback(self.channel.close)
         backend, options = settings.backend, settings.options
@@ -121,6 +131,8 @@ class Runtime:
             address=self.address,
             leader=settings.leader is None,
         )
+        self.processes = PeerProcesses(identity.instance, identity.rank, identity.epoch)
+        opened.callback(self.processes.close)
         self.sessions = Sessions(group=settings.topology.dp_rank, limits=settings.limits, rings=rings)
         self.handshake = Handshake(
             identity,
@@ -129,6 +141,7 @@ class Runtime:
             grant=self.sessions.credits.grant,
             memory=self.memory,
             packs=self._slots is not None,
+            attest=self.processes.attest,
         )
         self.peers = PeerTable(
             identity,
@@ -208,6 +221,8 @@ class Runtime:
 
     def start(self) -> None:
         """Start the threads, and join the instance at its leader."""
+        for name, (address, key) in self._configured.items():  # before the first message is answered
+            self.peers.add_peer(name, address, key, time.monotonic())
         self.worker.start()
         self.loop.start()
         self.commands.put(self.peers.join)
@@ -280,6 +295,11 @@ class Runtime:
         """Whether every rank of a peer instance is connected."""
         instance = self.peers.instances.get(name)
         return instance is not None and instance.ready and self.handshake.num_connected(name) == instance.num_ranks
+
+    def refusal(self, name: str) -> str:
+        """Why a peer instance cannot become ready before one side is started anew; empty if it can."""
+        instance = self.peers.instances.get(name)
+        return "" if instance is None else instance.refusal
 
     def peer_problem(self, name: str) -> str:
         """Why a peer instance is not ready; empty if it is."""

@@ -20,6 +20,9 @@ from disagg.runtime.verification import Verification
 from disagg.transfer.jobs import CopyBegun, Job, Report, Settled, SlotFilled, Unpack, Unpacked
 from disagg.transfer.worker import TransferWorker
 
+MAX_STREAMS = 256
+"""Streams kept for one request; an earlier one is bound again if another slot of it comes."""
+
 
 class Transfers:
     """Starts transfers and takes the worker's reports, in the control thread. `send` sends a message to a peer."""
@@ -104,6 +107,8 @@ class Transfers:
                 bind_incoming, rank.incoming, filled.parts, session.rows, session.need, make_stream=rank.unpack
             )
             session.streams[key] = functools.cache(bind)
+            if len(session.streams) > MAX_STREAMS:
+                del session.streams[next(iter(session.streams))]
         self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
 
     def credit(self, effect: CreditSlots) -> None:

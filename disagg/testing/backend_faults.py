@@ -19,6 +19,7 @@ from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.core.memory import MemoryRegion
+from disagg.machine.processes import ProcessWatch
 from disagg.testing.delayed_actions import DelayedActions
 
 logger = logging.getLogger(__name__)
@@ -158,8 +159,8 @@ class FaultyBackend:
     def endpoint(self) -> bytes:
         return self.inner.endpoint()
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> RemotePeer:
-        return self.inner.connect(endpoint, epoch=epoch)
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:
+        return self.inner.connect(endpoint, epoch=epoch, process=process)
 
     def disconnect(self, peer: RemotePeer) -> None:
         self.inner.disconnect(peer)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from disagg.core import _native
 from disagg.core.errors import ConfigError
 from disagg.protocol.messages import MESSAGE_TYPES, decode, message_type
-from disagg.runtime.channel import Channel, Inbound, Reply
+from disagg.runtime.channel import Channel
 from disagg.runtime.completion_page import CompletionPage
+from disagg.runtime.wire import Arrival
 from disagg.testing.backend_faults import check_probabilities
 
 if TYPE_CHECKING:
@@ -62,17 +63,17 @@ class FaultyChannel:
     def address(self) -> str:
         return self.inner.address
 
-    def connect(self, address: str, *, public_key: str | None = None) -> None:
-        self.inner.connect(address, public_key=public_key)
+    def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
+        self.inner.connect(dial, address, public_key=public_key)
 
-    def disconnect(self, address: str) -> None:
-        self.inner.disconnect(address)
+    def disconnect(self, dial: int) -> None:
+        self.inner.disconnect(dial)
 
     def wake(self) -> None:
         self.inner.wake()
 
-    def completion_page(self, address: str) -> CompletionPage | None:
-        return self.inner.completion_page(address)
+    def completion_page(self, dial: int) -> CompletionPage | None:
+        return self.inner.completion_page(dial)
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
         return self.inner.busy_poll(seconds, completions)
@@ -83,13 +84,13 @@ class FaultyChannel:
     def close(self) -> None:
         self.inner.close()
 
-    def send(self, address: str, data: bytes) -> bool:
-        return self._send(data, lambda: self.inner.send(address, data))
+    def send(self, dial: int, data: bytes) -> bool:
+        return self._send(data, lambda: self.inner.send(dial, data))
 
     def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
         return self._send(data, lambda: self.inner.reply(connection, data, offer_local=offer_local))
 
-    def poll(self, timeout_s: float) -> Iterator[Inbound | Reply]:
+    def poll(self, timeout_s: float) -> Iterator[Arrival]:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             heapq.heappop(self._due)[2]()

@@ -33,13 +33,12 @@ from disagg.backends import (
     MemoryRegion,
     Op,
     PeerUnreachable,
-    ProcessIdentity,
+    ProcessWatch,
     RemotePeer,
     RemoteRegion,
     StagingShape,
     TransferStatus,
     Transport,
-    host_identity,
     merge_regions,
 )
 
@@ -62,7 +61,7 @@ class ProcmemTransfer:
 class ProcmemPeer(AdapterPeer):
     """A process at one epoch, and its open memory."""
 
-    def __init__(self, process: ProcessIdentity, memory: int, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(self, process: ProcessWatch, memory: int, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.process = process
         self.memory = memory
@@ -71,10 +70,10 @@ class ProcmemPeer(AdapterPeer):
         return super().refusal() or ("has ended" if self.process.has_ended() else None)
 
 
-_DECODER = msgspec.msgpack.Decoder(ProcessIdentity)
+_DECODER = msgspec.msgpack.Decoder(int)
 
 
-class ProcmemBackend(Adapter[ProcmemPeer, ProcessIdentity]):
+class ProcmemBackend(Adapter[ProcmemPeer, int]):
     """See the module. Raises `BackendUnavailable` where another transport is required."""
 
     name = "procmem"
@@ -104,14 +103,14 @@ class ProcmemBackend(Adapter[ProcmemPeer, ProcessIdentity]):
         self.set_registered(merge_regions(regions))
 
     def endpoint(self) -> bytes:
-        return self.endpoint_with(ProcessIdentity.own())
+        return self.endpoint_with(os.getpid())
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> ProcmemPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> ProcmemPeer:
         """Opens the peer's memory, and reads one byte of it, so that a refusal shows now and not with the first request."""
         self.check_open()
-        process, regions = self.decode(endpoint)
-        if process.host != host_identity():
-            raise PeerUnreachable("backend 'procmem': the peer is on another host, or in another namespace of process ids")
+        pid, regions = self.decode(endpoint)
+        if process is None or process.pid != pid:  # only the kernel is believed
+            raise PeerUnreachable("backend 'procmem': the kernel does not attest that the peer is a process of this host")
         try:
             memory = os.open(f"/proc/{process.pid}/mem", os.O_RDWR)
         except OSError as error:

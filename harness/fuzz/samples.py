@@ -44,7 +44,6 @@ from disagg.protocol.messages import (
     EarlyComplete,
     Filled,
     Goodbye,
-    Heartbeat,
     Hello,
     Member,
     Message,
@@ -137,7 +136,6 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         Drained(**IDS, nonce=7, reason="broken wire"),
         Outcome(**IDS, nonce=7, ok=True),
         Credit(ring=4096, slots=((0, 9), (5, 10))),
-        Heartbeat(epoch=5),
         Goodbye(reason="closing"),
     ]
 

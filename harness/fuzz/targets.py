@@ -108,7 +108,7 @@ class Reader:
             self._open(RequestKey(KEY.request_id, self._num_inputs % 4))
             self._open(KEY)
         self.peers.on_inbound(b"c", "", message, self._now)
-        self.peers.on_reply("tcp://127.0.0.1:1", message, self._now)
+        self.peers.on_reply(0, message, self._now)
         if isinstance(message, RequestMessage | Busy | Credit):
             self.sessions.on_message(PEER, message, self._now)
         self.peers.tick(self._now)

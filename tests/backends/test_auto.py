@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.machine.processes import ProcessIdentity
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.testing.contract import BackendContract, BackendFactory
 
 
@@ -47,7 +48,7 @@ class Choosy(LocalBackend):
     def endpoint(self) -> bytes:
         return b"anything"
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> RemotePeer:  # type: ignore[override]
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> RemotePeer:  # type: ignore[override]
         if not self._reaches:
             raise PeerUnreachable("the peer is on another host")
         raise AssertionError(endpoint, epoch)
@@ -214,8 +215,8 @@ class Proof(LocalBackend):
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         return self.fenced
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
-        assert process == ProcessIdentity.own()
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
+        assert process.pid == os.getpid()
         return self.ended
 
     def is_quiet_when_closed(self) -> bool:
@@ -230,7 +231,11 @@ def test_a_fence_needs_the_proof_of_every_engine_that_both_sides_have(memory: np
     """The peer may write by another engine than the one that reaches it from here."""
     first, second = Proof(BackendOptions()), Other(BackendOptions())
     backend, target = opened(memory, first, second), opened(memory, Proof(BackendOptions()), Other(BackendOptions()))
-    peer = backend.connect(target.endpoint(), epoch=1)
+    unattested = backend.connect(target.endpoint(), epoch=1)
+    assert backend.fence(unattested, epoch=1) is Fence.UNKNOWN
+    identity = IdentitySocket()
+    peer = backend.connect(target.endpoint(), process=ProcessWatch.attest(identity.name), epoch=1)
+    identity.close()
     assert peer.engine is first
     assert backend.fence(peer, epoch=1) is Fence.QUIET
     assert backend.is_quiet_when_closed()

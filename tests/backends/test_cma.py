@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 
@@ -12,12 +13,12 @@ import pytest
 from disagg.backends import cma, registry
 from disagg.backends.abilities import Gathering, ProvesByProcess, QuietWhenClosed
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, TransferStatus, Transport
-from disagg.backends.cma import CmaBackend, CmaPeer
-from disagg.backends.endpoint import encode_endpoint
+from disagg.backends.cma import CmaBackend, CmaDescriptor, CmaPeer
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core import _native
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.memory import Device, MemoryRegion
-from disagg.machine.processes import ProcessIdentity, ProcessWatch
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.testing.contract import (
     REGION_NBYTES,
     BackendContract,
@@ -58,7 +59,7 @@ class TestAutoContract(BackendContract):
 def test_a_transfer_is_done_when_submit_returns_even_with_a_stopped_peer(op: Op, stack: ExitStack) -> None:
     target = target_process(CmaBackend, BackendOptions(), stack)
     backend, arena = opened(CmaBackend, BackendOptions(), stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.stop()
     after = expected_after(op, arena, target.arena, WHOLE)
     transfer = backend.submit(op, peer, batch_of(op, arena, target.arena, WHOLE))
@@ -69,28 +70,31 @@ def test_a_transfer_is_done_when_submit_returns_even_with_a_stopped_peer(op: Op,
 def test_no_process_but_the_peers_own_is_written_to(stack: ExitStack) -> None:
     target = target_process(CmaBackend, BackendOptions(), stack)
     backend, arena = opened(CmaBackend, BackendOptions(), stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     assert isinstance(peer, CmaPeer)
-    before = target.arena.memory.copy()
-    # As if the peer's number had been given to another process.
-    peer.watch = ProcessWatch(msgspec.structs.replace(peer.process, started=peer.process.started + 1))
-    with pytest.raises(PeerUnreachable, match="has ended"):
-        backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
-    np.testing.assert_array_equal(target.arena.memory, before)
-
-    again = backend.connect(target.endpoint, epoch=2)
     target.kill()
     with pytest.raises(PeerUnreachable, match="has ended"):
-        backend.submit(Op.WRITE, again, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+        backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+
+
+def test_an_endpoint_of_this_process_that_a_peer_passes_on_is_refused(stack: ExitStack) -> None:
+    """Otherwise a peer could name any memory, and have this process write to its own."""
+    backend, arena = opened(CmaBackend, BackendOptions(), stack)
+    target = target_process(CmaBackend, BackendOptions(), stack)
+    own = encode_endpoint("cma", msgspec.msgpack.encode(CmaDescriptor(os.getpid())), [MemoryRegion(arena.address(0), 64)])
+    with pytest.raises(PeerUnreachable, match="passes on an endpoint that is not its own"):
+        backend.connect(own, process=target.process, epoch=1)
+    with pytest.raises(PeerUnreachable, match="the kernel does not attest the peer's process"):
+        backend.connect(own, epoch=1)
 
 
 def test_a_copy_that_the_kernel_refuses_is_a_failed_transfer(stack: ExitStack) -> None:
     """The peer announces memory that is not mapped."""
     target = target_process(CmaBackend, BackendOptions(), stack)
     backend, arena = opened(CmaBackend, BackendOptions(), stack)
-    process = msgspec.msgpack.encode(ProcessIdentity.own())
-    endpoint = encode_endpoint("cma", process, [MemoryRegion(arena.address(0), 64), MemoryRegion(1 << 62, 64)])
-    peer = backend.connect(endpoint, epoch=1)
+    descriptor, _ = decode_endpoint("cma", target.endpoint)
+    endpoint = encode_endpoint("cma", descriptor, [target.arena.regions[0], MemoryRegion(1 << 62, 64)])
+    peer = backend.connect(endpoint, process=target.process, epoch=1)
     copies = batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, 64)])
     object.__setattr__(copies, "destination", np.array([1 << 62], np.uint64))
     transfer = backend.submit(Op.WRITE, peer, copies)
@@ -99,19 +103,17 @@ def test_a_copy_that_the_kernel_refuses_is_a_failed_transfer(stack: ExitStack) -
     transfer.close()
 
 
-@pytest.mark.parametrize("changed", ["host", "pid"])
-def test_a_peer_that_no_copy_can_reach_is_refused_at_connect(changed: str, stack: ExitStack) -> None:
-    backend, arena = opened(CmaBackend, BackendOptions(), stack)
-    own = ProcessIdentity.own()
-    process, words = {
-        "host": (msgspec.structs.replace(own, host="another"), "another host"),
-        "pid": (msgspec.structs.replace(own, pid=2**40), "no process id"),
-    }[changed]
-    with pytest.raises(PeerUnreachable, match=words):
-        backend.connect(encode_endpoint("cma", msgspec.msgpack.encode(process), arena.regions), epoch=1)
+def test_a_peer_that_no_copy_can_reach_is_refused_at_connect(stack: ExitStack) -> None:
+    backend, _ = opened(CmaBackend, BackendOptions(), stack)
+    own = msgspec.msgpack.encode(CmaDescriptor(os.getpid()))
+    identity = IdentitySocket()
+    stack.callback(identity.close)
+    process = ProcessWatch.attest(identity.name)
+    with pytest.raises(PeerUnreachable, match="Bad address"):
+        backend.connect(encode_endpoint("cma", own, [MemoryRegion(1 << 62, 64)]), process=process, epoch=1)
     gpu = [MemoryRegion(4096, 64, Device("cuda", 0))]
     with pytest.raises(PeerUnreachable, match="GPU"):
-        backend.connect(encode_endpoint("cma", msgspec.msgpack.encode(own), gpu), epoch=1)
+        backend.connect(encode_endpoint("cma", own, gpu), process=process, epoch=1)
 
 
 def test_options_and_memory_that_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_options_and_memory_that_it_does_not_serve(monkeypatch: pytest.MonkeyPat
 def test_close_waits_for_a_copy_and_a_fence_sees_it(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
     target = target_process(CmaBackend, BackendOptions(), stack)
     backend, arena = opened(CmaBackend, BackendOptions(), stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
     def slow(*_: object, **__: object) -> int:
@@ -165,7 +167,7 @@ def test_closing_proves_nothing_while_a_process_that_it_met_lives(stack: ExitSta
     assert isinstance(backend, QuietWhenClosed)
     assert isinstance(backend, ProvesByProcess)
     assert backend.is_quiet_when_closed()
-    backend.connect(target.endpoint, epoch=1)
+    backend.connect(target.endpoint, process=target.process, epoch=1)
     backend.close()
     assert not backend.is_quiet_when_closed()
     target.kill()
@@ -178,7 +180,7 @@ def test_closing_proves_nothing_while_a_process_that_it_met_lives(stack: ExitSta
 def test_auto_reaches_peers_of_this_host_by_cma_and_names_it(stack: ExitStack) -> None:
     target = target_process(auto, BackendOptions(), stack)
     backend, arena = opened(auto, BackendOptions(), stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     assert backend.transport == "cma: shm"
     assert isinstance(backend, Gathering)
     assert backend.gathers_from(peer) == cma.GATHER_FROM
@@ -193,7 +195,7 @@ def test_auto_takes_the_network_engine_where_the_kernel_refuses(monkeypatch: pyt
     if len(backend.engines) == 1:  # type: ignore[attr-defined]
         pytest.skip("this host has neither NIXL nor Mooncake")
     monkeypatch.setattr(cma, "copy_refusal", lambda *_: "process_vm_readv: Operation not permitted")
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     assert not backend.transport.startswith("cma")
     assert isinstance(backend, Gathering)
     assert backend.gathers_from(peer) is None

@@ -80,11 +80,11 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     found: list[Message] = []
     send = Channel.send
 
-    def noting(self: Channel, address: str, data: bytes) -> bool:
+    def noting(self: Channel, dial: int, data: bytes) -> bool:
         message = decode(data)
         if isinstance(message, CopyBegun | EarlyComplete | Complete):
             found.append(message)
-        return send(self, address, data)
+        return send(self, dial, data)
 
     monkeypatch.setattr(Channel, "send", noting)
     return found

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -34,7 +33,6 @@ from disagg.testing.contract import (
     Arena,
     BackendContract,
     BackendFactory,
-    ProcessTarget,
     Target,
     batch_of,
     expected_after,
@@ -51,16 +49,6 @@ def until(transfer: Transfer, status: TransferStatus, *, patience_s: float = 60.
     deadline = time.monotonic() + patience_s
     while transfer.poll() is not status:
         assert time.monotonic() < deadline, f"{transfer.poll()} after {patience_s} s: {transfer.error}"
-        time.sleep(0.001)
-
-
-def stop(target: ProcessTarget) -> None:
-    """Returns once every thread of the process has stopped: the signal alone takes its time on a busy machine."""
-    target.signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 60
-    tasks = Path(f"/proc/{target.process.pid}/task")
-    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
-        assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
@@ -84,7 +72,7 @@ class TestMooncakeContract(BackendContract):
 
     def test_more_pieces_than_the_engine_queues(self, backend: Backend, local: Arena, target: Target) -> None:
         """5,000 pieces in one batch and in five at once arrive, and the peer goes on to be served."""
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         pieces = random_pieces(Op.WRITE, random.Random(5), nbytes=(129,) * 5000, gap=9)
         after = expected_after(Op.WRITE, local, target.arena, pieces)
         self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
@@ -98,7 +86,7 @@ class TestMooncakeContract(BackendContract):
         self.round_trip(backend, local, target)
 
     def test_two_epochs_of_a_peer_share_its_queue(self, backend: Backend, target: Target) -> None:
-        peers = [backend.connect(target.endpoint, epoch=epoch) for epoch in (1, 2)]
+        peers = [backend.connect(target.endpoint, process=target.process, epoch=epoch) for epoch in (1, 2)]
         first, second = peers
         assert isinstance(first, MooncakePeer)
         assert isinstance(second, MooncakePeer)
@@ -115,11 +103,11 @@ class TestMooncakeContract(BackendContract):
     def test_what_the_engine_gave_up_lands_later(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """A peer is stopped: the engine reports failure, its bytes arrive all the same once the peer goes on."""
         victim = self.new_process(stack)
-        peer = backend.connect(victim.endpoint, epoch=1)
+        peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         pieces = [(0, 0, 0, 0, 5000), (0, 6000, 0, 6000, 50)]
         after = expected_after(Op.WRITE, local, victim.arena, pieces)
         before = victim.arena.memory.copy()
-        stop(victim)
+        victim.stop()
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces))
         assert settle(transfer, patience_s=self.patience_s) is TransferStatus.UNSETTLED
         assert transfer.error
@@ -140,9 +128,9 @@ class TestMooncakeContract(BackendContract):
     def test_a_stopped_peer_finishes_nothing(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Not even one byte, that fits into any buffer, is done before the peer has put it in place."""
         victim = self.new_process(stack)
-        peer = backend.connect(victim.endpoint, epoch=1)
+        peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         pieces = [(0, 0, 0, 0, 1)]
-        stop(victim)
+        victim.stop()
         transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
         time.sleep(1)
         assert transfer.poll() is TransferStatus.PENDING
@@ -153,7 +141,7 @@ class TestMooncakeContract(BackendContract):
     def test_a_killed_peer_is_a_failure_that_settles(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Killed while bytes move. Its port refuses, so that nothing can land any more."""
         victim = self.new_process(stack)
-        peer = backend.connect(victim.endpoint, epoch=1)
+        peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         pieces = [(0, i * 300, 0, i * 300, 299) for i in range(4000)]
         transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
         victim.kill()
@@ -178,8 +166,8 @@ class TestMooncakeContract(BackendContract):
     def test_closing_with_a_transfer_under_way(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """It ends at once, as unsettled; no thread is left."""
         victim = self.new_process(stack)
-        peer = backend.connect(victim.endpoint, epoch=1)
-        stop(victim)
+        peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
+        victim.stop()
         pieces = [(0, i * 100, 0, i * 100, 99) for i in range(3000)]
         batch = batch_of(op, local, victim.arena, pieces)
         under_way, not_begun = (backend.submit(op, peer, batch) for _ in range(2))
@@ -197,7 +185,7 @@ class TestMooncakeContract(BackendContract):
     def test_what_goes_wrong_with_a_queue_ends_its_transfers(
         self, backend: Backend, local: Arena, target: Target, monkeypatch: pytest.MonkeyPatch, num_pieces: int
     ) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         assert isinstance(peer, MooncakePeer)
 
         def broken(_: object) -> None:

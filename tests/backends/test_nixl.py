@@ -69,7 +69,7 @@ class TestNixlShmContract(_Contract):
 def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitStack) -> None:
     target = target_process(NixlBackend, TCP, stack)
     backend, arena = opened(NixlBackend, TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.stop()
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
     assert [transfer.poll() for _ in range(200)] == [TransferStatus.PENDING] * 200
@@ -86,7 +86,7 @@ def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitSta
 def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(stack: ExitStack) -> None:
     target = target_process(NixlBackend, TCP, stack)
     backend, arena = opened(NixlBackend, TCP, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.stop()
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
     backend.disconnect(peer)
@@ -106,7 +106,7 @@ def test_the_end_of_a_writer_is_a_proof_over_shm_and_none_over_tcp(options: Back
     stack.callback(writer.close)
     target.arena.view(0)[:] = 1
     writer.arena.view(0)[:] = 0xA5
-    writer.connect(target.endpoint)
+    writer.connect(target)
     target.stop()
     status = writer.write(target.endpoint, target.arena.address(0))
     time.sleep(0.2)  # what the writer's socket takes, it takes
@@ -180,7 +180,7 @@ def test_an_engine_does_not_connect_to_itself(stack: ExitStack) -> None:
             {"UCX_NET_DEVICES": "lo", "UCX_TLS": "shm,tcp"},
         ),
         (BackendOptions(host="192.0.2.9", require=Transport.RDMA), True, False, {"UCX_TLS": "ib,self"}),
-        (BackendOptions(host="192.0.2.9", trusted_network=True), True, False, {}),
+        (BackendOptions(host="192.0.2.9", trusted_network=True), True, False, {"UCX_TLS": "^shm"}),
         (
             BackendOptions(host="192.0.2.9", transport=Transport.RDMA, devices=("mlx5_0:1", "mlx5_1:1")),
             True,
@@ -246,7 +246,7 @@ def test_nothing_listens_outside_loopback(options: BackendOptions, stack: ExitSt
 def test_the_transport_is_reported(options: BackendOptions, transport: str, stack: ExitStack) -> None:
     target = target_process(NixlBackend, options, stack)
     backend, _ = opened(NixlBackend, options, stack)
-    backend.connect(target.endpoint, epoch=1)
+    backend.connect(target.endpoint, process=target.process, epoch=1)
     assert backend.transport == transport
 
 

@@ -14,6 +14,7 @@ from disagg.config import read_keys
 from disagg.core.errors import ConfigError
 from disagg.runtime.channel import Channel
 from disagg.runtime.keys import KeyPair
+from disagg.runtime.wire import Inbound
 
 COMMAND = [sys.executable, "-m", "disagg.commands", "keygen"]
 
@@ -77,11 +78,11 @@ def test_two_instances_with_generated_pairs_can_connect(tmp_path: Path) -> None:
     server = Channel("tcp://127.0.0.1:0", keys=ours, allow=lambda key: key == theirs.public)
     client = Channel("tcp://127.0.0.1:0", keys=theirs)
     try:
-        client.connect(server.address, public_key=(tmp_path / "prefill.pub").read_text().strip())
-        client.send(server.address, b"hello")
+        client.connect(0, server.address, public_key=(tmp_path / "prefill.pub").read_text().strip())
+        client.send(0, b"hello")
         client.flush()
         found = next(got for _ in range(50) if (got := list(server.poll(0.1))))
-        assert [message.data for message in found] == [b"hello"]
+        assert [message.data for message in found if isinstance(message, Inbound)] == [b"hello"]
     finally:
         client.close()
         server.close()

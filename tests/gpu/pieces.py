@@ -83,7 +83,7 @@ def new_target(stack: ExitStack, ordinal: int = 1, *, visible: str | None = None
 
 
 def check(op: Op, backend: NvlinkBackend, local: Memory, target: Target, shape: tuple[tuple[int, ...], int, int]) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     pieces = pieces_of(op, 3, shape)
     images = local.read(), target.read()
     transfer = backend.submit(op, peer, batch_of(op, local, target, pieces))

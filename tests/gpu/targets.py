@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +19,7 @@ from disagg.backends.cuda.driver import Gpu
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import Device, MemoryRegion
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 
 Bytes = npt.NDArray[np.uint8]
 Piece = tuple[int, int, int, int, int]
@@ -108,7 +109,8 @@ def _serve(pipe: Connection, ordinal: int, visible: str | None) -> None:
     memory.scramble(2)
     backend = NvlinkBackend(BackendOptions())
     backend.register(memory.regions)
-    pipe.send((backend.endpoint(), [memory.address(i) for i in range(len(REGION_NBYTES))]))
+    identity = IdentitySocket()
+    pipe.send((backend.endpoint(), identity.name, [memory.address(i) for i in range(len(REGION_NBYTES))]))
     with suppress(EOFError):
         while (command := pipe.recv()) is not None:
             pipe.send(_execute(memory, backend, command))
@@ -136,6 +138,13 @@ def _execute(memory: Memory, backend: NvlinkBackend, command: tuple[object, ...]
     raise AssertionError(command)
 
 
+def own_process(stack: ExitStack) -> ProcessWatch | None:
+    """This process, as the kernel attests it."""
+    identity = IdentitySocket()
+    stack.callback(identity.close)
+    return ProcessWatch.attest(identity.name)
+
+
 def forked() -> int:
     """Fork a child that keeps every descriptor and does nothing. It ends by itself after some minutes."""
     pid = os.fork()
@@ -156,7 +165,8 @@ class Target:
         self.process.start()
         theirs.close()
         self.endpoint: bytes
-        self.endpoint, self._addresses = self._receive()
+        self.endpoint, identity, self._addresses = self._receive()
+        self.watch = ProcessWatch.attest(identity)
 
     def address(self, region: int, offset: int = 0) -> int:
         """An address in the child process."""

@@ -19,7 +19,7 @@ from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch
 from harness.reference_kernels import SpanLaunch, span_pieces
 from tests.gpu.pieces import SHAPES, batch_of, check, expected, new_target, opened, pieces_of, shapes_of
-from tests.gpu.targets import GUARD, REGION_NBYTES, Memory, Piece, Target, batch, settle
+from tests.gpu.targets import GUARD, REGION_NBYTES, Memory, Piece, Target, batch, own_process, settle
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_addresses_computed_on_the_gpu(
     op: Op, unit: int, skew: int, backend: NvlinkBackend, local: Memory, target: Target
 ) -> None:
     """Span classes copy the same bytes as the addresses of the reference implementation, and no others."""
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     shapes, parts = shapes_of(op, local, target, unit=unit, skew=skew)
     prepared = backend.prepare_spans(op, peer, shapes)
     batch = SpanBatch(prepared.shapes, parts)
@@ -90,7 +90,7 @@ def test_any_number_of_blocks(blocks: int, local: Memory, target: Target, stack:
 
 @pytest.mark.parametrize("op", Op)
 def test_an_empty_batch_is_done_at_once(op: Op, backend: NvlinkBackend, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     assert backend.submit(op, peer, batch([], [], [])).poll() is TransferStatus.DONE
 
 
@@ -100,12 +100,12 @@ def test_regions_that_touch_or_overlap_are_one(local: Memory, target: Target, st
     start, nbytes, device = local.address(0), REGION_NBYTES[0], Device("cuda", 0)
     parts = [(0, 1000), (1000, 5000), (3000, 10_000), (4000, 10), (13_000, nbytes - 13_000)]
     backend.register([MemoryRegion(start + offset, size, device) for offset, size in parts])
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     assert settle(backend.submit(Op.WRITE, peer, batch([start], [target.address(0)], [nbytes]))) is TransferStatus.DONE
 
 
 def test_several_threads_submit(backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     stripes = [[(0, i * 300, 0, i * 300, 300) for i in range(1200) if i % 12 == s] for s in range(12)]
     after = expected(Op.WRITE, local.read(), target.read(), [p for stripe in stripes for p in stripe], local)
     statuses: list[TransferStatus] = []
@@ -125,7 +125,7 @@ def test_several_threads_submit(backend: NvlinkBackend, local: Memory, target: T
 def test_two_engines_of_one_process_map_the_same_peer(local: Memory, target: Target, stack: ExitStack) -> None:
     """Ranks that share a GPU each have a mapping of their own."""
     first, second = opened(local, stack), opened(local, stack)
-    peers = [engine.connect(target.endpoint, epoch=1) for engine in (first, second)]
+    peers = [engine.connect(target.endpoint, process=target.watch, epoch=1) for engine in (first, second)]
     first.disconnect(peers[0])
     first.close()
     check(Op.WRITE, second, local, target, SHAPES["mixed"])
@@ -137,7 +137,7 @@ def test_two_engines_of_one_process_reach_each_other(local: Memory, stack: ExitS
     stack.callback(there.close)
     there.scramble(5)
     backend, other = opened(local, stack), opened(there, stack)
-    peer = backend.connect(other.endpoint(), epoch=1)
+    peer = backend.connect(other.endpoint(), process=own_process(stack), epoch=1)
     for op in Op:
         pieces = pieces_of(op, 4, SHAPES["odd sizes"])
         after = expected(op, local.read(), there.read(), pieces, local)
@@ -156,7 +156,7 @@ def test_engines_of_one_process_that_share_a_gpu(local: Memory, stack: ExitStack
     stack.callback(there.close)
     there.scramble(5)
     backend, other = opened(local, stack), opened(there, stack)
-    peer = backend.connect(other.endpoint(), epoch=1)
+    peer = backend.connect(other.endpoint(), process=own_process(stack), epoch=1)
     pieces = pieces_of(Op.WRITE, 4, SHAPES["odd sizes"])
     after = expected(Op.WRITE, local.read(), there.read(), pieces, local)
     assert settle(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, there, pieces))) is TransferStatus.DONE
@@ -186,8 +186,8 @@ def test_gpus_that_do_not_see_each_other(stack: ExitStack) -> None:
 
 
 def test_connecting_again_at_another_epoch(backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    old = backend.connect(target.endpoint, epoch=1)
-    new = backend.connect(target.endpoint, epoch=2)
+    old = backend.connect(target.endpoint, process=target.watch, epoch=1)
+    new = backend.connect(target.endpoint, process=target.watch, epoch=2)
     backend.disconnect(old)
     one = batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 10)])
     with pytest.raises(PeerUnreachable):
@@ -197,7 +197,7 @@ def test_connecting_again_at_another_epoch(backend: NvlinkBackend, local: Memory
 
 
 def test_a_transfer_outlives_its_peers_connection(backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     pieces = pieces_of(Op.WRITE, 6, SHAPES["thousands"])
     after = expected(Op.WRITE, local.read(), target.read(), pieces, local)
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, pieces))
@@ -209,7 +209,7 @@ def test_a_transfer_outlives_its_peers_connection(backend: NvlinkBackend, local:
 
 def test_close_waits_for_posted_copies(local: Memory, target: Target, stack: ExitStack) -> None:
     backend = opened(local, stack)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 6_000_000)]))
     backend.close()
     assert transfer.poll() is TransferStatus.DONE
@@ -218,7 +218,7 @@ def test_close_waits_for_posted_copies(local: Memory, target: Target, stack: Exi
 def test_close_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: ExitStack) -> None:
     for held in (False, True):
         owner = new_target(stack)
-        peer = backend.connect(owner.endpoint, epoch=1)
+        peer = backend.connect(owner.endpoint, process=owner.watch, epoch=1)
         if not held:
             threading.Timer(0.3, backend.disconnect, (peer,)).start()
         assert owner.ask("close") == ((os.getpid(),) if held else ())
@@ -232,7 +232,7 @@ def test_close_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: Ex
 def test_a_killed_peer(op: Op, backend: NvlinkBackend, local: Memory, target: Target, stack: ExitStack) -> None:
     """Posted copies settle, later ones are refused, and the context stays usable."""
     victim = new_target(stack)
-    peer = backend.connect(victim.endpoint, epoch=1)
+    peer = backend.connect(victim.endpoint, process=victim.watch, epoch=1)
     theirs = victim.read()
     pieces = pieces_of(op, 8, SHAPES["thousands"])
     after = expected(op, local.read(), theirs, pieces, local)
@@ -246,5 +246,5 @@ def test_a_killed_peer(op: Op, backend: NvlinkBackend, local: Memory, target: Ta
         backend.submit(op, peer, one)
     backend.disconnect(peer)
     with pytest.raises(PeerUnreachable):
-        backend.connect(victim.endpoint, epoch=2)
+        backend.connect(victim.endpoint, process=victim.watch, epoch=2)
     check(op, backend, local, target, SHAPES["odd sizes"])

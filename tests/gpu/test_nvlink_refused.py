@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("op", Op)
 def test_addresses_outside_the_regions_are_refused(op: Op, backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     images = local.read(), target.read()
     for side in (0, 1):
         start = (local, target)[side].address(0)
@@ -64,15 +64,15 @@ def test_malformed_endpoints_are_refused(backend: NvlinkBackend, target: Target)
     for endpoint in wrong:
         with pytest.raises(RemoteProtocolError):
             backend.connect(endpoint, epoch=1)
-    backend.disconnect(backend.connect(target.endpoint, epoch=1))
+    backend.disconnect(backend.connect(target.endpoint, process=target.watch, epoch=1))
 
 
 def altered(endpoint: bytes, **fields: object) -> bytes:
-    """The endpoint with `fields` replaced in its descriptor or in the descriptor's process."""
+    """The endpoint with `fields` replaced in its descriptor."""
     raw, regions = decode_endpoint("nvlink", endpoint)
     descriptor = msgspec.msgpack.decode(raw)
     for name, value in fields.items():
-        (descriptor if name in descriptor else descriptor["process"])[name] = value
+        descriptor[name] = value
     return encode_endpoint(
         "nvlink", msgspec.msgpack.encode(descriptor), [MemoryRegion(r.address, r.nbytes, r.device) for r in regions]
     )
@@ -80,13 +80,11 @@ def altered(endpoint: bytes, **fields: object) -> bytes:
 
 def test_a_peer_that_cannot_be_mapped_is_refused_with_the_reason(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     with pytest.raises(PeerUnreachable, match="another host"):
-        backend.connect(altered(target.endpoint, host="x/pid:[1]"), epoch=1)
-    with pytest.raises(PeerUnreachable, match="has ended"):
-        backend.connect(altered(target.endpoint, started=1), epoch=1)
+        backend.connect(altered(target.endpoint, machine="another"), process=target.watch, epoch=1)
     raw, _ = decode_endpoint("nvlink", target.endpoint)
     forged = [[base, nbytes, bytes(64)] for base, nbytes, _ in msgspec.msgpack.decode(raw)["allocations"]]
     with pytest.raises(PeerUnreachable, match="cannot be mapped"):
-        backend.connect(altered(target.endpoint, allocations=forged), epoch=1)
+        backend.connect(altered(target.endpoint, allocations=forged), process=target.watch, epoch=1)
     check(Op.WRITE, backend, local, target, SHAPES["mixed"])
 
 
@@ -123,7 +121,7 @@ def test_memory_of_expandable_segments_is_refused() -> None:
 
 @pytest.mark.parametrize("op", Op)
 def test_one_bad_piece_in_many_parts_stops_all_of_them(op: Op, backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     images = local.read(), target.read()
     pieces = pieces_of(op, 5, SHAPES["more than one launch"])
     for bad in (0, nvlink.PART + 7):
@@ -144,7 +142,7 @@ def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, t
     fresh.close()
     with pytest.raises(LocalProtocolError):
         backend.register(local.regions)
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     one = batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 10)])
     backend.disconnect(peer)
     backend.disconnect(peer)
@@ -152,13 +150,16 @@ def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, t
         backend.submit(Op.WRITE, peer, one)
     backend.close()
     backend.close()
-    for call in (lambda: backend.submit(Op.WRITE, peer, one), lambda: backend.connect(target.endpoint, epoch=2)):
+    for call in (
+        lambda: backend.submit(Op.WRITE, peer, one),
+        lambda: backend.connect(target.endpoint, process=target.watch, epoch=2),
+    ):
         with pytest.raises(DisaggError):
             call()
 
 
 def test_span_classes_outside_the_regions_are_refused(backend: NvlinkBackend, local: Memory, target: Target) -> None:
-    peer = backend.connect(target.endpoint, epoch=1)
+    peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     shapes, parts = shapes_of(Op.WRITE, local, target, unit=256, skew=0)
     outside = dataclasses.replace(shapes[0], num_rows=(9, 10**6))
     with pytest.raises(NotRegistered, match="remote copy 0 of 3"):

@@ -91,7 +91,6 @@ def test_a_rank_is_connected_again_after_costly_messages() -> None:
     assert result.silence_ms > 0
 
 
-@pytest.mark.xfail(strict=True, reason="slots and tables may repeat parts without a bound on their memory")
 def test_costly_messages_cost_a_bounded_amount_of_memory() -> None:
     result = overload(12, engine="nixl", seed=1)
     assert result.grown_mib < Bounds.grown_mib
@@ -103,7 +102,7 @@ def test_damaged_endpoints_of_an_engine_are_refused(engine: str) -> None:
     result = introduce(40, engine=engine, seed=5)
     assert result.inputs == 40
     assert 0 < result.accepted < 40
-    assert result.crashes == 0 or engine == "nixl"  # UCX crashes at one in a thousand of its own addresses
+    assert result.crashes == 0
 
 
 def test_a_crash_of_an_engine_is_counted_and_its_endpoints_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +208,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         rejected_before = manager._runtime.dispatch.num_rejected_hellos  # the peer may have said hello before it was configured
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
-        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0))
+        captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0, 0))
 
         def curve(pair: KeyPair) -> dict[str, bytes]:
             return {

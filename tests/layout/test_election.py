@@ -231,3 +231,13 @@ def test_an_empty_election() -> None:
     assert empty.writers(0) == empty.readers(0) == ()
     nothing = LayoutTable(TopologySizes(), (RankLayout(()),))
     assert make_plan(empty, source=(0, nothing, {}), destination=(0, nothing, {})).components == {}
+
+
+def test_layouts_whose_parts_multiply_are_refused_in_bounded_steps() -> None:
+    """A table of a few hundred bytes from a peer: every second position on three axes gives 2**27 boxes."""
+    every_second = Periodic(0, 1, 2)
+    source, destination = (
+        table([state("c", range(2), a=(1024, every_second), b=(1024, every_second), c=(1024, every_second))]) for _ in range(2)
+    )
+    with pytest.raises(LayoutError, match=r"tensor .*, destination rank 0: the layouts have too many parts"):
+        elect(source, destination)

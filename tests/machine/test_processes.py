@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO
 
-import msgspec
 import numpy as np
 import pytest
 
-from disagg.machine.processes import ProcessIdentity, ProcessWatch, copy_refusal
+from disagg.machine import processes
+from disagg.machine.processes import IdentitySocket, ProcessWatch, copy_refusal, machine_identity
 
 FILL = """
 for connection in connections:
@@ -24,12 +27,13 @@ for connection in connections:
             connection.send(bytes(65536))
     except BlockingIOError:
         pass
-print(msgspec.json.encode(ProcessIdentity.own()).decode(), flush=True)
+identity = IdentitySocket()
+print(identity.name, flush=True)
 time.sleep(600)
 """
 IMPORTS = """
-import sys, time, socket, msgspec
-from disagg.machine.processes import ProcessIdentity
+import sys, time, socket
+from disagg.machine.processes import IdentitySocket
 """
 CONNECTS = f"""{IMPORTS}
 connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
@@ -63,8 +67,11 @@ def start(stack: ExitStack, code: str, *arguments: str) -> tuple[subprocess.Pope
     return process, process.stdout
 
 
-def identity_from(lines: IO[str]) -> ProcessIdentity:
-    return msgspec.json.decode(lines.readline(), type=ProcessIdentity)
+def watch_from(lines: IO[str], stack: ExitStack) -> ProcessWatch:
+    watch = ProcessWatch.attest(lines.readline().strip())
+    assert watch is not None
+    stack.callback(watch.close)
+    return watch
 
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
@@ -74,7 +81,7 @@ def test_a_dead_process_is_quiet_once_all_that_it_sent_was_read(
     """Not before its end was read and the socket closed; and what still waits to be accepted counts as well."""
     listening = listener(stack, family, host)
     process, lines = start(stack, CONNECTS, str(listening.getsockname()[1]))
-    identity = identity_from(lines)
+    identity = watch_from(lines, stack)
     accepted = stack.enter_context(listening.accept()[0])
     assert not identity.has_ended()
     assert not identity.is_quiet()
@@ -96,7 +103,7 @@ def test_a_dead_process_is_quiet_once_all_that_it_sent_was_read(
 def test_a_connection_that_this_process_made_counts_unless_told_otherwise(stack: ExitStack) -> None:
     process, lines = start(stack, ACCEPTS)
     made = stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
-    identity = identity_from(lines)
+    identity = watch_from(lines, stack)
     listening = listener(stack)
     process.kill()
     process.wait()
@@ -109,37 +116,128 @@ def test_a_connection_that_this_process_made_counts_unless_told_otherwise(stack:
     listening.close()
 
 
-def test_a_process_that_cannot_be_seen_from_here_has_not_provably_ended() -> None:
-    own = ProcessIdentity.own()
-    assert own.pid == os.getpid()
-    assert not own.has_ended()
-    gone = msgspec.structs.replace(own, started=own.started + 1)
-    assert gone.has_ended()
-    assert not msgspec.structs.replace(gone, host="another").has_ended()
-    assert not msgspec.structs.replace(gone, network="another").is_quiet()
-    assert not msgspec.structs.replace(gone, pid=0).has_ended()
-    assert not msgspec.structs.replace(gone, pid=-1).has_ended()
+def test_nobody_is_attested_where_nobody_listens(stack: ExitStack) -> None:
+    assert ProcessWatch.attest("no process has this name") is None
+    assert ProcessWatch.attest("zero\0byte" * 100) is None
+    identity = IdentitySocket("disagg-test-identity")
+    with pytest.raises(OSError, match="in use"):
+        IdentitySocket("disagg-test-identity")
+    watch = ProcessWatch.attest("disagg-test-identity")
+    assert watch is not None
+    assert watch.pid == os.getpid()
+    assert not watch.has_ended()
+    identity.close()
+    assert not watch.has_ended(), "the socket is closed, the process lives"
+    assert not watch.is_gone()
+    watch.close()
+    with pytest.raises(ValueError, match="closed"):
+        watch.fileno()
 
 
 def test_a_watch_tells_of_an_end_and_of_nothing_else(stack: ExitStack) -> None:
     process, lines = start(stack, ACCEPTS)
     stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
-    identity = identity_from(lines)
-    own, watch = ProcessWatch(ProcessIdentity.own()), ProcessWatch(identity)
-    elsewhere = ProcessWatch(msgspec.structs.replace(identity, host="another/pid:[1]"))
-    another = ProcessWatch(msgspec.structs.replace(identity, started=identity.started + 1))
-    assert not any(each.has_ended() for each in (own, watch, elsewhere))
-    assert another.has_ended(), "another process has that id now"
+    watch = watch_from(lines, stack)
+    assert watch.pid == process.pid
+    process.send_signal(signal.SIGSTOP)
+    assert not watch.has_ended()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert watch.has_ended()  # a zombie by now
+    process.wait()
+    watch.close()
+    watch.close()
+    assert watch.has_ended()
+    assert machine_identity()
+
+
+def without_peerpidfd(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(processes, "_SO_PEERPIDFD", 9999)
+
+
+def test_without_peer_pidfds_a_process_is_opened_by_its_attested_id(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    """Linux before 6.5."""
+    without_peerpidfd(monkeypatch)
+    process, lines = start(stack, ACCEPTS)
+    stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
+    watch = watch_from(lines, stack)
+    assert not watch.has_ended()
     process.kill()
     process.wait()
     assert watch.has_ended()
-    assert ProcessWatch(identity).has_ended()
-    assert not elsewhere.has_ended()
-    assert not own.has_ended()
-    for each in (own, watch, watch):
-        each.close()
+
+
+def test_an_id_that_may_be_another_process_by_now_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends between the two system calls, and its number is given away."""
+    without_peerpidfd(monkeypatch)
+    identity = IdentitySocket()
+    real = os.pidfd_open
+
+    def late(pid: int) -> int:
+        identity.close()
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", late)
+    assert ProcessWatch.attest(identity.name) is None
+
+
+def test_without_pidfds_no_process_is_attested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older container profiles refuse the call. Requests then go by the network engine, and nothing is proved."""
+    without_peerpidfd(monkeypatch)
+
+    def refuse(_: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    identity = IdentitySocket()
+    assert ProcessWatch.attest(identity.name) is None
+    identity.close()
+
+
+FORKS = """
+import os, sys, time
+from disagg.machine.processes import IdentitySocket
+identity = IdentitySocket()
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(identity.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_is_not_gone_while_a_child_holds_what_it_held(stack: ExitStack) -> None:
+    """The child of a fork holds the connections too, so their far ends have an owner."""
+    command = [sys.executable, "-c", FORKS]
+    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    watch = watch_from(process.stdout, stack)
+    process.kill()
+    process.wait()
     assert watch.has_ended()
-    assert identity.machine == ProcessIdentity.own().machine != "another"
+    assert not watch.is_gone()
+    assert not watch.is_quiet()
+    process.stdin.close()  # the child ends
+    deadline = time.monotonic() + 60
+    while not watch.is_gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert watch.is_quiet()
+
+
+def test_tables_that_cannot_be_read_prove_nothing(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    """`/proc` is missing or hidden, or no descriptor is left."""
+    process, lines = start(stack, ACCEPTS)
+    stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
+    watch = watch_from(lines, stack)
+    process.kill()
+    process.wait()
+    monkeypatch.setattr(processes, "_PROC", Path("/nonexistent"))
+    assert watch.is_gone()
+    assert not watch.is_quiet()
+    assert machine_identity() == ""
 
 
 def test_a_refused_copy_between_processes_has_the_reason() -> None:

@@ -29,11 +29,11 @@ def test_rows_of_quiescent_writers_are_released_although_the_thread_fails() -> N
         def release_and_fail(_: float) -> None:
             assert receiver.session is not None
             runtime.sessions.effects.append(ReleaseLease(receiver.session.lease))
-            raise ZeroDivisionError
+            runtime.loop.fail("transfer", ZeroDivisionError())
 
         runtime.command(release_and_fail)
         event = receiver.wait(timeout_s=DEADLINE_S)
-        assert "died: ZeroDivisionError" in str(event.error)
+        assert "the transfer thread died: ZeroDivisionError" in str(event.error)
         assert event.lease.state is LeaseState.RELEASED
         manager.close()
         instances.decode.clear()

@@ -63,10 +63,10 @@ def test_the_health_is_served_and_other_paths_do_not_exist(instances: Cluster) -
     assert get(url_of(instances, "/healthz"), "DELETE")[0] == 405
     for path in ("", "/", "/metrics/", "/favicon.ico", "/healthz/..", "/other"):
         assert get(url_of(instances, path))[0] == 404, path
-    instances.decode[0].manager._runtime.command(lambda _: 1 / 0)  # type: ignore[arg-type]
+    instances.decode[0].manager._runtime.loop.fail("transfer", ZeroDivisionError())
     until(lambda: not instances.decode[0].manager.health().ok)
     problem = instances.decode[0].manager.health().problem
-    assert "the control thread died: ZeroDivisionError" in problem
+    assert "the transfer thread died: ZeroDivisionError" in problem
     assert get(url_of(instances, "/healthz"))[:2] == (503, f"{problem}\n".encode())
     assert get(url_of(instances, "/healthz"), "HEAD")[:2] == (503, b"")
     assert b"disagg_healthy 0.0" in get(url_of(instances, "/metrics"))[1]

@@ -25,6 +25,7 @@ from disagg import (
 from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
+from disagg.machine.processes import ProcessWatch
 from disagg.protocol.types import Limits, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
@@ -192,7 +193,8 @@ def test_a_failed_thread_makes_health_false_and_fails_its_requests() -> None:
             receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2, 3, 4)), need=(0, 20))
             runtime = manager._runtime
             if victim == "control":
-                runtime.command(lambda _: 1 / 0)  # type: ignore[arg-type]
+                patch.setattr(runtime.loop, "_take_arrived", lambda: 1 / 0)
+                runtime.command(lambda _: None)
             else:
                 patch.setattr(runtime.worker, "_begin_new", lambda: 1 / 0)
                 runtime.worker._alarm.set()
@@ -318,8 +320,8 @@ class Stalling(LocalBackend):
     stalled: ClassVar[set[Any]] = set()
     entered, go_on = threading.Event(), threading.Event()
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> LocalPeer:
-        peer = super().connect(endpoint, epoch=epoch)
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
+        peer = super().connect(endpoint, epoch=epoch, process=process)
         if peer.target in self.stalled:
             self.entered.set()
             assert self.go_on.wait(DEADLINE_S)

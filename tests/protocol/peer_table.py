@@ -7,6 +7,7 @@ from collections.abc import Callable
 from disagg.core.errors import LayoutError, RemoteProtocolError
 from disagg.protocol.messages import (
     PROTOCOL_VERSION,
+    AnyMessage,
     Drained,
     Hello,
     Member,
@@ -21,10 +22,14 @@ from disagg.protocol.peer_state import (
     ReplyOn,
 )
 from disagg.protocol.peers import PeerTable
+from disagg.protocol.types import PeerRank
 
 LEADER, SECOND = "tcp://10.0.0.1:80", "tcp://10.0.0.1:8000"
 LIMITS = ConnectionLimits(hello_retry_s=1.0, max_hello_retry_s=4.0, heartbeat_s=5.0, heartbeat_timeout_s=20.0)
+DECODE = PeerRank("decode-0", 0)
 DRAINED = Drained(request_id=bytes(16), attempt=0, nonce=1)
+EPOCH = 1
+"""Of the rank under test."""
 
 
 def hello(instance: str = "decode-0", rank: int = 0, epoch: int = 7, **fields: object) -> Hello:
@@ -71,7 +76,7 @@ def peer_table(
     def accept_hello(message: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
         if message.table == b"bad":
             raise LayoutError("axis 'kv_head': 4 here, 8 at the peer")
-        return welcome("prefill-0", rank, 1, members())
+        return welcome("prefill-0", rank, EPOCH, members(), generation=message.generation)
 
     def validate_welcome(message: Welcome) -> int:
         if message.table == b"bad":
@@ -84,7 +89,7 @@ def peer_table(
         instance="prefill-0",
         rank=rank,
         num_ranks=num_ranks,
-        epoch=1,
+        epoch=EPOCH,
         model="m",
         revision="",
         table=b"t",
@@ -96,6 +101,16 @@ def peer_table(
     )
 
 
+def dial_of(table: PeerTable, address: str) -> int:
+    """The number of the connection that a table has opened to an address."""
+    return next(link.dial for link in reversed(table._links.all()) if link.address == address)
+
+
+def reply(table: PeerTable, address: str, message: AnyMessage, now: float) -> None:
+    """Deliver a message that came back on the connection to an address."""
+    table.on_reply(dial_of(table, address), message, now)
+
+
 def take_effects(table: PeerTable) -> list[PeerEffect]:
     effects = list(table.effects)
     table.effects.clear()
@@ -103,10 +118,11 @@ def take_effects(table: PeerTable) -> list[PeerEffect]:
 
 
 def make_ready(table: PeerTable, *, epoch: int = 7, now: float = 0.0) -> None:
-    """Add peer `decode-0`, which has one rank, and deliver its welcome."""
+    """Add peer `decode-0`, which has one rank, and deliver its welcome, and its hello on connection `c1`."""
     table.add_peer("decode-0", LEADER, None, now)
     table.tick(now)
-    table.on_reply(LEADER, welcome(epoch=epoch), now)
+    reply(table, LEADER, welcome(epoch=epoch), now)
+    table.on_inbound(b"c1", "", hello(epoch=epoch), now)
     take_effects(table)
 
 

@@ -8,7 +8,6 @@ import pytest
 from disagg.protocol.messages import (
     PROTOCOL_VERSION,
     Busy,
-    Heartbeat,
     Hello,
     Member,
     Reject,
@@ -21,13 +20,26 @@ from disagg.protocol.peer_state import (
     SendHello,
 )
 from disagg.protocol.types import PeerRank
-from tests.protocol.peer_table import DRAINED, LEADER, SECOND, hello, make_ready, peer_table, take_effects, take_reply, welcome
+from tests.protocol.peer_table import (
+    DECODE,
+    DRAINED,
+    LEADER,
+    LIMITS,
+    SECOND,
+    hello,
+    make_ready,
+    peer_table,
+    reply,
+    take_effects,
+    take_reply,
+    welcome,
+)
 
 
 def test_a_silent_peer_gets_hellos_at_growing_intervals() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, "key", 0.0)
-    assert take_effects(table) == [Connect(LEADER, "key")]
+    assert take_effects(table) == [Connect(0, LEADER, "key")]
     times = []
     for now in range(20):
         table.tick(float(now))
@@ -41,9 +53,9 @@ def test_a_silent_peer_gets_hellos_at_growing_intervals() -> None:
 def test_an_answer_in_another_name_is_refused(message: Welcome) -> None:
     table = peer_table(peer_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
     take_effects(table)
-    table.on_reply(SECOND, message, 0.0)
+    reply(table, SECOND, message, 0.0)
     assert not any(isinstance(effect, Ready) for effect in take_effects(table))
     assert "answers as" in table.instances["decode-0"].problem
 
@@ -53,40 +65,58 @@ def test_a_refused_welcome_sets_the_problem_and_is_retried() -> None:
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)
     take_effects(table)
-    table.on_reply(LEADER, welcome(version=99), 0.0)
+    reply(table, LEADER, welcome(version=99), 0.0)
     assert "protocol version" in table.instances["decode-0"].problem
-    table.tick(2.0)
-    assert SendHello(LEADER) in take_effects(table)
-    table.on_reply(LEADER, welcome(), 2.0)
+    assert "protocol version" in table.instances["decode-0"].refusal
+    table.tick(LIMITS.refused_retry_s - 1.0)
+    assert take_effects(table) == []
+    table.tick(LIMITS.refused_retry_s)
+    assert SendHello(0) in take_effects(table)
+    reply(table, LEADER, welcome(), 30.0)
     assert table.instances["decode-0"].ready
+    assert table.instances["decode-0"].refusal == ""
+
+
+def test_a_refused_peer_that_says_hello_gets_one_at_once() -> None:
+    """It was configured there, or started anew with other settings."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    reply(table, LEADER, Reject(field="hello", reason="not configured", final=True), 0.0)
+    take_effects(table)
+    assert table.instances["decode-0"].refusal == f"{LEADER}: not configured"
+    table.on_inbound(b"c1", "", hello(), 1.0)
+    assert table.instances["decode-0"].refusal == ""
+    table.tick(1.0)
+    assert SendHello(0, 0, 7) in take_effects(table)
 
 
 def test_reject_and_busy_set_the_problem() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)
-    table.on_reply(LEADER, Reject(field="model", reason="model: 'a' there"), 0.1)
+    reply(table, LEADER, Reject(field="model", reason="model: 'a' there"), 0.1)
     assert "model: 'a' there" in table.instances["decode-0"].problem
-    table.on_reply(LEADER, Busy(reason="1 of 2 ranks have joined", retry_after_s=0.5), 0.1)
+    reply(table, LEADER, Busy(reason="1 of 2 ranks have joined", retry_after_s=0.5), 0.1)
     assert "1 of 2 ranks have joined" in table.instances["decode-0"].problem
     assert table.next_tick() == pytest.approx(0.6)
-    table.on_reply("tcp://unknown:1", welcome(), 0.1)
-    table.on_reply(LEADER, Heartbeat(epoch=7), 0.1)
+    table.on_reply(99, welcome(), 0.1)
+    reply(table, LEADER, DRAINED, 0.1)
     assert not table.instances["decode-0"].ready
 
 
 def test_messages_before_an_accepted_hello_are_ignored() -> None:
     table = peer_table()
     make_ready(table)
-    assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
-    reply = take_reply(table)
-    assert isinstance(reply, Reject)
-    assert reply.hello_first
-    table.on_inbound(b"c1", "", hello(table=b"bad"), 0.0)
-    reply = take_reply(table)
-    assert isinstance(reply, Reject)
-    assert (reply.field, reply.reason) == ("layout", "axis 'kv_head': 4 here, 8 at the peer")
-    assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
+    assert table.on_inbound(b"c9", "", DRAINED, 0.0) is None
+    found = take_reply(table)
+    assert isinstance(found, Reject)
+    assert found.hello_first
+    table.on_inbound(b"c9", "", hello(table=b"bad"), 0.0)
+    found = take_reply(table)
+    assert isinstance(found, Reject)
+    assert (found.final, found.reason) == (True, "axis 'kv_head': 4 here, 8 at the peer")
+    assert table.on_inbound(b"c9", "", DRAINED, 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -125,8 +155,8 @@ def test_a_refused_rank_gets_a_hello_again_later() -> None:
     table.tick(1.0)
     assert take_effects(table) == []
     table.tick(5.0)
-    assert take_effects(table) == [SendHello(LEADER)]
-    table.on_reply(LEADER, welcome(), 5.0)
+    assert take_effects(table) == [SendHello(0, 0, 7)]
+    reply(table, LEADER, welcome(), 5.0)
     assert take_effects(table) == [Ready(PeerRank("decode-0", 0), 7, welcome())]
 
 
@@ -151,10 +181,10 @@ def test_a_late_hello_of_a_closed_connection_does_not_replace_a_later_connection
     assert isinstance(take_reply(table), Welcome)
     table.on_inbound(b"c1", "", msgspec.structs.replace(hello(epoch=7), dial=1), 1.1)
     assert take_effects(table) == []
-    assert table.on_inbound(b"c2", "", Heartbeat(epoch=7), 1.2) is None
-    assert take_effects(table) == [], "the later connection stays accepted"
+    assert table.on_inbound(b"c2", "", DRAINED, 1.2) == DECODE, "the later connection stays accepted"
     table.on_inbound(b"c3", "", msgspec.structs.replace(hello(epoch=7), dial=3), 1.3)
     assert isinstance(take_reply(table), Welcome)
+    table.on_closed(b"c3", 1.4)
     table.on_inbound(b"c4", "", hello(epoch=8), 1.4)
     assert any(isinstance(effect, ReplyOn) and isinstance(effect.message, Welcome) for effect in take_effects(table)), (
         "a new process"

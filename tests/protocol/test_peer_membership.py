@@ -20,7 +20,18 @@ from disagg.protocol.peer_state import (
     SendHello,
 )
 from disagg.protocol.types import PeerRank
-from tests.protocol.peer_table import DRAINED, LEADER, SECOND, hello, make_ready, peer_table, take_effects, take_reply, welcome
+from tests.protocol.peer_table import (
+    DRAINED,
+    LEADER,
+    SECOND,
+    hello,
+    make_ready,
+    peer_table,
+    reply,
+    take_effects,
+    take_reply,
+    welcome,
+)
 
 
 def test_adding_a_peer_again_replaces_its_connection_only_if_the_address_differs() -> None:
@@ -31,15 +42,14 @@ def test_adding_a_peer_again_replaces_its_connection_only_if_the_address_differs
     table.add_peer("decode-0", SECOND, None, 1.0)
     lost, disconnect, connect = take_effects(table)
     assert lost == Lost(PeerRank("decode-0", 0), 7, "its address was changed")
-    assert (disconnect, connect) == (Disconnect(LEADER), Connect(SECOND, None))
+    assert (disconnect, connect) == (Disconnect(0), Connect(1, SECOND, None))
     assert table.link(PeerRank("decode-0", 0)) is None
 
 
 def test_a_restarted_peer_stays_accepted_when_its_new_address_is_added_later() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_inbound(b"old", "", hello(epoch=7), 0.0)
-    take_effects(table)
+    table.on_closed(b"c1", 1.0)
     table.on_inbound(b"new", "", hello(epoch=8), 1.0)
     assert isinstance(take_reply(table), Welcome)
     table.add_peer("decode-0", SECOND, None, 2.0)
@@ -70,11 +80,11 @@ def test_the_leaders_welcome_names_the_addresses_of_the_other_ranks() -> None:
     table = peer_table(peer_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)
-    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
-    assert [e for e in take_effects(table) if isinstance(e, Connect)] == [Connect(LEADER, None), Connect(SECOND, None)]
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
+    assert [e for e in take_effects(table) if isinstance(e, Connect)] == [Connect(0, LEADER, None), Connect(1, SECOND, None)]
     assert table.instances["decode-0"].problem == f"{SECOND}: no answer yet"
     assert table.instances["decode-0"].ready is False
-    table.on_reply(SECOND, welcome(rank=1, epoch=8), 0.0)
+    reply(table, SECOND, welcome(rank=1, epoch=8), 0.0)
     assert table.instances["decode-0"].problem == "not all of its ranks are known", "no connection is pending"
     first, second = table.link(PeerRank("decode-0", 0)), table.link(PeerRank("decode-0", 1))
     assert first is not None
@@ -85,15 +95,15 @@ def test_the_leaders_welcome_names_the_addresses_of_the_other_ranks() -> None:
 def test_a_rank_that_its_leader_no_longer_names_is_disconnected() -> None:
     table = peer_table(peer_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
-    table.on_reply(SECOND, welcome(rank=1, epoch=8), 0.0)
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
+    reply(table, SECOND, welcome(rank=1, epoch=8), 0.0)
     take_effects(table)
     other = "tcp://10.0.0.2:9"
-    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 1.0)
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 1.0)
     effects = take_effects(table)
     assert Lost(PeerRank("decode-0", 1), 8, "its leader names another address") in effects
-    assert Disconnect(SECOND) in effects
-    assert Connect(other, None) in effects
+    assert Disconnect(1) in effects
+    assert Connect(2, other, None) in effects
 
 
 def test_removing_a_peer_drops_its_connections() -> None:
@@ -102,9 +112,10 @@ def test_removing_a_peer_drops_its_connections() -> None:
     table.on_inbound(b"c1", "", hello(), 0.0)
     take_effects(table)
     table.remove_peer("decode-0", "removed")
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "removed"), Disconnect(LEADER)]
+    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "removed"), Disconnect(0)]
     assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
     assert table.link(PeerRank("decode-0", 0)) is None
+    table.tick(60.0)
     assert table.next_tick() == float("inf")
 
 
@@ -148,27 +159,56 @@ def test_an_accepted_peer_is_refused_as_a_rank_of_this_instance() -> None:
     reply = take_reply(table)
     assert isinstance(reply, Reject)
     assert reply.reason == "rank 1 of 'prefill-0' has another public key than prefill-0/0"
-    assert list(table.members) == [0]
+    assert len(table.members.named()) == 1
     table.on_inbound(b"c2", "own", hello("prefill-0", 1, address=SECOND), 0.0)
     assert isinstance(take_reply(table), Welcome)
-    assert list(table.members) == [0, 1]
+    assert len(table.members.named()) == 2
 
 
 def test_a_rank_keeps_sending_hellos_to_its_leader() -> None:
     table = peer_table(num_ranks=2, rank=1, leader="tcp://127.0.0.1:7000", own_key="key")
     table.join(0.0)
-    assert take_effects(table) == [Connect("tcp://127.0.0.1:7000", "key")]
+    assert take_effects(table) == [Connect(0, "tcp://127.0.0.1:7000", "key")]
     table.tick(0.0)
-    assert take_effects(table) == [SendHello("tcp://127.0.0.1:7000")]
-    table.on_reply("tcp://127.0.0.1:7000", welcome("prefill-0", 0, 3), 0.0)
-    table.tick(5.0)
-    assert take_effects(table) == [SendHello("tcp://127.0.0.1:7000")]
-    table.tick(20.0)
-    table.tick(20.0)
-    assert take_effects(table) == [SendHello("tcp://127.0.0.1:7000", 1)], (
-        "a silent leader gets a new hello and is not reported as lost"
-    )
+    assert take_effects(table) == [SendHello(0)]
+    table.on_reply(0, welcome("prefill-0", 0, 3), 0.0)
+    for now in (5.0, 10.0, 15.0, 20.0):
+        table.tick(now)
+        assert take_effects(table) == [SendHello(0, 0, 3)]
+    table.tick(25.0)
+    assert take_effects(table) == [
+        Disconnect(0),
+        Connect(1, "tcp://127.0.0.1:7000", "key"),
+        SendHello(1, 0, 3),
+    ], "a silent leader is dialled anew, and not reported as lost"
     table.on_inbound(b"c1", "key", hello("prefill-0", 0, address=SECOND), 0.0)
-    reply = take_reply(table)
-    assert isinstance(reply, Reject)
-    assert "prefill-0/1 is not the leader" in reply.reason
+    refusal = take_reply(table)
+    assert isinstance(refusal, Reject)
+    assert "prefill-0/1 is not the leader" in refusal.reason
+
+
+@pytest.mark.parametrize("address", ["tcp://a b:5555", "nonsense", "ipc:///tmp/x", "tcp://%:5555", "tcp://*:1", "tcp://h:0"])
+def test_an_address_that_cannot_be_dialled_harms_its_owner_only(address: str) -> None:
+    """A leader passes the addresses of its ranks on; each is checked where it arrives."""
+    table = peer_table(peer_ranks=2)
+    make_ready(table)
+    table.add_peer("decode-1", SECOND, None, 0.0)
+    reply(table, SECOND, welcome("decode-1", members=(Member(0, SECOND, 7), Member(1, address, 8))), 0.0)
+    assert address.partition("://")[2][:3] in table.instances["decode-1"].problem
+    assert "rank 1 of 'decode-1'" in table.instances["decode-1"].problem
+    assert not any(isinstance(effect, Connect) and effect.address == address for effect in take_effects(table))
+    assert table.link(PeerRank("decode-0", 0)) is not None
+    leader = peer_table(num_ranks=2)
+    leader.on_inbound(b"c1", "", hello("prefill-0", 1, address=address), 0.0)
+    assert isinstance(take_reply(leader), Reject)
+
+
+def test_a_rank_that_names_the_address_of_another_peer_harms_itself_only() -> None:
+    """Connections go by their own number: what comes back on one is never taken for an answer on another."""
+    table = peer_table()
+    table.add_peer("decode-1", LEADER, None, 0.0)  # the wrong address, that of decode-0
+    make_ready(table)
+    table.on_reply(0, welcome("decode-0"), 1.0)
+    assert "answers as decode-0/0, expected decode-1/0" in table.instances["decode-1"].problem
+    assert table.link(PeerRank("decode-0", 0)) is not None
+    assert table.link(PeerRank("decode-1", 0)) is None

@@ -1,4 +1,4 @@
-"""Liveness of peers: heartbeats, silence, goodbyes, restarts, and renewed connections."""
+"""Liveness of peers: connections that end, processes that end, goodbyes, restarts, and renewed connections."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg.core.errors import ConfigError
-from disagg.protocol.messages import (
-    Busy,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Member,
-    Reject,
-    RingGrant,
-    Welcome,
-    decode,
-    encode,
-)
+from disagg.protocol.messages import Busy, Goodbye, Hello, Member, Reject, RingGrant, Welcome, decode, encode
 from disagg.protocol.peer_state import (
     Connect,
     ConnectionLimits,
@@ -30,97 +19,196 @@ from disagg.protocol.peer_state import (
     ReplyOn,
     SendHello,
     SendTo,
+    Unanswered,
 )
-from disagg.protocol.peers import PeerTable
-from disagg.protocol.types import PeerRank
+from disagg.protocol.peers import CLOSED_GRACE_S, PeerTable
+from disagg.protocol.types import NEVER
 from tests.protocol.peer_table import (
+    DECODE,
     DRAINED,
+    EPOCH,
     LEADER,
     LIMITS,
     SECOND,
     hello,
     make_ready,
     peer_table,
+    reply,
     take_effects,
     take_reply,
     welcome,
 )
 
 
-def test_a_connection_without_answers_is_reopened() -> None:
+def lost_in(table: PeerTable) -> list[Lost]:
+    return [effect for effect in take_effects(table) if isinstance(effect, Lost)]
+
+
+def test_a_connection_without_answers_is_reopened_and_reported_once() -> None:
     table = peer_table(num_ranks=2, rank=1, leader=SECOND, own_key="own")
     table.add_peer("decode-0", LEADER, "key", 0.0)
     table.join(0.0)
-    take_effects(table)
+    assert take_effects(table) == [Connect(0, LEADER, "key"), Connect(1, SECOND, "own")]
     for now in range(8):
         table.tick(float(now))
         assert all(isinstance(effect, SendHello) for effect in take_effects(table))
-    table.on_reply(LEADER, Busy(reason="wait", retry_after_s=1.0), 8.0)
+    reply(table, LEADER, Busy(reason="wait", retry_after_s=1.0), 8.0)
     for now in range(8, 13):
         table.tick(float(now))
     effects = take_effects(table)
-    assert effects.count(Disconnect(SECOND)) == effects.count(Connect(SECOND, "own")) == 1
-    assert Disconnect(LEADER) not in effects, "the leader of decode-0 has answered"
-    for now in range(13, 40):
+    assert effects.count(Disconnect(1)) == effects.count(Connect(2, SECOND, "own")) == 1
+    assert Disconnect(0) not in effects, "the leader of decode-0 has answered"
+    assert not any(isinstance(effect, Unanswered) for effect in effects)
+    for now in range(13, 80):
         table.tick(float(now))
-    assert Connect(LEADER, "key") in take_effects(table)
+    effects = take_effects(table)
+    assert any(isinstance(effect, Connect) and effect.address == LEADER for effect in effects)
+    silent = peer_table()
+    silent.add_peer("decode-0", LEADER, None, 0.0)
+    for now in range(80):
+        silent.tick(float(now))
+    effects = take_effects(silent)
+    assert sum(isinstance(effect, Connect) for effect in effects) > 2
+    assert effects.count(Unanswered("decode-0", LEADER)) == 1
+    assert silent.instances["decode-0"].problem == f"{LEADER}: no answer yet, 4 hellos sent"
+
+
+def test_a_connection_that_cannot_be_opened_is_tried_again() -> None:
+    """No descriptor is left, for instance."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    take_effects(table)
+    table.cannot_dial(0, "too many open files")
+    table.cannot_dial(9, "not known any more")
+    assert "too many open files" in table.instances["decode-0"].problem
+    table.tick(0.0)
+    assert take_effects(table) == [Disconnect(0), Connect(1, LEADER, None), SendHello(1)]
 
 
 def test_a_rank_that_answers_with_another_epoch_has_restarted() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_reply(LEADER, welcome(epoch=8), 1.0)
-    assert take_effects(table) == [
-        Lost(PeerRank("decode-0", 0), 7, "restarted"),
-        Ready(PeerRank("decode-0", 0), 8, welcome(epoch=8)),
-    ]
-    table.on_reply(LEADER, welcome(epoch=8), 2.0)
+    reply(table, LEADER, welcome(epoch=8), 1.0)
+    assert take_effects(table) == [Lost(DECODE, 7, "restarted"), Ready(DECODE, 8, welcome(epoch=8))]
+    reply(table, LEADER, welcome(epoch=8), 2.0)
     assert take_effects(table) == []
+    assert table.on_inbound(b"c1", "", DRAINED, 2.0) is None, "the connection of the earlier process counts no more"
 
 
-def test_a_hello_with_another_epoch_ends_the_old_generation_and_sends_a_hello_at_once() -> None:
+def test_a_new_process_takes_the_place_of_one_whose_connection_has_ended() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_inbound(b"c1", "", hello(epoch=7), 1.0)
-    assert isinstance(take_reply(table), Welcome)
+    assert table.on_closed(b"c1", 2.0) == DECODE
     table.on_inbound(b"c2", "", hello(epoch=9), 2.0)
     effects = take_effects(table)
-    assert Lost(PeerRank("decode-0", 0), 7, "restarted") in effects
+    assert Lost(DECODE, 7, "restarted") in effects
     table.tick(2.0)
-    assert SendHello(LEADER) in take_effects(table)
-    assert table.on_inbound(b"c1", "", DRAINED, 2.0) is None, "messages on the old connection are ignored"
-    assert table.on_inbound(b"c2", "", DRAINED, 2.0) == PeerRank("decode-0", 0)
+    assert SendHello(0, 0, 9) in take_effects(table), "generations of a new process start at 0"
+    assert table.on_inbound(b"c2", "", DRAINED, 2.0) == DECODE
+
+
+def test_a_second_process_of_one_name_is_refused_while_the_first_is_connected() -> None:
+    """Two instances of one name, as in an overlapping rolling restart: the first stays, nothing flaps, both sides say so."""
+    table = peer_table()
+    make_ready(table)
+    for now in range(1, 5):
+        table.on_inbound(b"c2", "", hello(epoch=8, dial=now), float(now))
+        refusal = take_reply(table)
+        assert isinstance(refusal, Reject)
+        assert "another process has the name decode-0/0 and is connected to prefill-0/0" in refusal.reason
+        assert not refusal.final
+        assert table.on_inbound(b"c1", "", DRAINED, float(now)) == DECODE
+    table.on_closed(b"c1", 5.0)
+    table.on_inbound(b"c2", "", hello(epoch=8, dial=6), 5.0)
+    assert Lost(DECODE, 7, "restarted") in take_effects(table)
+
+
+def test_what_answers_at_the_configured_address_has_the_name() -> None:
+    """The other process said hello first, so that nobody had the name yet."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.on_inbound(b"other", "", hello(epoch=8), 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"third", "", hello(epoch=9), 0.0)
+    assert isinstance(take_reply(table), Reject)
+    reply(table, LEADER, welcome(epoch=7), 1.0)
+    assert [type(effect) for effect in take_effects(table)] == [Ready]
+    assert table.on_inbound(b"other", "", DRAINED, 1.0) is None
+    table.on_inbound(b"other", "", hello(epoch=8), 1.0)
+    refusals = [effect.message for effect in take_effects(table) if isinstance(effect, ReplyOn)]
+    assert [isinstance(each, Reject) and each.hello_first for each in refusals] == [True, False]
+    table.on_inbound(b"c1", "", hello(epoch=7), 1.0)
+    assert isinstance(take_reply(table), Welcome)
 
 
 def test_a_connection_unknown_to_the_peer_gets_a_new_hello() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_reply(LEADER, Reject(field="connection", reason="send hello first", hello_first=True), 3.0)
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "the peer does not know this connection any more")]
+    reply(table, LEADER, Reject(field="connection", reason="send hello first", hello_first=True), 3.0)
+    assert take_effects(table) == [Lost(DECODE, 7, "the peer does not know this connection any more")]
     table.tick(3.0)
-    assert take_effects(table) == [SendHello(LEADER, 1)]
+    assert take_effects(table) == [SendHello(0, 1, 7)]
 
 
-def test_silence_ends_a_connection_and_any_message_keeps_it() -> None:
+def test_a_peer_is_lost_soon_after_its_connection_has_ended() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_inbound(b"c1", "", hello(), 0.0)
+    assert table.on_closed(b"unknown", 1.0) is None
+    assert table.on_closed(b"c1", 1.0) == DECODE
+    table.tick(1.0)
+    assert table.next_tick() == 1.0 + CLOSED_GRACE_S
+    assert lost_in(table) == []
+    table.tick(1.0 + CLOSED_GRACE_S)
+    assert take_effects(table) == [Lost(DECODE, 7, "its connection has ended"), SendHello(0, 1, 7)]
+
+
+def test_a_peer_that_connects_again_at_once_is_not_lost() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c2", "", hello(dial=1), 1.0)
+    assert table.on_closed(b"c1", 1.0) is None, "it had been replaced"
+    table.on_closed(b"c2", 2.0)
+    table.on_inbound(b"c3", "", hello(dial=2), 2.0)
+    table.tick(100.0)
+    assert lost_in(table) == []
+
+
+def test_a_silent_interpreter_costs_no_connection() -> None:
+    """Nothing arrives from the peer but libzmq's own pings, of which this table does not learn."""
+    table = peer_table()
+    make_ready(table)
+    for now in range(1, 200):
+        table.tick(float(now))
+    assert lost_in(table) == []
+
+
+def test_a_peer_that_never_connects_is_lost_after_the_silence_limit() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    reply(table, LEADER, welcome(), 0.0)
     take_effects(table)
-    for now in (10.0, 25.0):
-        assert table.on_inbound(b"c1", "", Heartbeat(epoch=7), now) is None
-        table.tick(now)
-        assert not any(isinstance(effect, Lost) for effect in take_effects(table))
-    table.tick(44.9)
-    assert not any(isinstance(effect, Lost) for effect in take_effects(table))
-    table.tick(45.0)
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "silent for 20.0 s")]
-    table.tick(45.0)
-    assert take_effects(table) == [SendHello(LEADER, 1)]
+    table.tick(LIMITS.heartbeat_timeout_s - 0.1)
+    assert lost_in(table) == []
+    table.tick(LIMITS.heartbeat_timeout_s)
+    assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 20.0 s")]
+
+
+def test_a_process_that_has_ended_is_lost_at_once() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.on_ended(DECODE, 6, 1.0)
+    assert take_effects(table) == []
+    table.on_ended(DECODE, 7, 1.0)
+    assert take_effects(table) == [Lost(DECODE, 7, "its process has ended")]
+    table.on_ended(DECODE, 7, 1.0)
+    assert take_effects(table) == []
 
 
 def test_two_idle_instances_stay_connected() -> None:
     """All pairs of leaders and other ranks, for longer than the heartbeat timeout."""
     network = {rank.identity.address: rank for name in ("prefill-0", "decode-0") for rank in instance_of_two(name)}
+    dialled: dict[tuple[str, int], str] = {}
     for address, rank in network.items():
         other = "decode-0" if rank.identity.instance == "prefill-0" else "prefill-0"
         leader = next(a for a, peer in network.items() if peer.identity.instance == other and peer.identity.leader)
@@ -133,7 +221,7 @@ def test_two_idle_instances_stay_connected() -> None:
             rank.tick(float(now))
         while any(rank.effects for rank in network.values()):
             for address, rank in network.items():
-                lost += deliver(network, address, rank, float(now))
+                lost += deliver(network, dialled, address, rank, float(now))
     assert lost == []
     assert all(rank.instances[name].ready for rank in network.values() for name in rank.instances)
 
@@ -143,10 +231,13 @@ def instance_of_two(name: str) -> list[PeerTable]:
     addresses = [f"tcp://127.0.0.1:{ports[name] + rank}" for rank in range(2)]
     tables = []
     for rank, address in enumerate(addresses):
-        me = Identity(name, rank, 2, 1, "m", "", b"t", address, leader=rank == 0)
+        epoch = ports[name] + rank
+        me = Identity(name, rank, 2, epoch, "m", "", b"t", address, leader=rank == 0)
 
-        def accept_hello(message: Hello, members: Callable[[], tuple[Member, ...]], rank: int = rank) -> Welcome:
-            return welcome(name, rank, 1, members(), generation=message.generation)
+        def accept_hello(
+            message: Hello, members: Callable[[], tuple[Member, ...]], rank: int = rank, epoch: int = epoch
+        ) -> Welcome:
+            return welcome(name, rank, epoch, members(), generation=message.generation)
 
         leader = None if rank == 0 else addresses[0]
         tables.append(
@@ -155,105 +246,144 @@ def instance_of_two(name: str) -> list[PeerTable]:
     return tables
 
 
-def deliver(network: dict[str, PeerTable], address: str, rank: PeerTable, now: float) -> list[PeerEffect]:
+def deliver(
+    network: dict[str, PeerTable], dialled: dict[tuple[str, int], str], address: str, rank: PeerTable, now: float
+) -> list[PeerEffect]:
     """Deliver a rank's messages to the other ranks and return its `Lost` effects."""
     lost: list[PeerEffect] = []
     while rank.effects:
         match rank.effects.popleft():
-            case SendHello(to, generation, dial):
+            case Connect(dial, to):
+                dialled[address, dial] = to
+            case SendHello(dial, generation, peer_epoch):
                 me = rank.identity
-                greeting = hello(me.instance, me.rank, me.epoch, address=address, generation=generation, dial=dial)
-                network[to].on_inbound(f"{address} {to}".encode(), "", greeting, now)
-            case SendTo(to, message):
-                network[to].on_inbound(f"{address} {to}".encode(), "", decode(encode(message)), now)
+                fields = {"address": address, "generation": generation, "dial": dial, "peer_epoch": peer_epoch}
+                greeting = hello(me.instance, me.rank, me.epoch, **fields)
+                network[dialled[address, dial]].on_inbound(f"{address} {dial}".encode(), "", greeting, now)
             case ReplyOn(connection, message):
-                to, _, here = connection.decode().partition(" ")
-                network[to].on_reply(here, decode(encode(message)), now)
+                to, _, dial_there = connection.decode().partition(" ")
+                network[to].on_reply(int(dial_there), decode(encode(message)), now)
             case Lost() as effect:
                 lost.append(effect)
     return lost
 
 
-def test_every_rank_gets_heartbeats_and_every_leader_hellos() -> None:
+def test_every_rank_gets_hellos_again_and_leaders_more_often() -> None:
     table = peer_table(peer_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_reply(LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
-    table.on_reply(SECOND, welcome(rank=1, epoch=8), 0.0)
-    take_effects(table)
-    assert table.next_tick() == 5.0
-    table.tick(5.0)
-    assert take_effects(table) == [SendHello(LEADER), SendTo(SECOND, Heartbeat(epoch=1))]
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
+    reply(table, SECOND, welcome(rank=1, epoch=8), 0.0)
+    table.on_inbound(b"c1", "", hello(), 0.0)
+    table.on_inbound(b"c2", "", hello(rank=1, epoch=8), 0.0)
+    sent = []
+    for now in range(1, 27):
+        take_effects(table)
+        table.tick(float(now))
+        sent += [(now, effect.dial) for effect in take_effects(table) if isinstance(effect, SendHello)]
+    assert sent == [(5, 0), (5, 1), (10, 0), (15, 0), (20, 0), (25, 0), (25, 1)]
 
 
 def test_a_goodbye_ends_the_connection_at_once_as_announced() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_inbound(b"c1", "", hello(), 0.0)
-    take_effects(table)
     assert table.on_inbound(b"c1", "", Goodbye(reason="done"), 1.0) is None
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "closed: done", announced=True)]
+    assert take_effects(table) == [Lost(DECODE, 7, "closed: done", announced=True)]
     table.tick(1.1)
     assert take_effects(table) == []
     table.tick(1.0 + LIMITS.hello_retry_s)
-    assert take_effects(table) == [SendHello(LEADER, 1)]
+    assert take_effects(table) == [SendHello(0, 1, 7)]
 
 
 def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_is_renewed() -> None:
     table = peer_table()
     make_ready(table)
-    table.on_inbound(b"c1", "", hello(), 0.0)
-    take_effects(table)
-    table.on_inbound(b"c2", "", hello(generation=1), 1.0)
-    assert Lost(PeerRank("decode-0", 0), 7, "the peer has given the connection up", renewed=True) in take_effects(table)
+    table.on_inbound(b"c2", "", hello(generation=1, peer_epoch=EPOCH), 1.0)
+    assert Lost(DECODE, 7, "the peer has given the connection up", renewed=True) in take_effects(table)
     table.tick(1.0)
-    assert take_effects(table) == [SendHello(LEADER, 1)]
-    table.on_reply(LEADER, welcome(), 1.0)
-    assert table.link(PeerRank("decode-0", 0)) is None, "this answers an earlier hello; its ring is not the latest grant"
-    table.on_reply(LEADER, welcome(generation=1), 1.0)
-    table.on_inbound(b"c2", "", hello(generation=1), 1.5)
-    assert not any(isinstance(effect, Lost) for effect in take_effects(table))
-    table.on_inbound(b"c3", "", hello(epoch=8), 2.0)
-    assert Lost(PeerRank("decode-0", 0), 7, "restarted") in take_effects(table)
+    assert take_effects(table) == [SendHello(0, 1, 7)]
+    reply(table, LEADER, welcome(), 1.0)
+    assert table.link(DECODE) is None, "this answers an earlier hello; its ring is not the latest grant"
+    reply(table, LEADER, welcome(generation=1), 1.0)
+    table.on_inbound(b"c2", "", hello(generation=1, peer_epoch=EPOCH), 1.5)
+    assert lost_in(table) == []
+
+
+def test_generations_that_count_for_an_earlier_process_end_nothing() -> None:
+    """The peer has given up the process before this one, several times. This one must not be lost for that."""
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c1", "", hello(generation=3, peer_epoch=99), 1.0)
+    accepted = take_reply(table)
+    assert isinstance(accepted, Welcome)
+    assert accepted.generation == 0
+    assert table.link(DECODE) is not None
+
+
+def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> None:
+    """Killed, given up, and restarted at the same address."""
+    table = peer_table()
+    make_ready(table)
+    table.on_closed(b"c1", 1.0)
     table.tick(2.0)
-    assert take_effects(table) == [SendHello(LEADER, 0)], "generations of a new process start at 0"
+    assert take_effects(table) == [Lost(DECODE, 7, "its connection has ended"), SendHello(0, 1, 7)]
+    reply(table, LEADER, welcome(epoch=8, generation=0), 9.0)  # the new process counts from 0
+    assert [type(effect) for effect in take_effects(table)] == [Ready]
+    table.on_inbound(b"c2", "", hello(epoch=8), 9.1)
+    table.on_inbound(b"c2", "", hello(epoch=8, peer_epoch=EPOCH), 10.0)
+    table.tick(14.0)
+    effects = take_effects(table)
+    assert not any(isinstance(effect, Lost) for effect in effects)
+    assert SendHello(0, 0, 8) in effects
+    assert table.link(DECODE) is not None
 
 
 def test_a_welcome_with_another_ring_starts_a_new_connection() -> None:
     """Both sides must use the same ring: another ring holds old bytes or those of another peer."""
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.0)
+    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.0)
     take_effects(table)
-    table.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.5)
+    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.5)
     assert take_effects(table) == []
-    table.on_reply(LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "the peer has started a new connection")]
+    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
+    assert take_effects(table) == [Lost(DECODE, 7, "the peer has started a new connection")]
     table.tick(1.0)
-    assert take_effects(table) == [SendHello(LEADER, 1)]
-    table.on_reply(LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
+    assert take_effects(table) == [SendHello(0, 1, 7)]
+    reply(table, LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
     assert [type(effect) for effect in take_effects(table)] == [Ready]
 
 
 def test_a_ring_granted_later_ends_no_connection_without_a_ring() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_reply(LEADER, welcome(), 0.0)
+    reply(table, LEADER, welcome(), 0.0)
     take_effects(table)
     for address in (4096, 8192):
-        table.on_reply(LEADER, welcome(ring=RingGrant(address, 512, 8)), 1.0)
+        reply(table, LEADER, welcome(ring=RingGrant(address, 512, 8)), 1.0)
     assert take_effects(table) == []
-    assert table.link(PeerRank("decode-0", 0)) is not None
+    assert table.link(DECODE) is not None
 
 
 def test_a_goodbye_of_an_older_epoch_is_ignored() -> None:
     table = peer_table()
-    table.add_peer("decode-0", LEADER, None, 0.0)
-    table.on_inbound(b"c1", "", hello(epoch=6), 0.0)
-    table.on_reply(LEADER, welcome(epoch=7), 0.0)
-    take_effects(table)
+    make_ready(table, epoch=6)
+    link = table.link(DECODE)
+    assert link is not None
+    link.epoch = 7
     table.on_inbound(b"c1", "", Goodbye(reason="old"), 1.0)
     assert take_effects(table) == []
     assert table.instances["decode-0"].ready
+
+
+def test_a_silent_leader_of_this_instance_is_not_reported_as_lost() -> None:
+    table = peer_table(num_ranks=2, rank=1, leader=SECOND)
+    table.join(0.0)
+    table.tick(0.0)
+    reply(table, SECOND, welcome("prefill-0", 0, 3), 0.0)
+    reply(table, SECOND, Reject(field="connection", reason="send hello first", hello_first=True), 1.0)
+    assert lost_in(table) == []
+    table.tick(1.0)
+    assert SendHello(0, 1, 3) in take_effects(table)
 
 
 def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
@@ -262,8 +392,9 @@ def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
     table.add_peer("decode-1", SECOND, None, 0.0)
     take_effects(table)
     table.close("the manager was closed")
-    assert take_effects(table) == [SendTo(LEADER, Goodbye(reason="the manager was closed"))]
+    assert take_effects(table) == [SendTo(0, Goodbye(reason="the manager was closed"))]
     peer_table().join(0.0)
+    assert peer_table().next_tick() == NEVER
 
 
 def test_invalid_limits_are_refused() -> None:

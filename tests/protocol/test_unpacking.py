@@ -17,7 +17,7 @@ from disagg.protocol.messages import (
     Drained,
     EarlyComplete,
     Filled,
-    Heartbeat,
+    Goodbye,
     Message,
     Outcome,
     Part,
@@ -197,6 +197,6 @@ def test_a_filled_slot_is_reported_unless_its_destination_was_lost(lost: bool) -
 
 def test_a_message_about_a_connection_is_refused() -> None:
     sessions = Sessions()
-    with pytest.raises(RemoteProtocolError, match="peer P/0: expected a message about a request, found Heartbeat"):
-        sessions.on_message(WRITER, Heartbeat(epoch=1), 0.0)
+    with pytest.raises(RemoteProtocolError, match="peer P/0: expected a message about a request, found Goodbye"):
+        sessions.on_message(WRITER, Goodbye(reason=""), 0.0)
     assert not sessions.effects

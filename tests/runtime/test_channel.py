@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import select
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from disagg.runtime.channel import Channel, Inbound, Reply
+from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.runtime.channel import Channel
+from disagg.runtime.keys import KeyPair
 from disagg.runtime.local_socket import (
     MAX_PACKET_NBYTES,
     MAX_UNAUTHENTICATED,
     Invitation,
     Source,
 )
+from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
+
+DIAL = 3
+"""The number of the client's connection."""
 
 
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
     server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
-    client.connect(server.address)
+    client.connect(DIAL, server.address)
     yield server, client
     client.close()
     server.close()
 
 
-def until(channel: Channel, count: int) -> list[Inbound | Reply]:
+def until(channel: Channel, count: int) -> list[Arrival]:
     """Poll until a channel has received `count` messages."""
-    received: list[Inbound | Reply] = []
+    received: list[Arrival] = []
     for _ in range(200):
         received += channel.poll(0.1)
         if len(received) >= count:
@@ -39,29 +50,29 @@ def until(channel: Channel, count: int) -> list[Inbound | Reply]:
 
 def connect_locally(server: Channel, client: Channel) -> bytes:
     """Exchange a hello and a welcome with an invitation; return the server's connection."""
-    client.send(server.address, b"hello")
+    client.send(DIAL, b"hello")
     client.flush()
     (hello,) = until(server, 1)
     assert isinstance(hello, Inbound)
     server.reply(hello.connection, b"welcome", offer_local=True)
-    assert until(client, 1) == [Reply(server.address, b"welcome")]
+    assert until(client, 1) == [Reply(DIAL, b"welcome")]
     return hello.connection
 
 
 def delivered(server: Channel, client: Channel, message: bytes) -> list[bytes]:
     """Send one message and return what the server receives."""
-    client.send(server.address, message)
+    client.send(DIAL, message)
     client.flush()
-    return [found.data for found in until(server, 1)]
+    return [found.data for found in until(server, 1) if isinstance(found, Inbound)]
 
 
-def test_messages_to_one_address_are_batched_and_arrive_in_order(channels: tuple[Channel, Channel]) -> None:
+def test_messages_on_one_connection_are_batched_and_arrive_in_order(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     messages = [str(number).encode() for number in range(200)]
     for message in messages:
-        client.send(server.address, message)
+        client.send(DIAL, message)
     client.flush()
-    assert [found.data for found in until(server, 200)] == messages
+    assert [found.data for found in until(server, 200) if isinstance(found, Inbound)] == messages
 
 
 def test_messages_on_a_local_connection_keep_their_source(channels: tuple[Channel, Channel]) -> None:
@@ -69,24 +80,24 @@ def test_messages_on_a_local_connection_keep_their_source(channels: tuple[Channe
     connection = connect_locally(server, client)
     long = bytes(MAX_PACKET_NBYTES)
     for message in (b"short", long, b"after"):
-        client.send(server.address, message)
+        client.send(DIAL, message)
     list(client.poll(0.0))
     found = until(server, 3)
     assert {(one.connection, one.data) for one in found if isinstance(one, Inbound)} == {
         (connection, b"short"), (connection, long), (connection, b"after")
     }  # fmt: skip
-    assert client._peers[server.address].local is not None
+    assert client._peers[DIAL].local is not None
     assert server.reply(connection, b"again", offer_local=True)
-    local = client._peers[server.address].local
-    assert until(client, 1) == [Reply(server.address, b"again")]
-    assert client._peers[server.address].local is local
+    local = client._peers[DIAL].local
+    assert until(client, 1) == [Reply(DIAL, b"again")]
+    assert client._peers[DIAL].local is local
 
 
 def test_a_message_on_a_local_connection_ends_a_poll(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
     connect_locally(server, client)
     assert delivered(server, client, b"first") == [b"first"]
-    client.send(server.address, b"second")
+    client.send(DIAL, b"second")
     client.flush()
     assert len(list(server.poll(30.0))) == 1
 
@@ -98,7 +109,7 @@ def test_after_a_local_connection_ends_messages_use_tcp(channels: tuple[Channel,
     for descriptor in list(server._local._connections):
         server._close_local(descriptor)
     assert delivered(server, client, b"by tcp") == [b"by tcp"]
-    assert client._peers[server.address].local is None
+    assert client._peers[DIAL].local is None
 
 
 def test_disconnect_closes_both_ends_of_the_local_connection(channels: tuple[Channel, Channel]) -> None:
@@ -106,11 +117,11 @@ def test_disconnect_closes_both_ends_of_the_local_connection(channels: tuple[Cha
     connect_locally(server, client)
     assert delivered(server, client, b"by local socket") == [b"by local socket"]
     (descriptor,) = server._local._connections
-    client.disconnect(server.address)
+    client.disconnect(DIAL)
     assert select.select([descriptor], [], [], 20)[0]
     list(server.poll(0.1))
     assert not server._local._connections
-    assert not client.send(server.address, b"lost")
+    assert not client.send(DIAL, b"lost")
 
 
 def test_silent_unauthenticated_clients_are_bounded(channels: tuple[Channel, Channel]) -> None:
@@ -125,3 +136,82 @@ def test_silent_unauthenticated_clients_are_bounded(channels: tuple[Channel, Cha
     assert delivered(server, client, b"still received") == [b"still received"]
     for each in clients:
         each.close()
+
+
+def killed_client(address: str, code: str) -> subprocess.Popen[str]:
+    """A process with a DEALER that has said hello."""
+    script = f"import zmq, time; d = zmq.Context().socket(zmq.DEALER); d.connect({address!r}); d.send(b'hello'); {code}"
+    return subprocess.Popen([sys.executable, "-c", script], text=True)
+
+
+def test_the_end_of_a_peers_process_ends_its_connection() -> None:
+    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as server:
+        client = killed_client(server.address, "time.sleep(600)")
+        (hello,) = until(server, 1)
+        assert isinstance(hello, Inbound)
+        client.kill()
+        client.wait()
+        assert until(server, 1) == [Closed(hello.connection)]
+
+
+def test_a_stopped_process_is_given_up_and_a_busy_interpreter_is_not() -> None:
+    """Libzmq's own threads answer pings, so a thread that holds the interpreter costs no connection."""
+    with contextlib.closing(Channel("tcp://127.0.0.1:0", heartbeat_s=0.05, heartbeat_timeout_s=0.5)) as server:
+        spin = "import ctypes; ctypes.PyDLL(None).usleep(2_000_000); d.send(b'after'); time.sleep(600)"  # holds the interpreter
+        client = killed_client(server.address, spin)
+        try:
+            hello, after = until(server, 2)
+            assert isinstance(hello, Inbound)
+            assert after == Inbound(hello.connection, "", b"after")
+            client.send_signal(signal.SIGSTOP)
+            assert until(server, 1) == [Closed(hello.connection)]
+        finally:
+            client.kill()
+            client.wait()
+
+
+def test_a_descriptor_that_is_used_again_is_another_connection() -> None:
+    with contextlib.closing(Channel("tcp://127.0.0.1:0")) as server:
+        seen = []
+        for _ in range(5):
+            client = killed_client(server.address, "time.sleep(600)")
+            (hello,) = until(server, 1)
+            client.kill()
+            client.wait()
+            assert isinstance(hello, Inbound)
+            assert until(server, 1) == [Closed(hello.connection)]
+            seen.append(hello.connection)
+        assert len(set(seen)) == len(seen)
+
+
+def test_an_address_that_cannot_be_dialled_is_an_error_of_that_connection(channels: tuple[Channel, Channel]) -> None:
+    server, client = channels
+    for address in ("tcp://a b:1", "tcp://bücher.example:5555", "nonsense"):
+        with pytest.raises(ConfigError, match="peer address"):
+            client.connect(4, address)
+    with (
+        contextlib.closing(Channel("tcp://127.0.0.1:0", keys=KeyPair.generate())) as with_keys,
+        pytest.raises(ConfigError, match="public key is needed"),
+    ):
+        with_keys.connect(1, server.address)
+    assert not client.send(4, b"lost")
+    assert delivered(server, client, b"still received") == [b"still received"]
+
+
+def test_more_sockets_can_be_open_than_libzmq_allows_by_itself() -> None:
+    """1,023 by default. Descriptors are the limit then, and running out of them ends nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    try:
+        with contextlib.closing(Channel("tcp://127.0.0.1:0")) as channel:
+            for dial in range(1100):
+                channel.connect(dial, "tcp://127.0.0.1:9")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+            with pytest.raises(PeerUnreachable, match="Too many open files"):
+                channel.connect(2000, "tcp://127.0.0.1:9")
+            for dial in range(1100):
+                channel.disconnect(dial)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+            channel.connect(2001, "tcp://127.0.0.1:9")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -126,7 +126,7 @@ def test_no_completion_page_is_made_on_a_system_without_write_seals(monkeypatch:
     assert CompletionPage.make() is None
     assert num_descriptors() == before
     with contextlib.closing(Channel("tcp://127.0.0.1:0", polls=True)) as channel:
-        assert channel.completion_page("tcp://127.0.0.1:1") is None
+        assert channel.completion_page(1) is None
 
 
 def test_each_connection_has_its_own_completion_page(polling_listener: LocalListener, page: CompletionPage) -> None:

@@ -63,6 +63,7 @@ class DelayedCopies:
 
     copies: CopyBatch
     asked: int = 0
+    completion: None = None
 
     def query(self) -> bool:
         self.asked += 1

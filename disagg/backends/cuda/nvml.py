@@ -27,7 +27,7 @@ class _ProcessInfo(ctypes.Structure):
 def compute_processes(gpu: bytes) -> frozenset[int] | None:
     """Process ids, in this process's namespace, with a compute context of their own on the GPU with this UUID (16 bytes).
 
-      A process stays in the list until the driver has freed its context, even after it has ended. Returns `None` where NVML
+    A process stays in the list until the driver has freed its context, even after it has ended. Returns `None` where NVML
     cannot tell: no library, no GPU with this UUID (MIG), or clients of MPS, which share the context of its server.
     """
     nvml = _load()

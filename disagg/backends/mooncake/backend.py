@@ -25,7 +25,7 @@ to local memory, and of a batch with a failed piece the engine reports nothing a
 
 An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. What a peer wrote may still be in a socket buffer of
 this process, also after the peer has ended; writes come by connections that this engine has accepted. So over TCP `fence` is
-`QUIET` only if both hold: the peer's process has ended, which only its own host can see, and none of the accepted connections
+`QUIET` only if both hold: the peer's process has ended, by its pidfd, and none of the accepted connections
 has a far end without an owner (`disagg.machine.processes`). It is `UNKNOWN` otherwise.
 
 The engine has no authentication, and listens on all addresses whatever address it is given: on a host other than loopback
@@ -60,7 +60,7 @@ from disagg.backends.mooncake.transfer import MooncakeTransfer, Pieces, cut
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
-from disagg.machine.processes import ProcessIdentity
+from disagg.machine.processes import ProcessWatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ _DECODER = msgspec.msgpack.Decoder(MooncakeDescriptor)
 class MooncakePeer(AdapterPeer):
     """A peer's engine at one epoch."""
 
-    def __init__(self, queue: PeerQueue, process: ProcessIdentity, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(self, queue: PeerQueue, process: ProcessWatch | None, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.queue = queue
         self.process = process
@@ -98,7 +98,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._opcodes = {Op.WRITE: module.TransferOpcode.Write, Op.READ: module.TransferOpcode.Read}
         engine = start_engine(module, options, self._protocol)
         self._engine: Engine | None = engine
-        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol, ProcessIdentity.own())
+        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol)
         self._limit = outstanding_limit()
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._gpu: Gpu | None = None
@@ -143,7 +143,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def endpoint(self) -> bytes:
         return self.endpoint_with(self._descriptor)
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> MooncakePeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> MooncakePeer:
         """Waits up to 10 s for the peer's answer."""
         engine = self._running()
         descriptor, regions = self.decode(endpoint)
@@ -153,7 +153,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
         if (status := engine.send_probe(descriptor.session)) != 0:
             raise PeerUnreachable(f"backend 'mooncake': no engine answers at {descriptor.session} (status {status})")
-        peer = MooncakePeer(self._queue(engine, descriptor), descriptor.process, regions, epoch=epoch)
+        peer = MooncakePeer(self._queue(engine, descriptor), process, regions, epoch=epoch)
         try:
             self._warm(peer, descriptor)
         except PeerUnreachable:
@@ -203,9 +203,11 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` once the end of the peer's process proves it: see the module."""
         own = self.at_epoch(peer, epoch)
-        return Fence.QUIET if own is not None and self.is_quiet_after(own.process) else Fence.UNKNOWN
+        if own is None or own.process is None or not self.is_quiet_after(own.process):
+            return Fence.UNKNOWN
+        return Fence.QUIET
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """See `ProvesByProcess`: over TCP only."""
         return self._protocol == "tcp" and process.is_quiet(by_accepted=True)
 

@@ -19,7 +19,6 @@ from disagg.backends.mooncake.launch import Engine
 from disagg.backends.mooncake.transfer import MooncakeTransfer
 from disagg.core import _native
 from disagg.core.errors import PeerUnreachable
-from disagg.machine.processes import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     host: str
     port: int
     protocol: str
-    process: ProcessIdentity
 
     @property
     def session(self) -> str:

@@ -16,9 +16,10 @@ What each status of NIXL becomes here, and what proves that a transfer is settle
 
 NIXL has no call that proves anything about what the *peer's* engine posted to memory here. Over TCP not even the end of the
 peer's process is a proof: what it had sent waits in this side's socket buffers until this side's progress thread applies
-it. So `fence` is `QUIET` only if both hold: the process has ended, which only its own host can see, and no socket of this
-process has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is unread, and nothing is
-being sent to the process either. `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may move bytes.
+it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no
+socket of this process has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is unread, and
+nothing is being sent to the process either. `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may
+move bytes.
 
 The transport. NIXL does not report which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
 allow TCP for UCX's own messages (over the loopback device). UCX prefers CMA (`process_vm_writev`) for the data wherever it
@@ -36,6 +37,7 @@ thread and without the GIL; other calls into this engine wait meanwhile. Backend
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -57,7 +59,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
-from disagg.machine.processes import ProcessIdentity, copy_refusal, host_identity
+from disagg.machine.processes import ProcessWatch, copy_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +74,13 @@ _open_agents = Counter[int]()
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An agent in an endpoint. Its name is random, and `metadata` has it too."""
+    """An agent in an endpoint. Its name is random, and `metadata` has it too. `digest` is that of the metadata, whose addresses
+    UCX reads without checks: damaged ones have ended the process.
+    """
 
     agent: str
     metadata: bytes
-    process: ProcessIdentity
+    digest: bytes
 
 
 _DECODER = msgspec.msgpack.Decoder(NixlDescriptor)
@@ -108,7 +112,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         self._registered: list[Any] = []
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and number of users
         self._transports: set[str] = set()
-        self._neighbours: set[ProcessIdentity] = set()  # every process of this host that this engine has connected to
+        self._neighbours: set[ProcessWatch | None] = set()  # every process that this engine has connected to
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
             raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
         with self._nixl.mapped("registering"):
@@ -175,16 +179,17 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock, self._nixl.mapped("reading the agent's metadata"):
             self.check_open()
             metadata = bytes(self._agent.getLocalMD())
-        return self.endpoint_with(NixlDescriptor(self._agent_name, metadata, ProcessIdentity.own()))
+        return self.endpoint_with(NixlDescriptor(self._agent_name, metadata, _digest(metadata)))
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> NixlPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> NixlPeer:
         """Reads one byte of the peer's first region, so that UCX has made its connections, within `WARM_UP_S`."""
         descriptor, regions = self.decode(endpoint)
-        peer = NixlPeer(descriptor.agent, descriptor.process, regions, epoch=epoch)
-        if descriptor.process.host == host_identity():
-            self._neighbours.add(descriptor.process)
+        if _digest(descriptor.metadata) != descriptor.digest:
+            raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
+        peer = NixlPeer(descriptor.agent, process, regions, epoch=epoch)
+        self._neighbours.add(process)
         self._load(descriptor)
         try:
             transport = self._infer(peer)
@@ -215,7 +220,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise PeerUnreachable(f"backend 'nixl': UCX cannot reach agent {descriptor.agent!r}: {error}") from error
         except self._nixl.errors as error:
             raise RemoteProtocolError(f"endpoint of backend 'nixl': NIXL cannot read it: {error}") from error
-        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if name != descriptor.agent:
             with contextlib.suppress(*self._nixl.errors):
                 self._agent.invalidateRemoteMD(name)
@@ -226,11 +231,11 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         wanted = self._options.wanted
         if wanted in CERTAIN:
             return CERTAIN[wanted]
-        refusal: str | None = "another host or process-id namespace"
+        refusal: str | None = "the kernel attests no process of this host"
         addresses = [region.address for region in peer.regions if region.device == CPU]
         if peer.regions and not addresses:
             return "gpu memory (UCX's choice, unknown)"
-        if peer.process.host == host_identity():
+        if peer.process is not None and self._options.stays_on_host:
             refusal = copy_refusal(peer.process.pid, addresses[0]) if addresses else None
         if refusal is None:
             return "shm (inferred)"
@@ -289,12 +294,12 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` once the end of the peer's process proves it: see the module."""
         own = self.at_epoch(peer, epoch)
-        if own is None or not self.is_quiet_after(own.process):
+        if own is None or own.process is None or not self.is_quiet_after(own.process):
             return Fence.UNKNOWN
         own.over = True
         return Fence.QUIET
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Whether `process` has ended and nothing that it sent can still arrive: see `ProvesByProcess`."""
         return self._provable and process.is_quiet()
 
@@ -304,7 +309,9 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         """
         if not self._provable:
             return False
-        return self._options.wanted is Transport.TCP or all(process.has_ended() for process in self._neighbours)
+        if not self._options.stays_on_host:
+            return True
+        return all(process is not None and process.has_ended() for process in self._neighbours)
 
     @property
     def _provable(self) -> bool:
@@ -359,3 +366,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self.is_open = False
             self._agent = None
             _open_agents[os.getpid()] -= 1
+
+
+def _digest(metadata: bytes) -> bytes:
+    return hashlib.blake2b(metadata, digest_size=16).digest()

@@ -16,7 +16,7 @@ from disagg.backends.nixl.bindings import ERRORS, Bindings
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, PeerUnreachable
 from disagg.core.memory import CPU, RemoteRegion
-from disagg.machine.processes import ProcessIdentity
+from disagg.machine.processes import ProcessWatch
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Rows = npt.NDArray[np.uint64]
 class NixlPeer(AdapterPeer):
     """One agent at one epoch."""
 
-    def __init__(self, agent: str, process: ProcessIdentity, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(self, agent: str, process: ProcessWatch | None, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
         super().__init__(regions, epoch=epoch)
         self.agent = agent
         self.process = process

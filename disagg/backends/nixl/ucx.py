@@ -44,6 +44,9 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
     lists = {Transport.TCP: "tcp", Transport.SHM: "shm,tcp", Transport.RDMA: "ib,self"}
     if wanted in lists:
         settings["UCX_TLS"] = lists[wanted] + device
+    elif not options.stays_on_host:
+        # UCX believes the process id in a peer's metadata, and would copy to that process of this host.
+        settings["UCX_TLS"] = "^shm"
     if options.devices:
         settings["UCX_NET_DEVICES"] = ",".join(options.devices)
     elif wanted is Transport.SHM or (loopback and wanted is not Transport.RDMA):

@@ -24,7 +24,7 @@ calls it undefined behaviour to free exported memory before it is unmapped: the 
 (driver 580), not what NVIDIA promises.
 
 **Proof of the end.** CUDA cannot revoke a mapping that another process holds, so `fence` has to prove that no kernel of the
-peer runs any more. That needs both a pidfd of the process that the kernel attests (`neighbours.py`) and NVML's list of the
+peer runs any more. That needs both the attested pidfd of the process (`disagg.machine.processes`) and NVML's list of the
 processes with a context on its GPU (`nvml.py`). The list alone misses a context that a living process has yet to create; the
 pidfd alone misses a child that inherited the device files, or a process that received them over a socket. Without NVML, with
 MPS or MIG, in another process-id or network namespace, or if the list did not show the process when this side connected, the
@@ -79,7 +79,7 @@ from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import BackendError, ConfigError, LocalProtocolError, PeerUnreachable
 from disagg.core.memory import MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
-from disagg.machine.processes import ProcessIdentity
+from disagg.machine.processes import ProcessWatch, machine_identity
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +152,11 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             engine = self._own_engine()
             exported = tuple(ExportedAllocation(a.base, a.nbytes, a.handle) for a in self._allocations)
             assert self._mappings is not None
-            return self.endpoint_with(Descriptor(ProcessIdentity.own(), engine.gpu.uuid, self._mappings.address, exported))
+            return self.endpoint_with(Descriptor(machine_identity(), engine.gpu.uuid, self._mappings.address, exported))
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
-    def connect(self, endpoint: bytes, *, epoch: int) -> NvlinkPeer:
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> NvlinkPeer:
         """Map the peer's memory, and read one byte of it with the kernel."""
         descriptor, regions = self.decode(endpoint)
         for region in regions:
@@ -164,9 +164,9 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         with self._lock:
             self.check_open()
             engine = self._own_engine()
-            peer = NvlinkPeer(regions, epoch=epoch, descriptor=descriptor)
+            peer = NvlinkPeer(regions, epoch=epoch, descriptor=descriptor, process=process)
             try:
-                peer.neighbour = self._neighbours.meet(descriptor.process, descriptor.gpu, peer.held)
+                peer.neighbour = self._neighbours.meet(process, descriptor.gpu)
                 transport = self._map(engine, peer, descriptor)
             except CudaError as error:
                 self._unmap(peer)
@@ -180,12 +180,11 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
 
     def _map(self, engine: NvlinkEngine, peer: NvlinkPeer, descriptor: Descriptor) -> str:
         """Map the peer's memory; returns the transport. After an error, `_unmap` undoes the part that succeeded."""
-        transport = check_access(engine.gpu, descriptor)
-        pid = descriptor.process.pid
-        if peer.watch.has_ended():
-            raise PeerUnreachable(f"backend 'nvlink': process {pid}, the owner of the memory, has ended")
+        transport = check_access(engine.gpu, descriptor, is_own=peer.is_own)
+        if peer.has_ended:
+            raise PeerUnreachable("backend 'nvlink': the process that owns the memory has ended")
         if peer.held is None:
-            logger.info("backend 'nvlink': this mapping cannot be registered with process %d, the owner of the memory", pid)
+            logger.info("backend 'nvlink': this mapping cannot be registered with the process that owns the memory")
         with engine.gpu.current():
             peer.map(engine.gpu, descriptor)
             if peer.regions:
@@ -227,7 +226,7 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
                 transfer.poll()
             return Fence.UNKNOWN if own.pending else Fence.QUIET
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """See `ProvesByProcess`. A process that this engine has never met is not proved quiet."""
         return self._neighbours.is_quiet_after(process)
 
@@ -368,7 +367,6 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             self.is_open = False
         self._wait_for_unmapping()  # without the lock: this process may hold the last mapping itself
         self._was_quiet = self._is_quiet()
-        self._neighbours.close()
 
     def _wait_for_unmapping(self) -> None:
         if self._mappings is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
@@ -16,7 +17,7 @@ from disagg.backends.nvlink.neighbours import Neighbour
 from disagg.core.copies import Addresses
 from disagg.core.errors import ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
-from disagg.machine.processes import ProcessIdentity, ProcessWatch
+from disagg.machine.processes import ProcessWatch, machine_identity
 
 
 class ExportedAllocation(msgspec.Struct, frozen=True, array_like=True):
@@ -28,12 +29,12 @@ class ExportedAllocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine's part of an endpoint: the owning process, its GPU's UUID and its allocations.
+    """The engine's part of an endpoint: the owner's machine (`machine_identity`), its GPU's UUID and its allocations.
 
     `mappings`: the address of the owner's `Mappings`.
     """
 
-    process: ProcessIdentity
+    machine: str
     gpu: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     mappings: Annotated[str, msgspec.Meta(pattern="^disagg-[0-9a-f]{32}$")]
     allocations: tuple[ExportedAllocation, ...]
@@ -115,9 +116,11 @@ class NvlinkPeer(AdapterPeer):
     this GPU, for the kernel (`kernels.cu`). `prepared`: tables of span classes on this GPU. `pending`: transfers not settled.
     """
 
-    def __init__(self, regions: Sequence[RemoteRegion], *, epoch: int, descriptor: Descriptor) -> None:
+    def __init__(
+        self, regions: Sequence[RemoteRegion], *, epoch: int, descriptor: Descriptor, process: ProcessWatch | None
+    ) -> None:
         super().__init__(regions, epoch=epoch)
-        self.watch = ProcessWatch(descriptor.process)
+        self.process = process
         self.held = hold(descriptor.mappings)
         self.neighbour: Neighbour | None = None
         self.opened: list[int] = []
@@ -127,7 +130,17 @@ class NvlinkPeer(AdapterPeer):
         self.pending = 0
 
     def refusal(self) -> str | None:
-        return super().refusal() or ("belongs to a process that has ended" if self.watch.has_ended() else None)
+        return super().refusal() or ("belongs to a process that has ended" if self.has_ended else None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the owner's process is proved to have ended."""
+        return self.process is not None and self.process.has_ended()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the kernel attests that the memory belongs to this process."""
+        return self.process is not None and self.process.pid == os.getpid()
 
     def map(self, gpu: Gpu, descriptor: Descriptor) -> None:
         """Map the peer's allocations and upload `table`. Enter `gpu.current()` first.
@@ -142,7 +155,7 @@ class NvlinkPeer(AdapterPeer):
 
     def _open(self, gpu: Gpu, descriptor: Descriptor) -> dict[int, int]:
         """The base here of each allocation, by its base in the peer."""
-        if descriptor.process == ProcessIdentity.own():  # memory of this process is mapped already
+        if self.is_own:  # memory of this process is mapped already
             return {allocation.base: allocation.base for allocation in descriptor.allocations}
         bases = {}
         for allocation in descriptor.allocations:
@@ -158,7 +171,6 @@ class NvlinkPeer(AdapterPeer):
 
     def unmap(self, gpu: Gpu) -> None:
         """Undo the mapping. A lost context cannot unmap anything; its mappings end when it is destroyed."""
-        self.watch.close()
         with suppress(CudaError), gpu.current():
             for base in self.opened:
                 gpu.close(base)
@@ -170,21 +182,20 @@ class NvlinkPeer(AdapterPeer):
             self.held.close()
 
 
-def check_access(gpu: Gpu, descriptor: Descriptor) -> str:
+def check_access(gpu: Gpu, descriptor: Descriptor, *, is_own: bool) -> str:
     """The transport from this GPU to the peer's; raises `PeerUnreachable` if there is none."""
-    own = ProcessIdentity.own()
-    if descriptor.process.machine != own.machine:
+    if descriptor.machine != machine_identity():
         raise PeerUnreachable("backend 'nvlink': the peer is on another host, and GPUs map memory of their own host only")
     if descriptor.gpu == gpu.uuid:
         return "same GPU"
     ordinal = gpu.peers().get(descriptor.gpu)
     if ordinal is None:
-        if descriptor.process == own:
+        if is_own:
             raise RemoteProtocolError("endpoint of backend 'nvlink': names this process and a GPU that it does not have")
         return "peer memory (a GPU hidden from this process)"
     if not gpu.can_access(ordinal):
         raise PeerUnreachable(f"backend 'nvlink': GPU {gpu.ordinal} has no access to the memory of GPU {ordinal}")
-    if descriptor.process == own:
+    if is_own:
         _enable_access(gpu, ordinal)
     return "nvlink (inferred)" if gpu.has_nvlink(ordinal) else "pcie (inferred)"
 

@@ -7,91 +7,37 @@ that was forked, the context stays and its kernels go on. The driver then still 
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
 import threading
 from collections.abc import Set
 
 from disagg.backends.cuda.nvml import compute_processes
-from disagg.backends.nvlink.holders import peer_pid
-from disagg.core import _native
-from disagg.machine.processes import ProcessIdentity
-
-_SO_PEERPIDFD = 77
-"""Linux 6.5; Python has no name for it."""
-
-
-class Watch:
-    """A process that the kernel has attested while it lived. Not thread-safe."""
-
-    def __init__(self, pid: int, pidfd: int) -> None:
-        self.pid = pid
-        self._pidfd: int | None = pidfd
-        self._has_ended = False
-
-    def has_ended(self) -> bool:
-        """Whether all threads of the process have ended. `close` keeps the last answer."""
-        self._has_ended = self._has_ended or (self._pidfd is not None and _native.is_readable(self._pidfd))
-        return self._has_ended
-
-    def close(self) -> None:
-        """A second call does nothing."""
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-
-def attest(connection: socket.socket, pid: int) -> Watch | None:
-    """The process that listens at the other end of a Unix socket, if the kernel attests that it is `pid`; else `None`."""
-    try:
-        if peer_pid(connection) != pid:
-            return None
-        return Watch(pid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    except OSError as error:
-        if error.errno != errno.ENOPROTOOPT:
-            return None
-    try:
-        return Watch(pid, os.pidfd_open(pid))
-    except OSError:
-        return None
+from disagg.machine.processes import ProcessWatch
 
 
 class Neighbour:
-    """A process of this machine, and its context on the GPU with the UUID `gpu`. Thread-safe; takes over `watch`.
+    """A process that the kernel attests, and its context on the GPU with the UUID `gpu`. Thread-safe.
 
     `is_provable`: whether its end can be proved from here. The driver must list the process now, while it lives: only then does
     its absence prove anything.
     """
 
-    def __init__(self, watch: Watch | None, gpu: bytes) -> None:
-        self._watch, self._gpu = watch, gpu
+    def __init__(self, process: ProcessWatch, gpu: bytes) -> None:
+        self.process, self._gpu = process, gpu
         self._lock = threading.Lock()
         self._is_quiet = False
-        self.is_provable = watch is not None and self._is_listed(watch) is True and not watch.has_ended()
-        if not self.is_provable:
-            self.close()
+        self.is_provable = process.pid > 0 and self._is_listed() is True and not process.has_ended()
 
     def is_quiet(self) -> bool:
         """Whether the process has ended and the driver has freed its context, so that none of its kernels runs any more."""
         with self._lock:
-            if self._watch is None or not self.is_provable or self._is_quiet:
-                return self._is_quiet
-            self._is_quiet = self._watch.has_ended() and self._is_listed(self._watch) is False
-            if self._is_quiet:
-                self._watch.close()
+            if self.is_provable and not self._is_quiet:
+                self._is_quiet = self.process.has_ended() and self._is_listed() is False
             return self._is_quiet
 
-    def _is_listed(self, watch: Watch) -> bool | None:
+    def _is_listed(self) -> bool | None:
         """Whether the driver lists the process; `None` if it cannot tell."""
         listed = compute_processes(self._gpu)
-        return None if listed is None else watch.pid in listed
-
-    def close(self) -> None:
-        """Stop watching. A second call does nothing."""
-        with self._lock:
-            if self._watch is not None:
-                self._watch.close()
+        return None if listed is None else self.process.pid in listed
 
 
 class Neighbours:
@@ -99,40 +45,29 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._met: dict[tuple[ProcessIdentity, bytes], Neighbour] = {}
+        self._met: dict[tuple[ProcessWatch, bytes], Neighbour] = {}
+        self._has_unattested = False
 
-    def meet(self, process: ProcessIdentity, gpu: bytes, held: socket.socket | None) -> Neighbour | None:
-        """The neighbour that may map memory of this process from now on; `None` for a process of another machine.
-
-        `held`: a connection to its `Mappings`, or `None`. A process that claims to be another one gets a neighbour of its own,
-        whose end nothing proves.
-        """
-        if process.machine != ProcessIdentity.own().machine:
-            return None
-        found = Neighbour(attest(held, process.pid) if held is not None else None, gpu)
+    def meet(self, process: ProcessWatch | None, gpu: bytes) -> Neighbour | None:
+        """The neighbour that may map memory of this process from now on; `None` if the kernel does not attest its process."""
         with self._lock:
+            if process is None:
+                self._has_unattested = True
+                return None
             known = self._met.get((process, gpu))
-            if known is None or (found.is_provable and not known.is_provable):
-                known = self._met[process, gpu] = found
-        if known is not found:
-            found.close()
-        return known if found.is_provable else found
+            if known is None or not known.is_provable:
+                known = self._met[process, gpu] = Neighbour(process, gpu)
+            return known
 
-    def is_quiet_after(self, process: ProcessIdentity) -> bool:
+    def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Whether `process` has been met, and none of its kernels runs any more."""
         with self._lock:
-            met = [neighbour for (each, _), neighbour in self._met.items() if each == process]
+            met = [neighbour for neighbour in self._met.values() if neighbour.process is process]
         return bool(met) and all(neighbour.is_quiet() for neighbour in met)
 
     def are_quiet(self, pids: Set[int]) -> bool:
         """Whether every neighbour is proved quiet, and `pids` are all among them."""
         with self._lock:
-            met = dict(self._met)
-        return pids <= {process.pid for process, _ in met} and all(neighbour.is_quiet() for neighbour in met.values())
-
-    def close(self) -> None:
-        """Stop watching all neighbours."""
-        with self._lock:
             met = list(self._met.values())
-        for neighbour in met:
-            neighbour.close()
+        known = {neighbour.process.pid for neighbour in met}
+        return not self._has_unattested and pids <= known and all(neighbour.is_quiet() for neighbour in met)

@@ -27,7 +27,7 @@ from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, Transf
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, TransferFailed
 from disagg.core.memory import MemoryRegion
-from disagg.machine.processes import copy_refusal
+from disagg.machine.processes import IdentitySocket, ProcessWatch, copy_refusal
 
 BUFFER_NBYTES = 32 << 20
 SMALL_NBYTES = 4096
@@ -56,7 +56,8 @@ def _started(name: str) -> Iterator[tuple[Backend, int]]:
 def owner(name: str) -> None:
     """Own a buffer that a `writer` writes to."""
     with _started(name) as (backend, address):
-        _report(endpoint=backend.endpoint().hex(), address=address)
+        identity = IdentitySocket()
+        _report(endpoint=backend.endpoint().hex(), address=address, process=identity.name)
         while os.read(0, 4096):
             pass
 
@@ -65,7 +66,8 @@ def writer(name: str) -> None:
     """Write to the buffer described on standard input; report the transport, the speed and the latency."""
     with _started(name) as (backend, address):
         target = json.loads(sys.stdin.readline())
-        peer = backend.connect(bytes.fromhex(target["endpoint"]), epoch=1)
+        process = ProcessWatch.attest(target["process"])
+        peer = backend.connect(bytes.fromhex(target["endpoint"]), epoch=1, process=process)
         there = int(target["address"])
         large = [_write(backend, peer, address, there, BUFFER_NBYTES) for _ in _rounds(SPEND_S)]
         small = [_write(backend, peer, address, there, SMALL_NBYTES) for _ in _rounds(SPEND_S)]

@@ -88,7 +88,7 @@ class ContractBase:
 
     def round_trip(self, backend: Backend, local: Arena, target: Target, *, epoch: int = 1) -> None:
         """Write one small piece, and compare every byte."""
-        peer = backend.connect(target.endpoint, epoch=epoch)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=epoch)
         pieces = [(0, 5, 1, 3, 1000)]
         after = expected_after(Op.WRITE, local, target.arena, pieces)
         self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))

@@ -23,7 +23,7 @@ class CopyingContract(ContractBase):
     @pytest.mark.parametrize("op", Op)
     def test_copies_exactly_the_pieces(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
         """Every byte of both sides is compared: pieces, what lies between them, and the guards around regions."""
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         for seed, (name, shape) in enumerate(SHAPES.items()):
             local.scramble(2 * seed + 10)
             target.arena.scramble(2 * seed + 11)
@@ -36,7 +36,7 @@ class CopyingContract(ContractBase):
 
     @pytest.mark.parametrize("op", Op)
     def test_an_empty_batch_is_done_at_once(self, op: Op, backend: Backend, target: Target) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         transfer = backend.submit(op, peer, batch([], [], []))
         assert transfer.poll() is TransferStatus.DONE
         transfer.close()
@@ -47,7 +47,7 @@ class CopyingContract(ContractBase):
         start, nbytes = local.address(0), local.sizes[0]
         parts = [(0, 1000), (1000, 5000), (3000, 10_000), (4000, 10), (13_000, nbytes - 13_000)]
         backend.register([MemoryRegion(start + offset, size) for offset, size in parts])
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         pieces = [(0, 0, 0, 0, nbytes)]
         after = expected_after(Op.WRITE, local, target.arena, pieces)
         self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
@@ -55,7 +55,7 @@ class CopyingContract(ContractBase):
 
     def test_several_threads_submit(self, backend: Backend, local: Arena, target: Target) -> None:
         """Four threads write stripes of the same regions at the same time, three batches each."""
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         stripes = [[(0, i * 300, 0, i * 300, 300) for i in range(1200) if i % 12 == s] for s in range(12)]
         after = expected_after(Op.WRITE, local, target.arena, [piece for stripe in stripes for piece in stripe])
         failures: list[BaseException] = []
@@ -78,7 +78,7 @@ class CopyingContract(ContractBase):
 
     def test_two_peers_at_once(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         targets = [self.new_target(stack), self.new_target(stack)]
-        peers = [backend.connect(target.endpoint, epoch=1) for target in targets]
+        peers = [backend.connect(target.endpoint, process=target.process, epoch=1) for target in targets]
         batches = [random_pieces(Op.WRITE, random.Random(i), nbytes=(1000,) * 200, gap=50) for i in range(2)]
         after = [expected_after(Op.WRITE, local, t.arena, b) for t, b in zip(targets, batches, strict=True)]
         transfers = [
@@ -93,7 +93,7 @@ class CopyingContract(ContractBase):
     @pytest.mark.parametrize("op", Op)
     def test_addresses_outside_the_regions_are_refused(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
         """The whole batch is refused: the good pieces before and after the bad one are not copied either."""
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         good = (0, 0, 0, 0, 64)
         images = local.memory.copy(), target.arena.memory.copy()
         for arena, column in ((local, 0), (target.arena, 1)):

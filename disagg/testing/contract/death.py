@@ -25,7 +25,7 @@ class DeathContract(ContractBase):
     def test_a_killed_peer_never_gives_missing_bytes(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """The peer is stopped, posted to, then killed: a `DONE` transfer has every byte, others are `FAILED` or `UNSETTLED`."""
         victim, survivor = self.new_process(stack), self.new_target(stack)
-        peer, other = (backend.connect(t.endpoint, epoch=1) for t in (victim, survivor))
+        peer, other = (backend.connect(t.endpoint, process=t.process, epoch=1) for t in (victim, survivor))
         pieces = [(0, i * 1000, 0, i * 1000, 1000) for i in range(1500)]
         after = expected_after(op, local, victim.arena, pieces)
         victim.stop()
@@ -65,8 +65,8 @@ class DeathContract(ContractBase):
         """A writer posts to a stopped target and is killed. Nothing may land once the target's engine reports `QUIET`."""
         target, writer = self.new_process(stack), self.new_process(stack)
         writer.arena.view(0)[:] = 0xA5
-        writer.connect(target.endpoint)
-        target.connect(writer.endpoint)
+        writer.connect(target)
+        target.connect(writer)
         target.begin_fence(writer.endpoint, patience_s=1)
         assert target.end_fence()[0] is Fence.UNKNOWN  # it lives
         target.stop()
@@ -91,8 +91,8 @@ class DeathContract(ContractBase):
             pytest.skip("closing this engine is no proof")
         target, writer = self.new_process(stack), self.new_process(stack)
         writer.arena.view(0)[:] = 0xA5
-        writer.connect(target.endpoint)
-        target.connect(writer.endpoint)
+        writer.connect(target)
+        target.connect(writer)
         target.stop()
         writer.write(target.endpoint, target.arena.address(0))
         time.sleep(0.1)  # let the writer's sockets take bytes
@@ -108,7 +108,7 @@ class DeathContract(ContractBase):
         dead = self.new_process(stack)
         dead.kill()
         with suppress(BackendError):
-            peer = backend.connect(dead.endpoint, epoch=1)
+            peer = backend.connect(dead.endpoint, process=dead.process, epoch=1)
             transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, dead.arena, [(0, 0, 0, 0, 10)]))
             assert settle(transfer, patience_s=self.patience_s) is not TransferStatus.DONE
         self.round_trip(backend, local, self.new_target(stack))

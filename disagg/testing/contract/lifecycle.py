@@ -37,11 +37,11 @@ class LifecycleContract(ContractBase):
         ]
         for endpoint in wrong:
             with pytest.raises(RemoteProtocolError):
-                backend.connect(endpoint, epoch=1)
+                backend.connect(endpoint, process=target.process, epoch=1)
         self.round_trip(backend, local, target)
 
     def test_a_settled_transfer_stays_settled(self, backend: Backend, local: Arena, target: Target) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 1000)]))
         assert settle(transfer, patience_s=self.patience_s) is TransferStatus.DONE
         assert [transfer.poll() for _ in range(5)] == [TransferStatus.DONE] * 5
@@ -53,7 +53,7 @@ class LifecycleContract(ContractBase):
     def test_only_a_settled_transfer_closes(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """The peer's process is stopped, so that an engine that needs it cannot finish."""
         target = self.new_target(stack)
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         if isinstance(target, ProcessTarget):
             target.stop()
         pieces = [(0, 0, 0, 0, REGION_NBYTES[0])]
@@ -69,7 +69,7 @@ class LifecycleContract(ContractBase):
             transfer.close()
 
     def test_a_disconnected_peer_is_unreachable(self, backend: Backend, local: Arena, target: Target) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         backend.disconnect(peer)
         backend.disconnect(peer)
         with pytest.raises(PeerUnreachable):
@@ -78,11 +78,11 @@ class LifecycleContract(ContractBase):
     @pytest.mark.parametrize("overlapping", [False, True])
     def test_connecting_anew_for_another_epoch(self, overlapping: bool, backend: Backend, local: Arena, target: Target) -> None:
         """The old peer is disconnected before or after the new one connects; the new one is not disturbed."""
-        old = backend.connect(target.endpoint, epoch=1)
+        old = backend.connect(target.endpoint, process=target.process, epoch=1)
         batch = batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])
         if not overlapping:
             backend.disconnect(old)
-        new = backend.connect(target.endpoint, epoch=2)
+        new = backend.connect(target.endpoint, process=target.process, epoch=2)
         if overlapping:
             backend.disconnect(old)
         with pytest.raises(PeerUnreachable):
@@ -90,7 +90,7 @@ class LifecycleContract(ContractBase):
         self.run(backend.submit(Op.WRITE, new, batch))
 
     def test_a_fence_of_an_idle_peer_is_no_error(self, backend: Backend, local: Arena, target: Target) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])))
         assert backend.fence(peer, epoch=1) in Fence
         assert backend.fence(peer, epoch=2) is Fence.UNKNOWN
@@ -98,13 +98,13 @@ class LifecycleContract(ContractBase):
         assert backend.fence(peer, epoch=1) in Fence
 
     def test_closing_twice(self, backend: Backend, local: Arena, target: Target) -> None:
-        peer = backend.connect(target.endpoint, epoch=1)
+        peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         backend.close()
         backend.close()
         with pytest.raises(DisaggError):
             backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)]))
         with pytest.raises(DisaggError):
-            backend.connect(target.endpoint, epoch=2)
+            backend.connect(target.endpoint, process=target.process, epoch=2)
 
     def test_closing_with_nothing_registered(self) -> None:
         backend = self.factory()(self.options())
@@ -118,7 +118,7 @@ class LifecycleContract(ContractBase):
             pytest.skip("this backend reaches no other process")
         remote = target.arena.regions[0].address, 5000
         process = multiprocessing.get_context("spawn").Process(
-            target=initiate, args=(self.factory(), self.options(), target.endpoint, remote, orderly)
+            target=initiate, args=(self.factory(), self.options(), (target.endpoint, target.identity), remote, orderly)
         )
         process.start()
         process.join(self.patience_s)

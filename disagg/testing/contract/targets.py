@@ -18,6 +18,7 @@ import numpy as np
 
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, Transfer, TransferStatus
 from disagg.core.memory import MemoryRegion
+from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch
 
 BackendFactory = Callable[[BackendOptions], Backend]
@@ -28,6 +29,7 @@ class Target(Protocol):
 
     arena: Arena
     endpoint: bytes
+    process: ProcessWatch | None
 
     def close(self) -> None:
         """Close the engine in order; raises `AssertionError` where its process does not end with status 0."""
@@ -40,18 +42,19 @@ class ProcessTarget:
         context = multiprocessing.get_context("spawn")  # a forked child would inherit engine threads' locks
         self._patience_s = patience_s
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, factory, options, REGION_NBYTES))
-        self.process.start()
+        self._child: BaseProcess = context.Process(target=_serve, args=(theirs, factory, options, REGION_NBYTES))
+        self._child.start()
         theirs.close()
         if not self._pipe.poll(patience_s):
-            self.process.kill()
+            self._child.kill()
             raise AssertionError(f"the target process sent nothing for {patience_s} s")
-        fd, base, self.endpoint = self._pipe.recv()
-        self.arena = Arena(os.open(f"/proc/{self.process.pid}/fd/{fd}", os.O_RDWR), REGION_NBYTES, base=base)
+        fd, base, self.endpoint, self.identity = self._pipe.recv()
+        self.process = ProcessWatch.attest(self.identity)
+        self.arena = Arena(os.open(f"/proc/{self._child.pid}/fd/{fd}", os.O_RDWR), REGION_NBYTES, base=base)
 
     def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        assert self._child.pid is not None
+        os.kill(self._child.pid, number)
 
     def stop(self) -> None:
         """Freeze the process; returns once it is frozen."""
@@ -63,14 +66,14 @@ class ProcessTarget:
 
     def _stats(self) -> Iterator[Path]:
         """The `stat` file of each thread."""
-        return Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return Path(f"/proc/{self._child.pid}/task").glob("*/stat")
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
 
-    def connect(self, endpoint: bytes) -> None:
+    def connect(self, other: ProcessTarget) -> None:
         """Make this target an initiator too."""
-        self._ask((endpoint, None))
+        self._ask((other.endpoint, other.identity))
 
     def write(self, endpoint: bytes, address: int) -> TransferStatus:
         """Post its whole first region to `address` of that peer; the status right after. It is never polled again."""
@@ -95,7 +98,7 @@ class ProcessTarget:
         fence, memory = cast(tuple[Fence, bytes], self._answer())
         return fence, memory
 
-    def _ask(self, order: tuple[bytes, int | None]) -> object:
+    def _ask(self, order: tuple[bytes, int | str]) -> object:
         self._pipe.send(order)
         return self._answer()
 
@@ -106,22 +109,24 @@ class ProcessTarget:
 
     def kill(self) -> None:
         """Returns once the process has ended."""
-        self.process.kill()
-        self.process.join(self._patience_s)
+        self._child.kill()
+        self._child.join(self._patience_s)
 
     def close(self) -> None:
         """Close the engine in order, also of a stopped process, which goes on first. Raises as `Target.close` does."""
-        killed = self.process.exitcode == -signal.SIGKILL
-        if self.process.is_alive():
+        killed = self._child.exitcode == -signal.SIGKILL
+        if self._child.is_alive():
             self.go_on()
         with suppress(BrokenPipeError):
             self._pipe.send(None)
-        self.process.join(self._patience_s)
-        if self.process.is_alive():
-            self.process.kill()
+        self._child.join(self._patience_s)
+        if self._child.is_alive():
+            self._child.kill()
+        if self.process is not None:
+            self.process.close()
         self._pipe.close()
         os.close(self.arena.fd)
-        assert killed or self.process.exitcode == 0, f"the target process ended with status {self.process.exitcode}"
+        assert killed or self._child.exitcode == 0, f"the target process ended with status {self._child.exitcode}"
 
 
 class InProcessTarget:
@@ -132,9 +137,14 @@ class InProcessTarget:
         self.backend = factory(options)
         self.backend.register(self.arena.regions)
         self.endpoint = self.backend.endpoint()
+        self._identity = IdentitySocket()
+        self.process = ProcessWatch.attest(self._identity.name)
 
     def close(self) -> None:
         self.backend.close()
+        self._identity.close()
+        if self.process is not None:
+            self.process.close()
         os.close(self.arena.fd)
 
 
@@ -156,13 +166,15 @@ def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, s
     arena.memory[:] = 0
     backend = factory(options)
     backend.register(arena.regions)
+    identity = IdentitySocket()
     with suppress(EOFError):
-        pipe.send((arena.fd, arena.base, backend.endpoint()))
+        pipe.send((arena.fd, arena.base, backend.endpoint(), identity.name))
         peers = {}
         while (order := pipe.recv()) is not None:
             endpoint, address = order
-            if address is None:
-                pipe.send(peers.update({endpoint: backend.connect(endpoint, epoch=1)}))
+            if isinstance(address, str):
+                process = ProcessWatch.attest(address)
+                pipe.send(peers.update({endpoint: backend.connect(endpoint, process=process, epoch=1)}))
             elif address == 0:
                 backend.close()
                 pipe.send(hashlib.sha256(arena.memory.data).digest())
@@ -183,13 +195,20 @@ def _fence(backend: Backend, peer: RemotePeer, arena: Arena, *, patience_s: int)
             return fence, memory
 
 
-def initiate(factory: BackendFactory, options: BackendOptions, endpoint: bytes, remote: tuple[int, int], orderly: bool) -> None:
+def initiate(
+    factory: BackendFactory,
+    options: BackendOptions,
+    target: tuple[bytes, str],
+    remote: tuple[int, int],
+    orderly: bool,
+) -> None:
     """An initiator process: write one piece to `remote` (address, nbytes), then close the engine if `orderly`."""
     address, nbytes = remote
     memory = np.full(nbytes, 0xA5, dtype=np.uint8)
     backend = factory(options)
     backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
-    peer = backend.connect(endpoint, epoch=1)
+    endpoint, identity = target
+    peer = backend.connect(endpoint, process=ProcessWatch.attest(identity), epoch=1)
     transfer = backend.submit(Op.WRITE, peer, batch([memory.ctypes.data], [address], [nbytes]))
     assert settle(transfer) is TransferStatus.DONE, transfer.error
     if orderly:

@@ -1,0 +1,121 @@
+"""Hellos of peers: who is admitted, under whose name, and which answer each gets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.protocol.inbound import InboundConnections
+from disagg.protocol.links import Links
+from disagg.protocol.members import Members
+from disagg.protocol.messages import PROTOCOL_VERSION, Busy, Hello, Member, Reject, Welcome
+from disagg.protocol.peer_state import Identity, PeerEffect, ReplyOn, Undecided
+from disagg.protocol.types import PeerRank
+
+HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
+"""Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it for good, `Undecided` to be
+asked again.
+"""
+
+
+class Admission:
+    """Answers the hellos that reach one rank."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        members: Members,
+        links: Links,
+        inbound: InboundConnections,
+        effects: deque[PeerEffect],
+        accept_hello: HelloAcceptor,
+        hello_retry_s: float,
+    ) -> None:
+        self._identity = identity
+        self._members = members
+        self._links = links
+        self._inbound = inbound
+        self._effects = effects
+        self._accept_hello = accept_hello
+        self._hello_retry_s = hello_retry_s
+
+    def on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
+        """Answer a hello on a connection that a peer opened."""
+        try:
+            if hello.version != PROTOCOL_VERSION:
+                peer = PeerRank(hello.instance, hello.rank)
+                self._reject(
+                    connection,
+                    f"protocol version: {hello.version} at {peer}, {PROTOCOL_VERSION} at {self._identity}",
+                    final=True,
+                )
+                return
+            if hello.instance == self._identity.instance:
+                self._members.join(user, hello)
+            else:
+                self._admit(user, hello)
+                if missing := self._members.missing():
+                    self._effects.append(ReplyOn(connection, Busy(reason=missing, retry_after_s=self._hello_retry_s)))
+                    return
+                if self._inbound.is_overtaken(connection, hello):
+                    return
+        except RemoteProtocolError as error:
+            self._reject(connection, str(error), final=False)
+            return
+        except LayoutError as error:
+            self._reject(connection, str(error), final=True)
+            return
+        if hello.peer_epoch != self._identity.epoch:  # its generation counts for an earlier process than this one
+            hello = msgspec.structs.replace(hello, generation=0)
+        try:
+            welcome = self._accept_hello(hello, self._members.named)
+        except Undecided as error:
+            self._effects.append(ReplyOn(connection, Busy(reason=str(error), retry_after_s=error.retry_s)))
+            return
+        except DisaggError as error:
+            self._reject(connection, str(error), final=True)
+            return
+        self._effects.append(ReplyOn(connection, welcome))
+        if hello.instance != self._identity.instance:
+            self._inbound.accept(connection, hello)
+            self._on_accepted(hello, now)
+
+    def _admit(self, user: str, hello: Hello) -> None:
+        """Check that a hello comes from a configured peer. Raises `RemoteProtocolError` with a reason that may pass."""
+        peer, instance = PeerRank(hello.instance, hello.rank), self._links.instances.get(hello.instance)
+        if instance is None:
+            raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self._identity}")
+        if instance.public_key is not None and instance.public_key != user:
+            raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._identity}")
+        link, accepted = self._links.to(peer), self._inbound.of(peer)
+        holder = link.epoch if link is not None and link.is_ready and not link.ended else None
+        if holder is None and accepted is not None:
+            holder = accepted.epoch
+        if holder not in (None, hello.epoch):
+            raise RemoteProtocolError(
+                f"another process has the name {peer} and is connected to {self._identity}: end it, or choose another name"
+            )
+
+    def _on_accepted(self, hello: Hello, now: float) -> None:
+        """A hello of a peer was accepted: see whether its process, or the generation of the connection, is new."""
+        link = self._links.to(PeerRank(hello.instance, hello.rank))
+        if link is None:
+            return
+        if link.epoch != hello.epoch:
+            self._links.drop(link, "restarted")
+            link.epoch, link.generation = hello.epoch, hello.generation
+        elif hello.generation > link.generation:
+            self._links.drop(link, "the peer has given the connection up", renewed=True)
+            link.generation = hello.generation
+        if link.is_ready:
+            link.confirm()
+        else:
+            link.greet_soon(now)
+        self._links.arm(link)
+
+    def _reject(self, connection: bytes, reason: str, *, final: bool) -> None:
+        self._effects.append(ReplyOn(connection, Reject(field="hello", reason=reason[:4096], final=final)))

@@ -1,0 +1,107 @@
+"""The connections that one rank has opened: dialled, dropped, closed, and when each has something to do next."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from disagg.protocol.peer_state import (
+    NO_ANSWER,
+    Connect,
+    ConnectionState,
+    Disconnect,
+    Lost,
+    PeerConnection,
+    PeerEffect,
+    PeerInstance,
+    Unanswered,
+)
+from disagg.protocol.types import NEVER, PeerRank
+
+
+class Links:
+    """Connections by the number under which they were dialled. `own` is the name of this rank's instance, `instances` are the
+    configured peers.
+    """
+
+    def __init__(self, own: str, instances: dict[str, PeerInstance], effects: deque[PeerEffect]) -> None:
+        self._own = own
+        self.instances = instances
+        self._effects = effects
+        self._by_dial: dict[int, PeerConnection] = {}
+        self._dials = itertools.count()
+        self._found: dict[PeerRank, PeerConnection] = {}
+        self.next_tick = NEVER
+        """When one of them next has something to do; it may be earlier."""
+
+    def all(self) -> list[PeerConnection]:
+        return list(self._by_dial.values())
+
+    def get(self, dial: int) -> PeerConnection | None:
+        return self._by_dial.get(dial)
+
+    def to(self, peer: PeerRank) -> PeerConnection | None:
+        """The connection to a rank, ready or not."""
+        instance = self.instances.get(peer.instance)
+        if instance is None:
+            return None
+        known = self._found.get(peer)
+        if known is not None and instance.links.get(known.address) is known:
+            return known
+        found = next((link for link in instance.links.values() if link.rank == peer.rank), None)
+        if found is not None:
+            self._found[peer] = found
+        return found
+
+    def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
+        """Connect to a rank of an instance."""
+        link = PeerConnection(instance.name, address, rank, next(self._dials), hello_at=now)
+        instance.links[address] = link
+        self._dial(instance, link)
+
+    def _dial(self, instance: PeerInstance, link: PeerConnection) -> None:
+        self._by_dial[link.dial] = link
+        self._effects.append(Connect(link.dial, link.address, instance.public_key))
+        self.arm(link)
+
+    def redial(self, instance: PeerInstance, link: PeerConnection) -> None:
+        """Open a connection anew: libzmq does not retry one that was refused, for instance because its key was not known."""
+        if link.problem == NO_ANSWER and link.instance != self._own:
+            link.problem = f"{NO_ANSWER}, {link.unanswered} hellos sent"
+            self._effects.append(Unanswered(link.instance, link.address))
+        self._forget(link)
+        link.dial, link.unanswered, link.state = next(self._dials), 0, ConnectionState.GREETING
+        self._dial(instance, link)
+
+    def close(self, instance: PeerInstance, link: PeerConnection, cause: str) -> None:
+        """Forget a connection."""
+        self.drop(link, cause)
+        del instance.links[link.address]
+        self._forget(link)
+
+    def _forget(self, link: PeerConnection) -> None:
+        del self._by_dial[link.dial]
+        self._effects.append(Disconnect(link.dial))
+
+    def drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
+        """End this generation of a connection, if it was ready. The next hello begins another."""
+        if not link.is_ready:
+            return
+        link.state, link.lost_at, link.problem = ConnectionState.GREETING, NEVER, cause
+        link.generation += 1
+        if link.instance != self._own:
+            self._effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
+
+    def lose(self, link: PeerConnection, cause: str, now: float) -> None:
+        """Drop a connection, and greet again at once."""
+        self.drop(link, cause)
+        link.greet_soon(now)
+        self.arm(link)
+
+    def arm(self, link: PeerConnection) -> None:
+        """Note that a connection's times have changed."""
+        self.next_tick = min(self.next_tick, link.due)
+
+    def arm_all(self) -> None:
+        """Find out when the next has something to do."""
+        self.next_tick = min((link.due for link in self._by_dial.values()), default=NEVER)

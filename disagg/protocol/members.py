@@ -1,0 +1,53 @@
+"""The ranks of this instance: they join at their leader, rank 0, which names them to peers."""
+
+from __future__ import annotations
+
+from disagg.core.address import dialable
+from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
+from disagg.protocol.messages import Hello, Member
+from disagg.protocol.peer_state import Identity
+
+
+class Members:
+    """The ranks of this instance that this rank knows. All but the leader know themselves only.
+
+    `own_key` is the public key of the instance's ranks, if they have keys.
+    """
+
+    def __init__(self, identity: Identity, own_key: str | None) -> None:
+        self._identity = identity
+        self._own_key = own_key
+        self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
+
+    def named(self) -> tuple[Member, ...]:
+        """The ranks that have joined, in order."""
+        return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
+
+    def missing(self) -> str:
+        """What a leader still waits for; empty if all ranks have joined."""
+        me = self._identity
+        if not me.leader or len(self.by_rank) >= me.num_ranks:
+            return ""
+        return f"{len(self.by_rank)} of {me.num_ranks} ranks of {me.instance!r} have joined"
+
+    def join(self, user: str, hello: Hello) -> None:
+        """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not."""
+        me = self._identity
+        if self._own_key is not None and user != self._own_key:
+            raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {me}")
+        if not me.leader:
+            raise RemoteProtocolError(f"{me} is not the leader of {hello.instance!r}")
+        if hello.rank >= me.num_ranks or hello.rank == me.rank or hello.address is None:
+            raise RemoteProtocolError(f"rank {hello.rank} of {me.num_ranks} at {hello.address!r} cannot join {me}")
+        if hello.table != me.table:
+            raise LayoutError(f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {me}")
+        check_dialable(hello.address, f"rank {hello.rank} of {hello.instance!r}")
+        self.by_rank[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
+
+
+def check_dialable(address: str, whose: str) -> None:
+    """Raise `RemoteProtocolError` for an address from a peer that this rank could not connect to."""
+    try:
+        dialable(address, what=whose)
+    except ConfigError as error:
+        raise RemoteProtocolError(str(error)) from error

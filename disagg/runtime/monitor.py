@@ -1,0 +1,81 @@
+"""What libzmq reports about the connections that peers open: which were refused, and which have ended."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+import zmq.utils.monitor
+
+from disagg.core.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENTS = 1024
+"""Events taken at a time."""
+_REFUSALS = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it was interrupted",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it was not authenticated",
+}
+_EVENTS = sum(_REFUSALS) | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+class Monitor:
+    """The monitor of a ROUTER. `socket` is readable when there are events.
+
+    libzmq names a connection by its descriptor, which may become that of another one, and its messages by a routing id. `add`
+    joins the two. Call `take` first, so that the events of an earlier connection with that descriptor are past.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+        self._router = router
+        endpoint = f"inproc://monitor-{id(router)}"
+        router.monitor(endpoint, _EVENTS)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread would wait for room, and answer no ping meanwhile
+        self.socket.connect(endpoint)
+        self.num_refused = 0
+        self._warnings = RateLimitedLog(logger)
+        self._open: set[int] = set()
+        self._by_descriptor: dict[int, bytes] = {}
+        self._known: dict[bytes, int] = {}
+
+    def knows(self, connection: bytes) -> bool:
+        """Whether a routing id was added and its connection has not ended."""
+        return connection in self._known
+
+    def add(self, connection: bytes, descriptor: int | None) -> bool:
+        """Note the routing id of the connection with a descriptor. Returns whether that connection is still open."""
+        if descriptor is None or descriptor not in self._open:
+            return False
+        self._by_descriptor[descriptor] = connection
+        self._known[connection] = descriptor
+        return True
+
+    def take(self) -> list[bytes]:
+        """Take what libzmq has reported: count refusals, and return the routing ids of connections that have ended."""
+        ended: list[bytes] = []
+        for _ in range(MAX_EVENTS):
+            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                break
+            message = zmq.utils.monitor.recv_monitor_message(self.socket, zmq.DONTWAIT)
+            event, value = zmq.Event(message["event"]), int(message["value"])
+            if event is zmq.Event.ACCEPTED:
+                self._open.add(value)
+            elif event is zmq.Event.DISCONNECTED:
+                self._open.discard(value)
+                connection = self._by_descriptor.pop(value, None)
+                if connection is not None:
+                    del self._known[connection]
+                    ended.append(connection)
+            else:
+                self.num_refused += 1
+                where = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+                self._warnings.warning("refused a connection to %s: %s", where, _REFUSALS[event])
+        return ended
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._router.disable_monitor()
+        self.socket.close(0)

@@ -1,0 +1,57 @@
+"""The processes of peers on this host, as the kernel attests them.
+
+Each manager listens on an identity socket (`disagg.machine.processes`) whose name follows from its instance, rank and epoch. A
+peer has proved these on its control channel, so it cannot pass off the process of somebody else as its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+
+from disagg.machine.processes import IdentitySocket, ProcessWatch
+
+logger = logging.getLogger(__name__)
+
+
+def socket_name(instance: str, rank: int, epoch: int) -> str:
+    """The name of the identity socket of one manager."""
+    digest = hashlib.blake2b(f"{instance}\0{rank}\0{epoch}".encode(), digest_size=16)
+    return f"disagg-process-{digest.hexdigest()}"
+
+
+class PeerProcesses:
+    """This manager's identity socket, and the processes that it watches. Thread-safe."""
+
+    def __init__(self, instance: str, rank: int, epoch: int) -> None:
+        self._lock = threading.Lock()
+        self._watches: dict[str, ProcessWatch] = {}
+        self._socket: IdentitySocket | None = None
+        try:
+            self._socket = IdentitySocket(socket_name(instance, rank, epoch))
+        except OSError as error:
+            logger.warning("%s/%d: peers of this host cannot attest this process: %s", instance, rank, error)
+
+    def attest(self, instance: str, rank: int, epoch: int) -> ProcessWatch | None:
+        """The process of a peer rank at an epoch; `None` unless it is on this host and the kernel attests it."""
+        name = socket_name(instance, rank, epoch)
+        with self._lock:
+            for each, watch in list(self._watches.items()):
+                if watch.is_gone():
+                    watch.close()
+                    del self._watches[each]
+            known = self._watches.get(name)
+            found = known if known is not None and not known.has_ended() else ProcessWatch.attest(name)
+            if found is not None:
+                self._watches[name] = found
+            return found
+
+    def close(self) -> None:
+        """Close the identity socket and every watch."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+            for watch in self._watches.values():
+                watch.close()
+            self._watches.clear()

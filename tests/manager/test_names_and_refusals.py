@@ -1,0 +1,116 @@
+"""Names, refusals and wrong addresses: who may use a name, what is said, and that others are not harmed."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from disagg import KVManager, ModelId, PeerUnreachable
+from disagg.protocol.peer_state import ConnectionLimits, Undecided
+from tests.manager.test_peers import manager, until
+from tests.support.cluster import DEADLINE_S
+
+QUICK = ConnectionLimits(
+    hello_retry_s=0.02, max_hello_retry_s=0.1, heartbeat_s=0.1, heartbeat_timeout_s=5.0, refused_retry_s=0.3
+)
+
+
+def opened(stack: ExitStack, name: str, **settings: Any) -> KVManager:
+    return stack.enter_context(manager(name=name, connection_limits=QUICK, **settings))
+
+
+def problem(of: KVManager, peer: str) -> str:
+    found = of.health().peers.get(peer)
+    return found.problem if found is not None else ""
+
+
+def test_peers_given_at_construction_are_known_before_anything_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with ExitStack() as stack:
+        prefill = opened(stack, "prefill", listen="tcp://127.0.0.1:0", peers={"decode": "tcp://127.0.0.1:9"})
+        decode = opened(stack, "decode", peers={"prefill": prefill.address})
+        until(lambda: "decode" in prefill._runtime.peers.instances)
+        prefill.add_peer("decode", address=decode.address)
+        for one, other in ((prefill, "decode"), (decode, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        assert "not configured" not in caplog.text
+        assert prefill._runtime.dispatch.num_rejected_hellos == 0
+
+
+def test_a_second_process_of_one_name_is_refused_until_the_first_has_ended() -> None:
+    with ExitStack() as stack:
+        prefill = opened(stack, "prefill")
+        first = opened(stack, "decode")
+        prefill.add_peer("decode", address=first.address)
+        first.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "decode"), (first, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        second = opened(stack, "decode")
+        second.add_peer("prefill", address=prefill.address)
+        until(lambda: "another process has the name decode/0" in problem(second, "prefill"))
+        losses = prefill._runtime.connections.num_losses["decode"]
+        with pytest.raises(PeerUnreachable, match="another process has the name"):
+            second.wait_ready("prefill", timeout_s=0.5)
+        assert prefill.health().peers["decode"].ready
+        assert first.health().peers["prefill"].ready
+        assert prefill._runtime.connections.num_losses["decode"] == losses, "nothing flaps"
+        first.close()
+        prefill.add_peer("decode", address=second.address)
+        for one, other in ((prefill, "decode"), (second, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+
+
+def test_a_wrong_advertise_harms_its_owner_only() -> None:
+    """A rank announces the address of a healthy peer."""
+    with ExitStack() as stack:
+        prefill = opened(stack, "prefill")
+        healthy = opened(stack, "healthy")
+        wrong = opened(stack, "wrong")
+        prefill.add_peer("wrong", address=healthy.address)
+        prefill.add_peer("healthy", address=healthy.address)
+        for each in (healthy, wrong):
+            each.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "healthy"), (healthy, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        with pytest.raises(PeerUnreachable, match="answers as healthy/0, expected wrong/0"):
+            prefill.wait_ready("wrong", timeout_s=DEADLINE_S)
+        assert prefill.health().peers["healthy"].ready
+
+
+def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill"), opened(stack, "decode", model=ModelId("another"))
+        prefill.add_peer("decode", address=decode.address)
+        decode.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "decode"), (decode, "prefill")):
+            with pytest.raises(PeerUnreachable, match=r"cannot become ready: .*model: "):
+                one.wait_ready(other, timeout_s=3600.0)
+
+
+def test_an_absent_peer_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with ExitStack() as stack:
+        prefill = opened(stack, "prefill", peers={"decode": "tcp://127.0.0.1:9"})
+        until(lambda: "peer 'decode' does not answer at tcp://127.0.0.1:9" in caplog.text)
+        until(lambda: "hellos sent" in problem(prefill, "decode"))
+        assert caplog.text.count("does not answer") == 1
+
+
+def test_a_table_that_differs_from_those_of_connected_ranks_waits_for_their_end() -> None:
+    """An instance whose ranks show different layouts must not cost the ranks that are connected."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill"), opened(stack, "decode")
+        prefill.add_peer("decode", address=decode.address)
+        decode.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "decode"), (decode, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        handshake = prefill._runtime.handshake
+        hello = decode._runtime.handshake.hello(0, 0, 0)
+        another = msgspec.structs.replace(hello, table=b"another table")
+        with pytest.raises(Undecided, match="ranks 0 of 'decode' are connected with another layout table"):
+            handshake.accept_hello(another, tuple)
+        assert prefill.health().peers["decode"].ready

@@ -1,0 +1,94 @@
+"""Agreements are compared outside the control thread, within bounds."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from disagg import Topology
+from disagg.core.errors import LayoutError
+from disagg.layout.agreement import Agreement, LocalRank
+from disagg.layout.ownership import interval, split
+from disagg.protocol.peer_state import Undecided
+from disagg.runtime import agreements
+from disagg.runtime.agreements import MAX_COMPARING, MAX_TABLE_NBYTES, Agreements
+from tests.manager.test_peers import until
+from tests.support.layouts import state, table
+
+
+def local_rank(tp: int = 1) -> LocalRank:
+    """A rank of 4 heads over `tp` ranks."""
+    layouts = [state("c", range(2), head=(4, interval(*split(4, tp, rank)))) for rank in range(tp)]
+    return LocalRank(Topology(tp=tp), (), table(layouts), {})
+
+
+def decided(found: Agreements, encoded: bytes) -> Agreement:
+    def ask() -> Agreement | None:
+        try:
+            return found.get(encoded)
+        except Undecided:
+            return None
+
+    until(lambda: ask() is not None)
+    return found.get(encoded)
+
+
+def test_an_agreement_is_undecided_until_it_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, encoded = Agreements(local_rank()), local_rank(2).table.encode()
+    go_on, between = threading.Event(), Agreement.between
+
+    def slow(local: LocalRank, given: bytes) -> Agreement:
+        assert go_on.wait(60)
+        return between(local, given)
+
+    monkeypatch.setattr(Agreement, "between", slow)
+    for _ in range(2):
+        with pytest.raises(Undecided, match="being compared"):
+            found.get(encoded)
+    go_on.set()
+    assert decided(found, encoded).num_ranks == 2
+    assert found.get(encoded) is found.get(encoded)
+
+
+def test_a_table_that_does_not_fit_is_an_error_each_time() -> None:
+    found = Agreements(local_rank())
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="cannot be read"):
+            decided(found, b"nonsense")
+    with pytest.raises(LayoutError, match=f"expected at most {MAX_TABLE_NBYTES} bytes"):
+        found.get(bytes(MAX_TABLE_NBYTES + 1))
+
+
+def test_an_unforeseen_error_concerns_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Agreement:
+        raise MemoryError("no room")
+
+    found = Agreements(local_rank())
+    monkeypatch.setattr(Agreement, "between", fail)
+    with pytest.raises(LayoutError, match="MemoryError: no room"):
+        decided(found, b"table")
+
+
+def test_only_a_few_tables_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, started = threading.Event(), []
+
+    def slow(_: LocalRank, given: bytes) -> Agreement:
+        started.append(given)
+        assert go_on.wait(60)
+        raise LayoutError("compared")
+
+    monkeypatch.setattr(Agreement, "between", slow)
+    monkeypatch.setattr(agreements, "MAX_AGREEMENTS", 3)
+    found = Agreements(local_rank())
+    given = [bytes([number]) for number in range(MAX_COMPARING + 3)]
+    for each in given:
+        with pytest.raises(Undecided):
+            found.get(each)
+    until(lambda: len(started) > 0)
+    assert len(started) <= MAX_COMPARING
+    go_on.set()
+    for each in given:
+        with pytest.raises(LayoutError, match="compared"):
+            decided(found, each)
+    assert len(found._found) <= 3 + MAX_COMPARING

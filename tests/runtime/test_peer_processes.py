@@ -1,0 +1,43 @@
+"""The kernel attests the process of a peer, under the name that the peer has proved, and under no other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+import pytest
+
+from disagg.runtime.peer_processes import PeerProcesses, socket_name
+
+
+def test_a_process_is_found_under_its_own_name_only() -> None:
+    """A peer that passes on what another process told it gets that process's memory from nobody."""
+    with contextlib.closing(PeerProcesses("victim", 0, 7)), contextlib.closing(PeerProcesses("me", 0, 1)) as mine:
+        watch = mine.attest("victim", 0, 7)
+        assert watch is not None
+        assert watch.pid == os.getpid()
+        assert mine.attest("victim", 0, 7) is watch
+        for other in (("hostile", 0, 7), ("victim", 1, 7), ("victim", 0, 8)):
+            assert mine.attest(*other) is None
+
+
+def test_names_differ_for_all_parts_of_an_identity() -> None:
+    names = {socket_name(*each) for each in (("a", 1, 2), ("a", 12, 0), ("a\x001", 2, 0), ("a", 1, 20), ("a1", 2, 0))}
+    assert len(names) == 5
+
+
+def test_watches_end_with_their_owner() -> None:
+    mine, peer = PeerProcesses("me", 0, 1), PeerProcesses("peer", 0, 2)
+    watch = mine.attest("peer", 0, 2)
+    assert watch is not None
+    peer.close()
+    mine.close()
+    with pytest.raises(ValueError, match="closed"):
+        watch.fileno()
+
+
+def test_a_name_that_is_taken_is_said_and_costs_the_proof_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with contextlib.closing(PeerProcesses("me", 0, 1)), contextlib.closing(PeerProcesses("me", 0, 1)):
+        assert "peers of this host cannot attest this process" in caplog.text
