@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+from harness.simulator.connections import check_connections
 from harness.simulator.schedules import random_simulation
 
 
@@ -39,10 +40,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="number the schedules from S*1000000")
     parser.add_argument("--only", type=int, metavar="SEED", help="run the one schedule that a failure named")
     parser.add_argument("--pair", action="store_true", help="one sender, one receiver and one request in each schedule")
+    parser.add_argument("--connections", action="store_true", help="simulate connections of instances instead of requests")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes")
     options = parser.parse_args(arguments)
     first = options.seed * 1_000_000
     seeds = range(first, first + options.schedules)
+    if options.connections:
+        problems = [problem for seed in seeds for problem in check_connections(seed)]
+        sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+        sys.stdout.write(f"{len(seeds)} schedules of connections, {len(problems)} problems\n")
+        return 1 if problems else 0
     parts = [seeds[i :: options.jobs] for i in range(options.jobs)] if options.only is None else [(options.only,)]
     run = functools.partial(run_schedules, pair=options.pair)
     began = time.perf_counter()
