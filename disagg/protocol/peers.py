@@ -204,8 +204,8 @@ class PeerTable:
             found = PeerRank(welcome.instance, welcome.rank)
             if found != link.peer:
                 raise RemoteProtocolError(f"{link.address} answers as {found}, expected {link.peer}")
-            num_ranks = 1 if siblings else self._validate_welcome(welcome)
-            self._check_members(welcome)
+            num_ranks = self.identity.num_ranks if siblings else self._validate_welcome(welcome)
+            _check_members(welcome, num_ranks)
         except Undecided as error:
             link.problem, link.hello_at = str(error), min(link.hello_at, now + error.retry_s)
             return
@@ -238,11 +238,6 @@ class PeerTable:
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
             self._on_members(instance, welcome.members, now)
-
-    def _check_members(self, welcome: Welcome) -> None:
-        """Raise `RemoteProtocolError` for an address that this rank could not connect to."""
-        for member in welcome.members:
-            check_dialable(member.address, f"rank {member.rank} of {welcome.instance!r}")
 
     def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
         """Connect to the ranks that the leader names, and disconnect from those that it does not name any more."""
@@ -295,3 +290,14 @@ class PeerTable:
         for link in self._links.all():
             if link.is_ready:
                 self.effects.append(SendTo(link.dial, Goodbye(reason=reason)))
+
+
+def _check_members(welcome: Welcome, num_ranks: int) -> None:
+    """Raise `RemoteProtocolError` for ranks that the instance does not have, or addresses that cannot be connected to."""
+    ranks = {member.rank for member in welcome.members}
+    if len(ranks) < len(welcome.members) or any(rank >= num_ranks for rank in ranks):
+        raise RemoteProtocolError(
+            f"members of {welcome.instance!r}: expected each of its {num_ranks} ranks at most once, found others"
+        )
+    for member in welcome.members:
+        check_dialable(member.address, f"rank {member.rank} of {welcome.instance!r}")

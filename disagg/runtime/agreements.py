@@ -16,6 +16,8 @@ from disagg.protocol.peer_state import Undecided
 
 MAX_TABLE_NBYTES = 4 << 20
 """Limit on a peer's table; one rank takes about 600 bytes for each component."""
+MAX_RANKS = 4096
+"""Limit on the ranks of a peer instance: each costs a connection and some memory."""
 MAX_AGREEMENTS = 256
 """Tables whose agreement is kept. Instances with equal layouts share one."""
 MAX_COMPARING = 4
@@ -49,7 +51,10 @@ class Agreements:
         error = known.exception()
         if error is not None:
             raise error if isinstance(error, LayoutError) else LayoutError(f"layout table: {type(error).__name__}: {error}")
-        return known.result()
+        agreement = known.result()
+        if agreement.num_ranks > MAX_RANKS:
+            raise LayoutError(f"layout table: expected at most {MAX_RANKS} ranks, found {agreement.num_ranks}")
+        return agreement
 
     def _compare(self, table: bytes, result: Future[Agreement]) -> None:
         """In a thread of its own."""

@@ -203,6 +203,16 @@ def test_an_address_that_cannot_be_dialled_harms_its_owner_only(address: str) ->
     assert isinstance(take_reply(leader), Reject)
 
 
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1), (0, 2)])
+def test_members_that_the_instance_does_not_have_are_refused(ranks: tuple[int, ...]) -> None:
+    """A leader could otherwise have this rank open connections without a bound."""
+    table = peer_table(peer_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    members = tuple(Member(rank, f"tcp://10.0.0.1:{port}", 7) for port, rank in enumerate(ranks, 80))
+    reply(table, LEADER, welcome(members=members), 0.0)
+    assert "expected each of its 2 ranks at most once" in table.instances["decode-0"].problem
+
+
 def test_a_rank_that_names_the_address_of_another_peer_harms_itself_only() -> None:
     """Connections go by their own number: what comes back on one is never taken for an answer on another."""
     table = peer_table()

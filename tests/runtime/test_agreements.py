@@ -10,9 +10,10 @@ from disagg import Topology
 from disagg.core.errors import LayoutError
 from disagg.layout.agreement import Agreement, LocalRank
 from disagg.layout.ownership import interval, split
+from disagg.layout.tables import LayoutTable, TopologySizes
 from disagg.protocol.peer_state import Undecided
 from disagg.runtime import agreements
-from disagg.runtime.agreements import MAX_COMPARING, MAX_TABLE_NBYTES, Agreements
+from disagg.runtime.agreements import MAX_COMPARING, MAX_RANKS, MAX_TABLE_NBYTES, Agreements
 from tests.manager.test_peers import until
 from tests.support.layouts import state, table
 
@@ -58,6 +59,14 @@ def test_a_table_that_does_not_fit_is_an_error_each_time() -> None:
             decided(found, b"nonsense")
     with pytest.raises(LayoutError, match=f"expected at most {MAX_TABLE_NBYTES} bytes"):
         found.get(bytes(MAX_TABLE_NBYTES + 1))
+
+
+def test_an_instance_of_too_many_ranks_is_refused() -> None:
+    """A table of a few bytes may have any number of groups, and each rank costs a connection."""
+    layouts = [state("c", range(2), head=(4, interval(0, 4)))]
+    many = LayoutTable(TopologySizes(dp=MAX_RANKS + 1), table(layouts).ranks)
+    with pytest.raises(LayoutError, match=f"expected at most {MAX_RANKS} ranks, found {MAX_RANKS + 1}"):
+        decided(Agreements(local_rank()), many.encode())
 
 
 def test_an_unforeseen_error_concerns_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
