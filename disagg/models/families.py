@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -25,7 +25,8 @@ class _Family:
     """How to read the config of one family of models.
 
     `states` are the makers of each kind's state. `rule` gives the kinds if a file lists none; with `list_wins=False` the rule
-    always applies and a list must agree with it. `draft` are the kinds of one step of multi-token prediction.
+    always applies and a list must agree with it. `draft` are the kinds of one step of multi-token prediction. `defaults` are
+    values of fields that published files leave out.
     """
 
     states: Mapping[str, tuple[make.StateMaker, ...]]
@@ -33,10 +34,13 @@ class _Family:
     listed: rules.ListReader = rules.listed
     list_wins: bool = True
     draft: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _KV, _KV_BY_HIDDEN = make.attention(), make.attention(by_hidden=True)
+_KV_BY_HEADS = make.attention(by_hidden=True, by_heads=True)
 _WINDOW, _WINDOW_BY_HIDDEN = make.attention("window"), make.attention("window", by_hidden=True)
+_WINDOW_BY_HEADS = make.attention("window", by_hidden=True, by_heads=True)
 _V4_C4 = (make.v4_compressed("c4", COMPRESSED), make.v4_index, make.v4_open("c4_open", COMPRESSED, "head_dim"))
 _V4_C128 = (make.v4_compressed("c128", HEAVILY_COMPRESSED), make.v4_open("c128_open", HEAVILY_COMPRESSED, "head_dim"))
 _MAMBA2 = make.mamba2("mamba_n_heads", "mamba_d_state", make.mamba_head_dim)
@@ -44,22 +48,73 @@ _NEMOTRON_MAMBA2 = make.mamba2("mamba_num_heads", "ssm_state_size", lambda field
 
 _KV_OR_WINDOW = {FULL: (_KV,), SLIDING: (_WINDOW,)}
 _KV_OR_WINDOW_BY_HIDDEN = {FULL: (_KV_BY_HIDDEN,), SLIDING: (_WINDOW_BY_HIDDEN,)}
+_KV_OR_WINDOW_BY_HEADS = {FULL: (_KV_BY_HEADS,), SLIDING: (_WINDOW_BY_HEADS,)}
 _KV_OR_MAMBA2 = {FULL: (_KV_BY_HIDDEN,), LINEAR: (_MAMBA2,)}
 
-_QWEN3_NEXT = _Family(states={FULL: (_KV,), LINEAR: (make.gdn,)}, rule=rules.full_every_nth, draft=(FULL,))
+_TIED = {"tie_word_embeddings": True}
+_GEMMA2 = {**_TIED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+
+_PLAIN = _Family(states={FULL: (_KV,)}, rule=rules.every_layer(FULL))
+_PLAIN_BY_HIDDEN = _Family(states={FULL: (_KV_BY_HIDDEN,)}, rule=rules.every_layer(FULL))
+_PLAIN_BY_HEADS = _Family(states={FULL: (_KV_BY_HEADS,)}, rule=rules.every_layer(FULL))
+_WINDOW_IF_SET = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.window_if_set)
+_UPPER_WINDOWS = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.upper_windows)
+_EXAONE = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.exaone)
+_LISTED = _Family(states=_KV_OR_WINDOW)
+_LISTED_BY_HIDDEN = _Family(states=_KV_OR_WINDOW_BY_HIDDEN)
+_QWEN3_NEXT = _Family(
+    states={FULL: (_KV,), LINEAR: (make.gdn,)},
+    rule=rules.full_every_nth(LINEAR, key="full_attention_interval", default=4),
+    draft=(FULL,),
+)
 _MLA = _Family(states={FULL: (make.mla,)}, rule=rules.every_layer(FULL), draft=(FULL,))
 _M3 = _Family(states={FULL: (_KV,), M3_SPARSE: (_KV, make.m3_index)}, rule=rules.minimax_m3)
 
 _FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(states={FULL: (_KV_BY_HIDDEN,)}, rule=rules.every_layer(FULL)),
-    "mistral": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.mistral),
-    "qwen2": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.upper_windows),
+    **dict.fromkeys(
+        ("apertus", "arcee", "aria_text", "flex_olmo", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
+         "hunyuan_v1_moe", "hyperclovax", "llama", "nemotron", "olmo", "olmo2", "olmoe", "phi"),
+        _PLAIN_BY_HEADS,
+    ),
+    **dict.fromkeys(("bitnet", "glm4v_moe_text", "glm4v_text", "jais2", "stablelm"), _PLAIN_BY_HIDDEN),
+    **dict.fromkeys(
+        ("glm", "glm4", "helium", "internlm3", "iquestcoder", "minimax_m2", "qwen3_vl_text", "seed_oss", "solar_open"), _PLAIN
+    ),
+    "cohere": replace(_PLAIN_BY_HEADS, defaults=_TIED),
+    **dict.fromkeys(("ernie4_5_moe", "qwen3_vl_moe_text"), replace(_PLAIN_BY_HIDDEN, defaults=_TIED)),
+    **dict.fromkeys(("ernie4_5", "gemma"), replace(_PLAIN, defaults=_TIED)),
+    "glm4_moe": replace(_PLAIN_BY_HIDDEN, draft=(FULL,)),
+    **dict.fromkeys(("mixtral", "phi3", "phimoe"), _WINDOW_IF_SET),
+    "starcoder2": replace(_WINDOW_IF_SET, defaults=_TIED),
+    "ministral3": replace(_WINDOW_IF_SET, states=_KV_OR_WINDOW),
+    **dict.fromkeys(("mistral", "ministral"), _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.mistral)),
+    **dict.fromkeys(("afmoe", "cwm"), _LISTED),
+    "cohere2_moe": replace(_LISTED, defaults=_TIED),
+    "granite_swa": replace(_LISTED_BY_HIDDEN, defaults=_TIED),
+    "granitemoe_swa": _LISTED_BY_HIDDEN,
+    "cohere2": _Family(
+        states=_KV_OR_WINDOW_BY_HEADS,
+        rule=rules.full_every_nth(SLIDING, key="sliding_window_pattern", default=4),
+        defaults=_TIED,
+    ),
+    "olmo3": _Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.full_every_nth(SLIDING, default=4)),
+    **dict.fromkeys(("exaone4", "exaone_moe"), _EXAONE),
+    **dict.fromkeys(("gemma2", "vaultgemma"),
+        _Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL), defaults=_GEMMA2)),
+    "gemma3_text": _Family(
+        states=_KV_OR_WINDOW,
+        rule=rules.full_every_nth(SLIDING, key="sliding_window_pattern", default=6),
+        defaults=_GEMMA2,
+    ),
+    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _UPPER_WINDOWS),
+    "qwen2_moe": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.lower_windows),
+    "smollm3": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.listed_if_windows, defaults=_TIED),
     "qwen3": _Family(states=_KV_OR_WINDOW, rule=rules.upper_windows),
     "qwen3_moe": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.all_windows_or_none),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_NEXT),
     "gpt_oss": _Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL)),
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _MLA),
+    "youtu": replace(_MLA, defaults=_TIED),
     "deepseek_v32": _Family(states={INDEXED: (make.mla, make.index)}, rule=rules.every_layer(INDEXED), draft=(INDEXED,)),
     "deepseek_v4": _Family(
         states={
@@ -106,6 +161,7 @@ def from_config(
     """
     fields = decoder_fields(config, name, supported=_FAMILIES)
     family = _FAMILIES[fields.model_type]
+    fields = fields.with_defaults(family.defaults)
     listed = family.listed(fields)
     num_layers = fields.size("num_hidden_layers", default=None if listed is None else len(listed), most=MAX_LAYERS)
     kinds = _kinds(fields, family, listed, num_layers)
@@ -127,6 +183,8 @@ def from_config(
 def _kinds(fields: Fields, family: _Family, listed: Sequence[str] | None, num_layers: int) -> Sequence[str]:
     """The kind of every layer: as listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
     kinds = family.rule(fields, num_layers) if listed is None or not family.list_wins else listed
+    if listed is not None and family.list_wins:
+        fields.layers_are_listed()
     if listed is not None and list(listed) != list(kinds):
         raise fields.error(fields.name_of("layer_types", "layers_block_type"), f"{reprlib.repr(list(kinds))}", listed)
     if len(kinds) != num_layers:

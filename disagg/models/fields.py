@@ -49,7 +49,20 @@ _STATE_FIELDS = {
     "state_size": "a recurrent state",
     "conv_L_cache": "a convolution state",
     "conv_window": "a convolution state",
+    "interleaved_sliding_window": "sliding-window attention",
+    "window_size": "sliding-window attention",
+    "num_sink_tokens": "sink tokens",
     "num_kv_shared_layers": "layers that share another's KV",
+    "kv_sharing_modes": "layers that share another's KV",
+    "cla_share_factor": "layers that share another's KV",
+    "block_configs": "layers of different sizes",
+    "per_layer_config": "layers of different sizes",
+    "num_key_value_heads_per_layer": "layers of different sizes",
+    "num_global_key_value_heads": "layers of different sizes",
+    "global_head_dim": "layers of different sizes",
+    "swa_num_key_value_heads": "layers of different sizes",
+    "swa_head_dim": "layers of different sizes",
+    "use_bidirectional_attention": "bidirectional attention",
     "is_encoder_decoder": "an encoder",
     "encoder_layers": "an encoder",
     "add_cross_attention": "cross-attention",
@@ -57,7 +70,17 @@ _STATE_FIELDS = {
 }  # fmt: skip
 """Fields that mean state, and what they mean."""
 
-_MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "minimax_m3_vl", "mistral3", "llava", "kimi_k25")
+_HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1}
+"""Values of such fields that mean no state of their own."""
+
+_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
+
+_MULTIMODAL = (
+    "aria", "aya_vision", "cohere2_vision", "fast_vlm", "gemma3", "glm4v", "glm4v_moe", "got_ocr2", "idefics3", "internvl",
+    "kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3",
+    "ovis2", "perception_lm", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "smolvlm", "video_llava", "vipllava",
+)  # fmt: skip
 """Models whose decoder is described by their `text_config`. Their other parts make embeddings and keep no state."""
 
 
@@ -70,6 +93,10 @@ class Fields:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same fields, with values for those that the file leaves out. A null in the file stays null."""
+        return Fields(self.model, {**defaults, **self._values}, model_type=self.model_type, prefix=self._prefix)
 
     def has(self, key: str) -> bool:
         """Whether the file has the field, even if it is null."""
@@ -127,11 +154,15 @@ class Fields:
             raise self.error(self.name_of(*keys), "the name of a dtype", value)
         return _known_dtype(value.removeprefix("torch."), f"model {self.model!r}, {self._prefix}{self.name_of(*keys)}")
 
+    def layers_are_listed(self) -> None:
+        """Mark the rules for windows as read: the file lists each layer's kind, which settles where windows are."""
+        self._read.update(_WINDOW_FIELDS)
+
     def check_all_read(self) -> None:
         """Raise `ConfigError` if a field that means state is set and was never read."""
         for key, meaning in _STATE_FIELDS.items():
             value = self._values.get(key)
-            if value and key not in self._read:
+            if value and key not in self._read and _HARMLESS.get(key) != value:
                 raise ConfigError(
                     f"model {self.model!r}, {key}: {meaning} is not supported in a {self.model_type!r} model, "
                     f"found {reprlib.repr(value)}"
@@ -159,7 +190,8 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Iterable[
         Fields(name, config, model_type=str(kind)).check_all_read()
         if not isinstance(text, Mapping):
             raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
-        values = {**text, **{key: config[key] for key in ("dtype", "torch_dtype") if text.get(key) is None and key in config}}
+        shared = ("dtype", "torch_dtype", "quantization_config")
+        values = {**text, **{key: config[key] for key in shared if text.get(key) is None and key in config}}
         if config.get("tie_word_embeddings") is not None and not text.get("tie_word_embeddings"):
             values["tie_word_embeddings"] = config["tie_word_embeddings"]
         kind = text.get("model_type", kind)
@@ -190,8 +222,15 @@ class Dtypes:
 
 
 def read_dtypes(fields: Fields, *, kv: str | None, scale_block: int | None, ssm: str | None) -> Dtypes:
-    """The types that a file names; `kv` and `ssm` override them."""
+    """The types that a file names; `kv` and `ssm` override them.
+
+    Raises `ConfigError` for a type that is not known, and if the file quantizes KV and `kv` is `None`.
+    """
     weights = fields.dtype("dtype", "torch_dtype") or "bfloat16"
+    quantized = fields.section("quantization_config")
+    scheme = quantized.raw("kv_cache_scheme")
+    if scheme is not None and kv is None:
+        raise quantized.error("kv_cache_scheme", "null, or a kv_dtype from the caller: KV is quantized", scheme)
     kv = weights if kv is None else _known_dtype(kv, "kv_dtype")
     if scale_block is not None and (scale_block < 1 or ITEMSIZE[kv] != 1):
         raise ConfigError(f"kv_scale_block: expected at least 1 and a kv_dtype of 8 bits, found {scale_block} and {kv}")

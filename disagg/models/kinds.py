@@ -67,10 +67,26 @@ def alternating(first: str, second: str) -> LayerRule:
     return lambda _, num_layers: [second if layer % 2 else first for layer in range(num_layers)]
 
 
-def full_every_nth(fields: Fields, num_layers: int) -> Sequence[str]:
-    """Qwen3-Next: full attention in every `full_attention_interval`-th layer, linear attention in the others."""
-    every = fields.size("full_attention_interval", default=4)
-    return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+def full_every_nth(other: str, *, default: int, key: str | None = None) -> LayerRule:
+    """Full attention in every `default`-th layer, or as often as the field `key` says. The others are of kind `other`."""
+
+    def rule(fields: Fields, num_layers: int) -> Sequence[str]:
+        every = default if key is None else fields.size(key, default=default)
+        return [other if (layer + 1) % every else FULL for layer in range(num_layers)]
+
+    return rule
+
+
+def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all layers if `sliding_window` is null."""
+    if fields.has("sliding_window") and fields.raw("sliding_window", "sliding_window_pattern") is None:
+        return [FULL] * num_layers
+    return full_every_nth(SLIDING, key="sliding_window_pattern", default=4)(fields, num_layers)
+
+
+def window_if_set(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Mixtral, Phi-3: all layers have the window if `sliding_window` is set."""
+    return [FULL if fields.raw("sliding_window") is None else SLIDING] * num_layers
 
 
 def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
@@ -80,7 +96,7 @@ def mistral(fields: Fields, num_layers: int) -> Sequence[str]:
     """
     if not fields.has("sliding_window"):
         raise fields.error("sliding_window", "a number of tokens, or null", None)
-    return [FULL if fields.raw("sliding_window") is None else SLIDING] * num_layers
+    return window_if_set(fields, num_layers)
 
 
 def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
@@ -89,6 +105,19 @@ def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
         return [FULL] * num_layers
     first = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
     return [FULL if layer < first else SLIDING for layer in range(num_layers)]
+
+
+def lower_windows(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Qwen2-MoE: with `use_sliding_window`, every other layer below `max_window_layers` has the window."""
+    if not _windows_used(fields):
+        return [FULL] * num_layers
+    end = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
+    return [FULL if layer % 2 or layer >= end else SLIDING for layer in range(num_layers)]
+
+
+def listed_if_windows(fields: Fields, num_layers: int) -> Sequence[str]:
+    """SmolLM3: with `use_sliding_window`, the file must list the kinds."""
+    return must_be_listed(fields, num_layers) if _windows_used(fields) else [FULL] * num_layers
 
 
 def all_windows_or_none(fields: Fields, num_layers: int) -> Sequence[str]:

@@ -21,9 +21,10 @@ StateMaker = Callable[[Fields, tuple[int, ...], Dtypes], State]
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _num_kv_heads(fields: Fields) -> int:
+def _num_kv_heads(fields: Fields, *, by_heads: bool) -> int:
+    """KV heads of the whole model. With `by_heads` the default is `num_attention_heads`."""
     heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads)
+    kv_heads = fields.size("num_key_value_heads", default=heads if by_heads else None)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
     return kv_heads
@@ -39,11 +40,16 @@ def _head_dim(fields: Fields, *, by_hidden: bool) -> int:
     return hidden // heads
 
 
-def attention(name: str = "kv", *, by_hidden: bool = False) -> StateMaker:
-    """K and V by head. The state `window` needs the last `sliding_window - 1` tokens: the next one attends to itself too."""
+def attention(name: str = "kv", *, by_hidden: bool = False, by_heads: bool = False) -> StateMaker:
+    """K and V by head. The state `window` needs the last `sliding_window - 1` tokens: the next one attends to itself too.
+
+    The flags say which sizes a file may leave out: see `_head_dim` and `_num_kv_heads`.
+    """
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-        heads, dim = _num_kv_heads(fields), _head_dim(fields, by_hidden=by_hidden)
+        heads, dim = _num_kv_heads(fields, by_heads=by_heads), _head_dim(fields, by_hidden=by_hidden)
+        if fields.raw("v_head_dim") not in (None, dim):
+            raise fields.error("v_head_dim", f"the size of K's heads, {dim}", fields.raw("v_head_dim"))
         roles: tuple[Role, ...] = gqa_roles(heads, dims=(dim, dim), dtype=dtypes.kv)
         if dtypes.scale_block is not None:
             scales = gqa_roles(heads, dims=(dtypes.num_scales(dim), dtypes.num_scales(dim)), dtype="float32")
@@ -63,7 +69,8 @@ def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
 
 
 def mla(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-    """The latents of multi-head latent attention."""
+    """The latents of multi-head latent attention. Heads are computed from them, so `v_head_dim` adds no state."""
+    fields.raw("v_head_dim")
     roles = _latent_roles(fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim"), dtypes)
     return State(name="mla", rows="pages", layers=layers, roles=roles)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigError
 from disagg.models import load_model
-from tests.support.configs import DSA, FALCON, GPT_OSS, JAMBA, KIMI, LLAMA, MLA, NEMOTRON, SMALL, V4, spec_of, without
+from tests.support.configs import DSA, FALCON, GPT_OSS, JAMBA, KIMI, LLAMA, MLA, NEMOTRON, QWEN3_5, SMALL, V4, spec_of, without
 
 
 class TestErrors:
@@ -34,6 +34,19 @@ class TestErrors:
             ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state: a recurrent state"),
             ({**MLA, "index_topk": 2048}, "index_topk: index keys"),
             ({**DSA, "index_topk_freq": 4}, "index_topk_freq"),
+            ({**LLAMA, "v_head_dim": 16}, "v_head_dim: expected the size of K's heads, 8"),
+            ({**LLAMA, "cla_share_factor": 2}, "cla_share_factor: layers that share another's KV"),
+            ({**LLAMA, "kv_sharing_modes": ["own", "reuse"] * 2}, "kv_sharing_modes"),
+            ({**LLAMA, "block_configs": [{"attention": None}]}, "block_configs: layers of different sizes"),
+            ({**LLAMA, "num_key_value_heads_per_layer": [4, 2, 4, 2]}, "num_key_value_heads_per_layer"),
+            ({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 2}}}, "per_layer_config"),
+            ({**LLAMA, "interleaved_sliding_window": 64}, "interleaved_sliding_window: sliding-window attention"),
+            ({**LLAMA, "window_size": 64}, "window_size"),
+            ({**LLAMA, "num_sink_tokens": 4}, "num_sink_tokens: sink tokens"),
+            ({**LLAMA, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+            ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantization_config.kv_cache_scheme"),
+            ({**LLAMA, "quantization_config": "fp8"}, "quantization_config: expected an object"),
+            ({**without(QWEN3_5, "num_key_value_heads")}, "num_key_value_heads: expected an integer"),
             ({**LLAMA, "layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
             ({**GPT_OSS, "layer_types": ["sliding_attention", "linear_attention"] * 2}, "linear_attention"),
             ({**NEMOTRON, "hybrid_override_pattern": "M-*X"}, "hybrid_override_pattern"),
@@ -61,6 +74,26 @@ class TestErrors:
             spec_of(config)
         assert named in str(raised.value)
         assert "'m'" in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("config", "changes"),
+        [
+            (LLAMA, {"layer_types": ["full_attention"] * 4, "sliding_window": 128, "sliding_window_pattern": 4}),
+            (LLAMA, {"cla_share_factor": 1}),
+            (LLAMA, {"v_head_dim": 8}),
+            (MLA, {"v_head_dim": 128}),
+            (DSA, {"index_topk_freq": 1}),
+        ],
+    )
+    def test_fields_that_add_no_state_are_accepted(self, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        assert spec_of({**config, **changes}).nbytes(1000) == spec_of(config).nbytes(1000)
+
+    def test_a_file_that_quantizes_kv_needs_the_caller_to_name_the_type(self) -> None:
+        quantized = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+        assert spec_of(quantized, kv_dtype="float8_e4m3fn").nbytes(10) == spec_of(LLAMA).nbytes(10) // 2
+        text = {"model_type": "llava", "text_config": LLAMA, "quantization_config": quantized["quantization_config"]}
+        with pytest.raises(ConfigError, match=r"quantization_config\.kv_cache_scheme"):
+            spec_of(text)
 
     @pytest.mark.parametrize("config", [[], None, "llama", 3])
     def test_config_is_not_an_object(self, config: Any) -> None:
