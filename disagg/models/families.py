@@ -184,7 +184,7 @@ def _kinds(fields: Fields, family: _Family, listed: Sequence[str] | None, num_la
     """The kind of every layer: as listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
     kinds = family.rule(fields, num_layers) if listed is None or not family.list_wins else listed
     if listed is not None and family.list_wins:
-        fields.layers_are_listed()
+        fields.windows_are_settled()
     if listed is not None and list(listed) != list(kinds):
         raise fields.error(fields.name_of("layer_types", "layers_block_type"), f"{reprlib.repr(list(kinds))}", listed)
     if len(kinds) != num_layers:

@@ -154,8 +154,8 @@ class Fields:
             raise self.error(self.name_of(*keys), "the name of a dtype", value)
         return _known_dtype(value.removeprefix("torch."), f"model {self.model!r}, {self._prefix}{self.name_of(*keys)}")
 
-    def layers_are_listed(self) -> None:
-        """Mark the rules for windows as read: the file lists each layer's kind, which settles where windows are."""
+    def windows_are_settled(self) -> None:
+        """Mark the fields of windows as read: other fields, such as a list of kinds, already say which layers have one."""
         self._read.update(_WINDOW_FIELDS)
 
     def check_all_read(self) -> None:

@@ -79,7 +79,8 @@ def full_every_nth(other: str, *, default: int, key: str | None = None) -> Layer
 
 def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
     """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all layers if `sliding_window` is null."""
-    if fields.has("sliding_window") and fields.raw("sliding_window", "sliding_window_pattern") is None:
+    if fields.has("sliding_window") and fields.raw("sliding_window") is None:
+        fields.windows_are_settled()
         return [FULL] * num_layers
     return full_every_nth(SLIDING, key="sliding_window_pattern", default=4)(fields, num_layers)
 

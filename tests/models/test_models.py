@@ -110,6 +110,39 @@ class TestKinds:
         with pytest.raises(ConfigError, match="sliding_window"):
             spec_of(mistral)
 
+    def test_exaone_without_a_window_has_full_attention(self) -> None:
+        exaone = {**LLAMA, "model_type": "exaone4", "sliding_window_pattern": 2}
+        assert [s.name for s in spec_of({**exaone, "sliding_window": None}).states] == ["kv"]
+        assert {s.name: s.layers for s in spec_of({**exaone, "sliding_window": 32}).states} == {"kv": (1, 3), "window": (0, 2)}
+
+    def test_windows_of_smollm_and_qwen2_moe(self) -> None:
+        used = {**LLAMA, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2}
+        assert {s.name: s.layers for s in spec_of({**used, "model_type": "qwen2_moe"}).states} == {
+            "kv": (1, 2, 3),
+            "window": (0,),
+        }
+        for model_type in ("qwen2_moe", "smollm3"):
+            unused = {**used, "model_type": model_type, "use_sliding_window": False}
+            assert [s.name for s in spec_of(unused).states] == ["kv"]
+        with pytest.raises(ConfigError, match="layer_types"):
+            spec_of({**used, "model_type": "smollm3"})
+
+    def test_windows_of_mixtral_and_olmo(self) -> None:
+        assert [s.name for s in spec_of({**LLAMA, "model_type": "mixtral"}).states] == ["kv"]
+        assert [s.name for s in spec_of({**LLAMA, "model_type": "mixtral", "sliding_window": 9}).states] == ["window"]
+        assert spec_of({**LLAMA, "model_type": "olmo3", "sliding_window": 9}).state("kv").layers == (3,)
+
+    def test_gemma_files_leave_out_the_defaults_of_their_class(self) -> None:
+        text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+        spec = spec_of({"model_type": "gemma3", "text_config": text})
+        assert {s.name: (len(s.layers), s.window) for s in spec.states} == {"kv": (5, None), "window": (29, 1023)}
+        assert per_layer(spec.state("kv")) == 2 * 4 * 256 * 2
+        assert spec.tied_embeddings
+
+    def test_kimi_k2_is_described_as_deepseek_v3(self) -> None:
+        kimi = spec_of({**MLA, "model_type": "kimi_k2"}).state("mla")
+        assert (kimi.layers, per_layer(kimi)) == ((0, 1, 2), 576 * 2)
+
     def test_old_names_of_kinds(self) -> None:
         listed = {**LLAMA, "model_type": "minimax", "layer_types": ["attention", "mamba", "mamba", "full_attention"]}
         assert spec_of(listed).state("kv").layers == (0, 3)

@@ -43,6 +43,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "cohere2": WINDOW,
     "cohere2_moe": {**EXPERTS, **WINDOW},
     "cwm": WINDOW,
+    "deepseek_v2": {**LATENT, "hidden_size": 96},  # a multiple of its class's 32 heads
+    "deepseek_v3": LATENT,
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "exaone4": WINDOW,
@@ -57,6 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "glm4v_moe_text": {**EXPERTS, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
     "glm4v_text": {**BY_HIDDEN, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    "gpt_oss": {**EXPERTS, **WINDOW},
     "granite": {},
     "granite_swa": {**WINDOW, "layer_types": KINDS},
     "granitemoe": EXPERTS,
