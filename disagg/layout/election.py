@@ -211,6 +211,8 @@ def _is_partition(owned: tuple[Owned, ...]) -> bool:
         offset = max(each.offset for each in periodic)
         if offset > MAX_TOKEN_PERIOD:
             return False
+        if len(owned) * (offset + period) > MAX_STEPS:
+            raise LayoutError(f"axis 'token': {len(owned)} ranks whose ownership repeats after {period} tokens are too many")
         tokens = np.arange(offset + period, dtype=np.int64)
         times = sum((each.locate(tokens) >= 0).astype(np.int64) for each in periodic)
         return bool((np.asarray(times) == 1).all())

@@ -11,18 +11,21 @@ and it works for processes of other users and where `/proc` hides them. What thi
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
 memory long after the process has ended. The kernel ends each of its connections behind the last byte, and an engine closes its
 socket once it has read that end. So nothing of a dead process can arrive any more once no socket of this process has a far
-end without an owner. A child that the process forked may hold the same connections, and then also holds the identity socket.
+end without an owner. A child of the process may hold the same connections, and then also holds the identity socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import select
 import socket
 import struct
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +41,9 @@ _SO_PEERPIDFD = 77
 """Linux 6.5. Python's `socket` has no name for it yet."""
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 4096
-"""Processes that may watch this one at a time."""
+"""Connections that wait until they are taken."""
+_MAX_WATCHERS = 1024
+"""Connections of processes that watch this one."""
 _SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
 """States of a socket in `/proc/net/tcp`."""
 _NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
@@ -56,8 +61,8 @@ class _Socket(NamedTuple):
 class IdentitySocket:
     """An abstract Unix socket of this process, by which the kernel tells others of this network namespace who listens.
 
-    Connections wait in its backlog for as long as the process, or a child that it forked, holds the socket. Raises `OSError`
-    if another process has a socket of that name.
+    It and its connections are inherited by every child, as the sockets of engines may be: a connection ends when nobody holds
+    what the process held. Raises `OSError` if another process has a socket of that name.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -66,25 +71,53 @@ class IdentitySocket:
         try:
             self._socket.bind(f"\0{self.name}")
             self._socket.listen(_BACKLOG)
+            self._socket.set_inheritable(True)
         except OSError:
             self._socket.close()
             raise
+        self._watchers: list[tuple[socket.socket, int]] = []
+
+    def prune(self) -> None:
+        """Take the connections out of the backlog, and drop those that have ended. Call it now and then: the backlog is full
+        otherwise, which any process of this host can bring about. Of too many, those of the user with the most are dropped.
+        """
+        while True:
+            try:
+                found, _ = self._socket.accept()
+            except OSError:  # none is left, or no descriptor
+                break
+            found.set_inheritable(True)
+            self._watchers.append((found, _credentials(found)[1]))
+        for each in [watcher for watcher in self._watchers if _is_closed(watcher[0])]:
+            self._drop(each)
+        while len(self._watchers) > _MAX_WATCHERS:
+            most = Counter(user for _, user in self._watchers).most_common(1)[0][0]
+            self._drop(next(watcher for watcher in self._watchers if watcher[1] == most))
+
+    def _drop(self, watcher: tuple[socket.socket, int]) -> None:
+        self._watchers.remove(watcher)
+        watcher[0].close()
 
     def close(self) -> None:
         """A second call does nothing."""
         self._socket.close()
+        for watcher, _ in self._watchers:
+            watcher.close()
+        self._watchers.clear()
 
 
 class ProcessWatch:
     """A process that the kernel has attested: `pid` in this process's namespace, 0 if it is not visible there.
 
     `descriptor` is its pidfd, and `connection` leads to its identity socket; the watch owns both. Cheap to ask repeatedly.
+    Thread-safe.
     """
 
     def __init__(self, pid: int, descriptor: int, connection: socket.socket) -> None:
         self.pid = pid
         self._descriptor: int | None = descriptor
         self._connection = connection
+        self._lock = threading.RLock()
         self._ended = self._gone = False
 
     @classmethod
@@ -99,7 +132,7 @@ class ProcessWatch:
             return None
         try:
             connection.connect(f"\0{name}")
-            pid: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+            pid = _credentials(connection)[0]
             return cls(pid, _pidfd_of(connection, pid), connection)
         except (OSError, ValueError) as error:
             logger.debug("no process is attested at %r: %s", name, error)
@@ -114,15 +147,17 @@ class ProcessWatch:
 
     def has_ended(self) -> bool:
         """Whether all threads of the process are proved to have ended. `close` keeps the last answer."""
-        if not self._ended and self._descriptor is not None:
-            self._ended = _native.is_readable(self._descriptor)
-        return self._ended
+        with self._lock:
+            if not self._ended and self._descriptor is not None:
+                self._ended = _native.is_readable(self._descriptor)
+            return self._ended
 
     def is_gone(self) -> bool:
-        """Whether it has ended, and no child that it forked holds what it held."""
-        if not self._gone and self.has_ended() and self._connection.fileno() >= 0:
-            self._gone = _is_closed(self._connection)
-        return self._gone
+        """Whether it has ended, and no child of it holds what it held."""
+        with self._lock:
+            if not self._gone and self.has_ended() and self._connection.fileno() >= 0:
+                self._gone = _is_closed(self._connection)
+            return self._gone
 
     def is_quiet(self, *, by_accepted: bool = False) -> bool:
         """Whether it is gone and nothing that it sent over TCP can arrive here any more. `False` where the kernel's tables
@@ -138,11 +173,12 @@ class ProcessWatch:
 
     def close(self) -> None:
         """A second call does nothing."""
-        self.is_gone()
-        self._connection.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        with self._lock:
+            self.is_gone()
+            self._connection.close()
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # also while the interpreter ends
@@ -153,12 +189,20 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
     """A pidfd of the process at the other end. Raises `OSError` where there is none."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        descriptor = os.pidfd_open(pid)  # raises for 0, a process that is not visible here
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:  # the process has ended
+            raise
+    descriptor = os.pidfd_open(pid)  # Linux before 6.5; raises for 0, a process that is not visible here
     if _is_closed(connection):  # it ended before, so this may be another process of the same number
         os.close(descriptor)
         raise ProcessLookupError(f"process {pid} has ended")
     return descriptor
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """The process, user and group at the other end, by the kernel."""
+    pid, user, group = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user, group
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -193,8 +237,8 @@ def _has_orphans(*, by_accepted: bool) -> bool:
     `by_accepted`: among the connections that this process has accepted. A far end on another host cannot belong to a process
     that is proved to have ended on this one.
     """
-    own = set(_own_sockets())
     sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
+    own = set(_own_sockets())  # after the tables: what was accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
     hosts = {row.local.rpartition(":")[0] for row in sockets}
     ports = {row.local.rpartition(":")[2] for row in sockets if row.state == _LISTEN and row.inode in own}
@@ -205,7 +249,7 @@ def _has_orphans(*, by_accepted: bool) -> bool:
         if row.inode not in own or row.state == _LISTEN or (by_accepted and not accepted):
             continue
         far = owners.get((row.remote, row.local))
-        if far is None and (row.state == _CLOSE_WAIT or row.remote.rpartition(":")[0] in hosts):
+        if far is None and row.remote.rpartition(":")[0] in hosts:
             return True
         if far == _NO_OWNER:
             return True

@@ -105,7 +105,8 @@ class Admission:
         link = self._links.to(PeerRank(hello.instance, hello.rank))
         if link is None:
             return
-        if link.epoch != hello.epoch:
+        is_new = link.epoch != hello.epoch
+        if is_new:
             self._links.drop(link, "restarted")
             link.epoch, link.generation = hello.epoch, hello.generation
         elif hello.generation > link.generation:
@@ -113,7 +114,7 @@ class Admission:
             link.generation = hello.generation
         if link.is_ready:
             link.confirm()
-        else:
+        elif is_new or not link.refused:
             link.greet_soon(now)
         self._links.arm(link)
 

@@ -82,6 +82,7 @@ class Credits:
         self._unacknowledged: dict[tuple[PeerRank, int], _Unacknowledged] = {}
         self._granted: dict[PeerRank, GrantedRing] = {}
         self._epochs: dict[PeerRank, int] = {}
+        self._without: dict[PeerRank, tuple[int, int]] = {}
         self._retired: dict[tuple[PeerRank, int], list[GrantedRing]] = {}
 
     # -- the receiver's side -----------------------------------------------------------------------------------------
@@ -91,6 +92,8 @@ class Credits:
         writes may still hit the old one.
         """
         self._epochs[peer] = epoch
+        if self._without.get(peer) == (epoch, generation):
+            return None  # both sides must mean the same ring for as long as the connection lasts
         granted = self._granted.get(peer)
         if granted is None or (granted.epoch, granted.generation) != (epoch, generation):
             if granted is not None:
@@ -98,6 +101,7 @@ class Credits:
             ring = self._rings.take() if self._rings is not None else None
             if ring is None:
                 self._granted.pop(peer, None)
+                self._without[peer] = epoch, generation
                 return None
             granted = self._granted[peer] = GrantedRing(epoch, generation, ring, self._draw(30) << USES_BITS)
         ring = granted.ring

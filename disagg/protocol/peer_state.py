@@ -142,7 +142,8 @@ class PeerConnection:
 
     `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
     connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
-    starts at generation 0. The peer is lost at `lost_at`, unless a connection that it opened is there by then.
+    starts at generation 0. `asked` counts the hellos whose welcome may still come. The peer is lost at `lost_at`, unless a
+    connection that it opened is there by then.
     """
 
     instance: str
@@ -159,6 +160,7 @@ class PeerConnection:
     problem: str = NO_ANSWER
     refused: bool = False
     unanswered: int = 0
+    asked: int = 0
     ring: RingGrant | None = None
 
     @property

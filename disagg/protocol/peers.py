@@ -42,6 +42,8 @@ LEADER = 0
 """The rank that answers for its instance."""
 RECONNECT_AFTER = 4
 """Unanswered hellos before the connection is reopened."""
+MAX_ASKED = 8
+"""Hellos whose welcomes may still come."""
 MIN_RETRY_S = 0.01
 """The soonest that a busy peer gets a hello again."""
 CLOSED_GRACE_S = 0.5
@@ -181,7 +183,8 @@ class PeerTable:
             return
         link.unanswered = 0
         match message:
-            case Welcome():
+            case Welcome() if link.asked:  # an answer that nobody has asked for costs nothing
+                link.asked -= 1
                 self._on_welcome(link, message, now)
             case Reject(hello_first=True):
                 self._links.lose(link, "the peer does not know this connection any more", now)
@@ -241,8 +244,8 @@ class PeerTable:
 
     def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
         """Connect to the ranks that the leader names, and disconnect from those that it does not name any more."""
-        named = {member.address for member in members} | {instance.address}
-        for link in [found for found in instance.links.values() if found.address not in named]:
+        named = {(member.address, member.rank) for member in members} | {(instance.address, LEADER)}
+        for link in [found for found in instance.links.values() if (found.address, found.rank) not in named]:
             self._links.close(instance, link, "its leader names another address")
         for member in members:
             if member.rank != LEADER and member.address not in instance.links:
@@ -279,6 +282,7 @@ class PeerTable:
             if link.unanswered >= RECONNECT_AFTER:
                 self._links.redial(instance, link)
             link.unanswered += 1
+        link.asked = min(link.asked + 1, MAX_ASKED)
         self.effects.append(SendHello(link.dial, link.generation, link.epoch))
 
     def _instance_of(self, link: PeerConnection) -> PeerInstance:

@@ -29,7 +29,7 @@ class Agreements:
 
     def __init__(self, local: LocalRank) -> None:
         self._local = local
-        self._found: OrderedDict[bytes, Future[Agreement]] = OrderedDict()
+        self._found: OrderedDict[bytes, Future[Agreement | str]] = OrderedDict()
 
     def get(self, table: bytes) -> Agreement:
         """The agreement with an instance of that encoded table.
@@ -41,24 +41,29 @@ class Agreements:
         known = self._found.get(table)
         done = [each for each, result in self._found.items() if result.done()]
         if known is None and len(self._found) - len(done) < MAX_COMPARING:
-            known = self._found[table] = Future()
-            threading.Thread(target=self._compare, args=(table, known), name="disagg-compare", daemon=True).start()
+            known = Future()
+            try:
+                threading.Thread(target=self._compare, args=(table, known), name="disagg-compare", daemon=True).start()
+            except RuntimeError as error:
+                raise Undecided(f"no thread to compare layouts with: {error}", retry_s=0.5) from error
+            self._found[table] = known
             if len(done) >= MAX_AGREEMENTS:
                 del self._found[done[0]]
         if known is None or not known.done():
             raise Undecided("the layouts of both sides are being compared")
         self._found.move_to_end(table)
-        error = known.exception()
-        if error is not None:
-            raise error if isinstance(error, LayoutError) else LayoutError(f"layout table: {type(error).__name__}: {error}")
         agreement = known.result()
+        if isinstance(agreement, str):
+            raise LayoutError(agreement)
         if agreement.num_ranks > MAX_RANKS:
             raise LayoutError(f"layout table: expected at most {MAX_RANKS} ranks, found {agreement.num_ranks}")
         return agreement
 
-    def _compare(self, table: bytes, result: Future[Agreement]) -> None:
-        """In a thread of its own."""
+    def _compare(self, table: bytes, result: Future[Agreement | str]) -> None:
+        """In a thread of its own. Of an error only the text is kept: its frames hold the table."""
         try:
             result.set_result(Agreement.between(self._local, table))
+        except LayoutError as error:
+            result.set_result(str(error))
         except Exception as error:  # noqa: BLE001 (raised again by `get`)
-            result.set_exception(error)
+            result.set_result(f"layout table: {type(error).__name__}: {error}")

@@ -286,6 +286,8 @@ class Channel:
         """Connections that have ended."""
         for connection in self._monitor.take():
             self._users.pop(connection, None)
+            for descriptor in self._local.of(connection):
+                self._close_local(descriptor)
             yield Closed(connection)
 
     def _join(self, peer: _Peer, invitation: bytes) -> None:

@@ -15,8 +15,9 @@ from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.peer_state import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import NEVER, PeerRank
+from disagg.protocol.types import PeerRank
 from disagg.runtime.handshake import Handshake, RemoteRank
+from disagg.runtime.peer_processes import PeerProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Connections:
         handshake: Handshake,
         peers: PeerTable,
         sessions: Sessions,
+        processes: PeerProcesses,
         command: Callable[[Callable[[float], None]], None],
         on_connected: Callable[[PeerRank], None],
     ) -> None:
@@ -59,6 +61,7 @@ class Connections:
         self._handshake = handshake
         self._peers = peers
         self._sessions = sessions
+        self._processes = processes
         self._command = command
         self._on_connected = on_connected
         self._connecting: dict[PeerRank, threading.Thread] = {}
@@ -66,7 +69,7 @@ class Connections:
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
         self._lost: dict[PeerRank, int] = {}
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
-        self._next_check = NEVER
+        self._next_check = 0.0
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.num_losses: Counter[str] = Counter()
 
@@ -85,12 +88,11 @@ class Connections:
         self._fence(now)
         if now < self._next_check:
             return
-        self._next_check = NEVER
+        self._next_check = now + PROCESS_CHECK_S
+        self._processes.prune()
         for peer, rank in self._handshake.connected():
-            if rank.process is not None:
-                self._next_check = now + PROCESS_CHECK_S
-                if rank.process.has_ended():
-                    self._peers.on_ended(peer, rank.epoch, now)
+            if rank.process is not None and rank.process.has_ended():
+                self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
         """Look for processes that have ended with the next `tick`."""
@@ -121,8 +123,10 @@ class Connections:
 
     def _run(self, ready: Ready, connect: Callable[[], RemoteRank]) -> None:
         """In a thread of its own."""
-        rank, problem = None, ""
+        rank, problem, thread = None, "", threading.current_thread()
         with self._semaphore:
+            if self._connecting.get(ready.peer) is not thread:
+                return  # the peer was lost meanwhile, or connects again
             try:
                 rank = connect()
             except DisaggError as error:
@@ -130,7 +134,6 @@ class Connections:
             except Exception as error:  # concerns one peer only
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
-        thread = threading.current_thread()
         self._command(lambda now: self._finish(ready, thread, rank, problem, now))
 
     def _finish(self, ready: Ready, thread: threading.Thread, rank: RemoteRank | None, problem: str, now: float) -> None:
@@ -176,8 +179,8 @@ class Connections:
             fencing.next_at = now + fencing.delay_s
             try:
                 fence = self._backend.fence(fencing.engine, epoch=epoch)
-            except (DisaggError, OSError) as error:  # no proof
-                self._warnings.warning("%s: fencing %s: %s", self._handshake.me, peer, error)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is no proof, and concerns this peer only)
+                self._warnings.warning("%s: fencing %s: %s: %s", self._handshake.me, peer, type(error).__name__, error)
                 continue
             if fence is Fence.QUIET:
                 del self._fencing[peer, epoch]

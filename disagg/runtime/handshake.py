@@ -12,6 +12,7 @@ from disagg.backends.abilities import Gathering
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rings import Ring
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.layout.checksums import ChecksumPlan
@@ -87,6 +88,7 @@ class Handshake:
         self._packs = packs
         self._attest = attest
         self._agreements = Agreements(local)
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._endpoint = b""
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
@@ -156,7 +158,7 @@ class Handshake:
         peer = PeerRank(hello.instance, hello.rank)
         ring = self._grant(peer, hello.epoch, hello.generation)
         if ring is None and self._packs:
-            logger.warning("%s: no ring is left for %s: its small pieces will travel one by one", self.me, peer)
+            self._warnings.warning("%s: no ring is left for %s: its small pieces will travel one by one", self.me, peer)
         return ring
 
     def validate_welcome(self, welcome: Welcome) -> int:

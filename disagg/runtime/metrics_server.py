@@ -77,7 +77,9 @@ class MetricsServer:
         assert task is not None
         self._connections[task] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            next(iter(self._connections)).cancel()
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]  # not again for the next arrival: it ends when its turn comes
+            oldest.cancel()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 writer.write(self._answer(await reader.readuntil(_END)))
@@ -86,7 +88,7 @@ class MetricsServer:
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
             writer.transport.abort()
         finally:
-            del self._connections[task]
+            self._connections.pop(task, None)
 
     def _answer(self, request: bytes) -> bytes:
         first, *rest = request.decode("latin-1").split("\r\n")

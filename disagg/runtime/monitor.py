@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 
 import zmq
 import zmq.utils.monitor
@@ -11,8 +12,8 @@ from disagg.core.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-MAX_EVENTS = 1024
-"""Events taken at a time."""
+MAX_ENDED = 1 << 16
+"""Connections that have ended, of which messages may still be read."""
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it was interrupted",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak ZMTP, or not with the required mechanism",
@@ -40,6 +41,8 @@ class Monitor:
         self._open: set[int] = set()
         self._by_descriptor: dict[int, bytes] = {}
         self._known: dict[bytes, int] = {}
+        self._over: OrderedDict[bytes, None] = OrderedDict()
+        self._late: list[bytes] = []
 
     def knows(self, connection: bytes) -> bool:
         """Whether a routing id was added and its connection has not ended."""
@@ -47,27 +50,35 @@ class Monitor:
 
     def add(self, connection: bytes, descriptor: int | None) -> bool:
         """Note the routing id of the connection with a descriptor. Returns whether that connection is still open."""
-        if descriptor is None or descriptor not in self._open:
+        if descriptor is None or descriptor not in self._open or connection in self._over:
             return False
+        earlier = self._by_descriptor.get(descriptor)
+        if earlier is not None:  # read late: libzmq has closed it since
+            self._forget(earlier)
+            self._late.append(earlier)
         self._by_descriptor[descriptor] = connection
         self._known[connection] = descriptor
         return True
 
+    def _forget(self, connection: bytes) -> None:
+        del self._by_descriptor[self._known.pop(connection)]
+        self._over[connection] = None
+        if len(self._over) > MAX_ENDED:
+            self._over.popitem(last=False)
+
     def take(self) -> list[bytes]:
         """Take what libzmq has reported: count refusals, and return the routing ids of connections that have ended."""
-        ended: list[bytes] = []
-        for _ in range(MAX_EVENTS):
-            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                break
+        ended, self._late = self._late, []
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message = zmq.utils.monitor.recv_monitor_message(self.socket, zmq.DONTWAIT)
             event, value = zmq.Event(message["event"]), int(message["value"])
             if event is zmq.Event.ACCEPTED:
                 self._open.add(value)
             elif event is zmq.Event.DISCONNECTED:
                 self._open.discard(value)
-                connection = self._by_descriptor.pop(value, None)
+                connection = self._by_descriptor.get(value)
                 if connection is not None:
-                    del self._known[connection]
+                    self._forget(connection)
                     ended.append(connection)
             else:
                 self.num_refused += 1

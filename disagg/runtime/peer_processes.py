@@ -47,11 +47,18 @@ class PeerProcesses:
                 self._watches[name] = found
             return found
 
+    def prune(self) -> None:
+        """Keep room for peers that attest this process. Call it now and then."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.prune()
+
     def close(self) -> None:
         """Close the identity socket and every watch."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
+                self._socket = None
             for watch in self._watches.values():
                 watch.close()
             self._watches.clear()

@@ -189,6 +189,7 @@ class Runtime:
             handshake=self.handshake,
             peers=self.peers,
             sessions=self.sessions,
+            processes=self.processes,
             command=self.commands.put,
             on_connected=self._on_connected,
         )

@@ -227,6 +227,56 @@ def test_a_process_is_not_gone_while_a_child_holds_what_it_held(stack: ExitStack
     assert watch.is_quiet()
 
 
+EXECUTES = """
+import subprocess, time
+from disagg.machine.processes import IdentitySocket
+identity = IdentitySocket()
+identity.prune()
+child = subprocess.Popen(["sleep", "600"], close_fds=False)
+print(identity.name, child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_is_not_gone_while_a_program_that_it_started_holds_what_it_held(stack: ExitStack) -> None:
+    """Engines' sockets are inherited by programs that are started with open descriptors."""
+    process, lines = start(stack, EXECUTES)
+    name, child = lines.readline().split()
+    watch = ProcessWatch.attest(name)
+    assert watch is not None
+    stack.callback(watch.close)
+    process.kill()
+    process.wait()
+    assert watch.has_ended()
+    assert not watch.is_gone()
+    os.kill(int(child), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not watch.is_gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_backlog_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that have ended stay in a backlog, and any process of the host may make them."""
+    monkeypatch.setattr(processes, "_BACKLOG", 8)
+    monkeypatch.setattr(processes, "_MAX_WATCHERS", 4)
+    identity = IdentitySocket()
+    watches = []
+    while (watch := ProcessWatch.attest(identity.name)) is not None:
+        watches.append(watch)
+    assert 0 < len(watches) < 20
+    identity.prune()
+    assert sum(not processes._is_closed(watch._connection) for watch in watches) == 4
+    again = ProcessWatch.attest(identity.name)
+    assert again is not None
+    identity.prune()
+    for watch in (*watches, again):
+        watch.close()
+    identity.prune()
+    assert not identity._watchers
+    identity.close()
+
+
 def test_tables_that_cannot_be_read_prove_nothing(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
     """`/proc` is missing or hidden, or no descriptor is left."""
     process, lines = start(stack, ACCEPTS)

@@ -107,8 +107,12 @@ def dial_of(table: PeerTable, address: str) -> int:
 
 
 def reply(table: PeerTable, address: str, message: AnyMessage, now: float) -> None:
-    """Deliver a message that came back on the connection to an address."""
-    table.on_reply(dial_of(table, address), message, now)
+    """Deliver a message that came back on the connection to an address; a welcome as if a hello had asked for it."""
+    dial = dial_of(table, address)
+    link = table._links.get(dial)
+    assert link is not None
+    link.asked += isinstance(message, Welcome)
+    table.on_reply(dial, message, now)
 
 
 def take_effects(table: PeerTable) -> list[PeerEffect]:

@@ -106,6 +106,19 @@ def test_a_rank_that_its_leader_no_longer_names_is_disconnected() -> None:
     assert Connect(2, other, None) in effects
 
 
+def test_ranks_that_have_swapped_their_addresses_are_connected_anew() -> None:
+    table = peer_table(peer_ranks=3)
+    third = "tcp://10.0.0.3:1"
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    first = (Member(0, LEADER, 7), Member(1, SECOND, 8), Member(2, third, 9))
+    reply(table, LEADER, welcome(members=first), 0.0)
+    swapped = (Member(0, LEADER, 7), Member(1, third, 8), Member(2, SECOND, 9))
+    reply(table, LEADER, welcome(members=swapped), 1.0)
+    reply(table, third, welcome(rank=1, epoch=8), 2.0)
+    reply(table, SECOND, welcome(rank=2, epoch=9), 2.0)
+    assert table.instances["decode-0"].ready
+
+
 def test_removing_a_peer_drops_its_connections() -> None:
     table = peer_table()
     make_ready(table)

@@ -141,6 +141,16 @@ def test_what_answers_at_the_configured_address_has_the_name() -> None:
     assert isinstance(take_reply(table), Welcome)
 
 
+def test_a_welcome_that_nobody_asked_for_changes_nothing() -> None:
+    """Each would otherwise cost a thread that connects the engine."""
+    table = peer_table()
+    make_ready(table)
+    table.on_reply(0, welcome(), 1.0)  # the answer to the last hello
+    for epoch in range(100, 200):
+        table.on_reply(0, welcome(epoch=epoch), 1.0)
+    assert take_effects(table) == []
+
+
 def test_a_connection_unknown_to_the_peer_gets_a_new_hello() -> None:
     table = peer_table()
     make_ready(table)
