@@ -6,8 +6,9 @@ import argparse
 import json
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from harness.chaos.places import missing_for_places
 from harness.chaos.rounds import KINDS
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.write(f"{report}\n\n")
             sys.stdout.flush()
     if options.json:
-        options.json.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
+        options.json.write_text(json.dumps(msgspec.to_builtins(reports), indent=1) + "\n")
     return 0 if all(report.good if fencing else report.wrong for report in reports) else 1
 
 

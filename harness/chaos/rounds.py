@@ -19,6 +19,8 @@ from harness.chaos.places import OTHER_USER, Place
 from harness.chaos.processes import RankProcess
 
 CONTEST_S = 2.0
+NOTICED_S = 1.0
+"""A rank that was stopped for about as long as the silence limit is given up while it goes on. Its peers notice within this."""
 NUM_ABSENT = 1498
 """Peers that do not exist, beside the two that do."""
 LOADED_S, IDLE_S = 10.0, 5.0
@@ -204,6 +206,8 @@ def _stop(chaos: Chaos, rank: RankProcess, seconds: float, kind: str, *, counted
     rank.go_on()
     what = f"{rank.name} stopped for {seconds:.1f} s ({kind})"
     chaos.heal(kind, what)
+    chaos.wait(NOTICED_S)
+    chaos.heal(f"{kind}: afterwards", what)
     chaos.stays_healed(what)
 
 

@@ -7,6 +7,7 @@ from decode to prefill.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -199,3 +200,15 @@ def test_a_link_is_cut_and_mended_in_both_ways() -> None:
         hosts.close()
     left = subprocess.run(["ip", "netns"], check=True, capture_output=True, text=True).stdout
     assert not any(name in left for name in hosts.namespaces)
+
+
+def test_the_report_is_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its counters, which `dataclasses.asdict` turns into something that JSON has no keys for."""
+    report = Report("nixl", "tcp", 1, 2, 3, "on", successes=1)
+    report.faults["stop"] += 2
+    report.contests["failed"] += 1
+    monkeypatch.setattr(command, "run", lambda *_, **__: report)
+    path = tmp_path / "chaos.json"
+    assert command.main(["--engine", "nixl", "--kinds", "stop", "--hosts", "1", "--json", str(path)]) == 0
+    (found,) = json.loads(path.read_text())
+    assert (found["faults"], found["contests"]) == ({"stop": 2}, {"failed": 1})
