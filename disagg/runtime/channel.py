@@ -282,11 +282,12 @@ class Channel:
             if not is_open:
                 yield Closed(connection)
 
-    def _ended(self) -> Iterator[Closed]:
-        """Connections that have ended."""
+    def _ended(self) -> Iterator[Inbound | Closed]:
+        """Connections that have ended, after what came by their local connections."""
         for connection in self._monitor.take():
             self._users.pop(connection, None)
             for descriptor in self._local.of(connection):
+                yield from self._take_local(descriptor)  # its last messages
                 self._close_local(descriptor)
             yield Closed(connection)
 
@@ -310,6 +311,8 @@ class Channel:
         self._descriptors = None
 
     def _take_local(self, descriptor: int) -> Iterator[Inbound]:
+        if not self._local.holds(descriptor):  # closed since the poll
+            return
         found = self._local.take(descriptor)
         if found is None:
             self._close_local(descriptor)
@@ -320,6 +323,8 @@ class Channel:
             yield Inbound(source.connection, source.user, message, page)
 
     def _close_local(self, descriptor: int) -> None:
+        if not self._local.holds(descriptor):
+            return
         self._poller.unregister(descriptor)
         self._local.close_connection(descriptor)
         self._descriptors = None

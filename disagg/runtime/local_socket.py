@@ -168,6 +168,10 @@ class LocalListener:
         """Descriptors of everything that was accepted and not closed."""
         return [*self._unauthenticated, *self._connections]
 
+    def holds(self, descriptor: int) -> bool:
+        """Whether a descriptor was accepted and not closed."""
+        return descriptor in self._unauthenticated or descriptor in self._connections
+
     def of(self, connection: bytes) -> list[int]:
         """Descriptors of the local connections that belong to a TCP connection."""
         return [descriptor for descriptor, (_, source) in self._connections.items() if source.connection == connection]

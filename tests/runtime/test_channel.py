@@ -215,3 +215,23 @@ def test_more_sockets_can_be_open_than_libzmq_allows_by_itself() -> None:
             channel.connect(2001, "tcp://127.0.0.1:9")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_local_connection_ends_with_its_tcp_connection_after_its_last_messages() -> None:
+    """Otherwise messages would count for a connection that nobody can answer on."""
+    server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
+    with contextlib.closing(server), contextlib.closing(client):
+        client.connect(DIAL, server.address)
+        connection = connect_locally(server, client)
+        assert delivered(server, client, b"first") == [b"first"]
+        (descriptor,) = server._local._connections
+        client.send(DIAL, b"last")
+        client.flush()
+        peer = client._peers.pop(DIAL)
+        client._poller.unregister(peer.socket)
+        peer.socket.close(0)
+        found = until(server, 2)
+        client._leave(peer)
+        assert [each for each in found if isinstance(each, Closed)] == [Closed(connection)]
+        assert Inbound(connection, "", b"last") in found
+        assert not server._local.holds(descriptor)
