@@ -15,6 +15,8 @@ from disagg.protocol.messages import PROTOCOL_VERSION, Busy, Hello, Member, Reje
 from disagg.protocol.peer_state import Identity, PeerEffect, ReplyOn, Undecided
 from disagg.protocol.types import PeerRank
 
+GREET_AGAIN_S = 5.0
+"""A hello that is due later than this waits because the peer has refused the last one."""
 HelloAcceptor = Callable[[Hello, Callable[[], tuple[Member, ...]]], Welcome]
 """Validates a configured peer's hello and returns the welcome. Raises `DisaggError` to reject it for good, `Undecided` to be
 asked again.
@@ -58,6 +60,7 @@ class Admission:
                 self._members.join(user, hello)
             else:
                 self._admit(user, hello)
+                self._greet_again(hello, now)
                 if missing := self._members.missing():
                     self._effects.append(ReplyOn(connection, Busy(reason=missing, retry_after_s=self._hello_retry_s)))
                     return
@@ -99,6 +102,13 @@ class Admission:
             raise RemoteProtocolError(
                 f"another process has the name {peer} and is connected to {self._identity}: end it, or choose another name"
             )
+
+    def _greet_again(self, hello: Hello, now: float) -> None:
+        """A peer that had refused this rank for a reason that may pass says hello: ask it again, whatever it gets itself."""
+        link = self._links.to(PeerRank(hello.instance, hello.rank))
+        if link is not None and not link.is_ready and not link.refused and link.hello_at > now + GREET_AGAIN_S:
+            link.greet_soon(now)
+            self._links.arm(link)
 
     def _on_accepted(self, hello: Hello, now: float) -> None:
         """A hello of a peer was accepted: see whether its process, or the generation of the connection, is new."""

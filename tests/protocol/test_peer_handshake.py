@@ -91,6 +91,18 @@ def test_a_refused_peer_that_says_hello_gets_one_at_once() -> None:
     assert SendHello(0, 0, 7) in take_effects(table)
 
 
+def test_a_refusal_that_has_passed_is_found_out_by_the_peers_hello() -> None:
+    """Also where that hello is rejected: the peer has configured this rank, and gives another reason now."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    reply(table, LEADER, Reject(field="hello", reason="not configured"), 0.0)
+    table.on_inbound(b"c1", "", hello(table=b"bad"), 1.0)
+    take_effects(table)
+    table.tick(1.0)
+    assert SendHello(0) in take_effects(table)
+
+
 def test_reject_and_busy_set_the_problem() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
