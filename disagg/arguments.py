@@ -132,6 +132,7 @@ def check_needs(
 
 
 def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """The ids as a tuple. Raises `LocalProtocolError` if they are not ids of 0 to 2**31 - 1."""
     try:
         chosen = tuple(operator.index(layer) for layer in layers)
     except TypeError as error:
@@ -142,6 +143,7 @@ def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_payload(payload: object) -> None:
+    """Raises `LocalProtocolError` unless `payload` is `bytes` of at most `MAX_PAYLOAD_NBYTES`."""
     if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
         found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
         raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")

@@ -200,7 +200,7 @@ class KVManager:
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
         Nothing is reserved before `ready` has passed. Raises `PeerUnreachable` if the peer is not ready, `LayoutError` for rows
-        that cannot hold what is needed, `LocalProtocolError` for an argument of another kind, for an attempt that was used
+        that cannot hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used
         before, and for rows that another receive needs and whose lease is not released.
         """
         runtime, agreement = self._runtime, self._agreement(peer)
@@ -238,7 +238,7 @@ class KVManager:
     def sender(self, request_id: bytes, *, peer: str, attempt: int = 0, deadline_s: float = 60.0, tag: Any = None) -> Sender:
         """Serve a request to `peer`, whichever of its groups reserves it. Rows may be sent before or after the reserve.
 
-        Raises `PeerUnreachable` if the peer is not ready, `LocalProtocolError` for an argument of another kind, and for an
+        Raises `PeerUnreachable` if the peer is not ready, `LocalProtocolError` for an argument of the wrong type, and for an
         attempt that was used before.
         """
         runtime, agreement = self._runtime, self._agreement(peer)
@@ -300,7 +300,7 @@ class KVManager:
         return not self._runtime.requests.open_handles()
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. A second call waits until that is done.
+        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
 
         If the engine's end proves all rows quiet, quarantined rows are released as well. In a callback, which runs in a thread
         of the manager, this returns at once, and another thread closes the manager; a call in the server's thread waits for it.

@@ -207,7 +207,7 @@ class _SentTokens:
 
 
 def _sent_range(rows: Rows, tokens: TokenRange | None) -> tuple[int, float]:
-    """The tokens `[start, stop)` that rows given to `send` may hold. What is needed is not known yet."""
+    """The tokens `[start, stop)` that rows given to `send` may hold, before the receivers' need is known."""
     if isinstance(rows, Slot):
         return 0, 1
     return tokens or (rows.first_token, math.inf)
@@ -241,8 +241,8 @@ class Sender(RequestHandle):
         """Send rows: the tokens `[start, stop)` of pages (`None`: all that is needed from `first_token` on), in `layers`
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
-        Returns at once. Raises `LocalProtocolError` for arguments of another kind, a component that was not declared, tokens of
-        a layer that were already sent, or after `finish`.
+        Returns at once. Raises `LocalProtocolError` for arguments of the wrong type, a component that was not declared, tokens
+        of a layer that were already sent, or after `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 

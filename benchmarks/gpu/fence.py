@@ -4,7 +4,7 @@ The owner has memory on one GPU. Writers, several at a time, map it through the 
 a kernel that writes to the whole stripe for ever. Each writer is killed in one of `CASES`. Once the fence is `QUIET` the owner
 writes a guard pattern to the stripe and compares every word for `WATCH_S`::
 
-    python -m benchmarks.gpu.fence [--same-gpu] [--scale 1.0] [--lanes 10] [--json FILE]
+    python -m benchmarks.gpu.fence [--same-gpu] [--scale 1.0] [--workers 10] [--json FILE]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from disagg.backends.nvlink.mapping import NvlinkPeer
 from disagg.core.memory import Device, MemoryRegion
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 
-LANE_NBYTES = 8 << 20
+WORKER_NBYTES = 8 << 20
 WATCH_S, HOLD_S, PATIENCE_S = 0.12, 0.3, 120.0
 SAMPLE_S = 0.03
 """How long the memory is sampled after the end of a process, before it is fenced."""
@@ -76,7 +76,7 @@ def writer(pipe: Connection, ordinal: int, case: str, endpoint: bytes, target: i
     if case == EXECUTED:
         child = subprocess.Popen(["sleep", str(int(PATIENCE_S))]).pid
     mapped = (target + int(peer.deltas[0])) % 2**64
-    work.launch(kernels["scribble"], [mapped, LANE_NBYTES // 4, ctypes.addressof(flags), 0], blocks=32, threads=512)
+    work.launch(kernels["scribble"], [mapped, WORKER_NBYTES // 4, ctypes.addressof(flags), 0], blocks=32, threads=512)
     while flags[1] < 3:
         time.sleep(0.001)
     pipe.send((backend.endpoint(), identity.name, child))
@@ -98,7 +98,7 @@ def _forked() -> int:
 
 @dataclass
 class Outcome:
-    """What was seen of one writer. Times are in milliseconds after the signal that ended the last process with its context."""
+    """The result for one writer. Times are in milliseconds after the signal that ended the last process with its context."""
 
     case: str
     early: int = 0
@@ -119,88 +119,88 @@ class Outcome:
 class Owner:
     """The process whose memory the writers map."""
 
-    def __init__(self, ordinal: int, writers: int, lanes: int) -> None:
+    def __init__(self, ordinal: int, writers: int, workers: int) -> None:
         self.gpu, self.writers = Gpu(ordinal), writers
         with self.gpu.current():
-            self.base = int(self.gpu.call("cuMemAlloc", lanes * LANE_NBYTES))
+            self.base = int(self.gpu.call("cuMemAlloc", workers * WORKER_NBYTES))
         self.backend = NvlinkBackend(BackendOptions())
-        self.backend.register([MemoryRegion(self.base, lanes * LANE_NBYTES, Device("cuda", ordinal))])
+        self.backend.register([MemoryRegion(self.base, workers * WORKER_NBYTES, Device("cuda", ordinal))])
         self.endpoint = self.backend.endpoint()
 
-    def read(self, lane: int, nbytes: int = LANE_NBYTES) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    def read(self, worker: int, nbytes: int = WORKER_NBYTES) -> np.ndarray[Any, np.dtype[np.uint32]]:
         found = np.empty(nbytes // 4, np.uint32)
         with self.gpu.current():
-            self.gpu.call("cuMemcpyDtoH", found.ctypes.data, self.base + lane * LANE_NBYTES, nbytes)
+            self.gpu.call("cuMemcpyDtoH", found.ctypes.data, self.base + worker * WORKER_NBYTES, nbytes)
         return found
 
-    def changes(self, lane: int, *, within_s: float) -> bool:
+    def changes(self, worker: int, *, within_s: float) -> bool:
         """Whether a kernel writes to the stripe, as far as it shows within a time. Kernels on one GPU take turns."""
-        before, deadline = self.read(lane, 16 << 10), time.monotonic() + within_s
+        before, deadline = self.read(worker, 16 << 10), time.monotonic() + within_s
         while time.monotonic() < deadline:
-            if (self.read(lane, 16 << 10) != before).any():
+            if (self.read(worker, 16 << 10) != before).any():
                 return True
             time.sleep(0.001)
         return False
 
-    def guard(self, lane: int, outcome: Outcome) -> None:
+    def guard(self, worker: int, outcome: Outcome) -> None:
         """Write a pattern to the stripe, and count words that differ from it for `WATCH_S`."""
         pattern = random.getrandbits(32) | 0x80000000  # a writer's values are small
         with self.gpu.current():
-            self.gpu.call("cuMemsetD32", self.base + lane * LANE_NBYTES, pattern, LANE_NBYTES // 4)
+            self.gpu.call("cuMemsetD32", self.base + worker * WORKER_NBYTES, pattern, WORKER_NBYTES // 4)
         deadline = time.monotonic() + WATCH_S
         while time.monotonic() < deadline or not outcome.guards:
-            outcome.wrong_words += int(np.count_nonzero(self.read(lane) != pattern))
+            outcome.wrong_words += int(np.count_nonzero(self.read(worker) != pattern))
             outcome.guards += 1
             time.sleep(0.005)
 
-    def run(self, lane: int, case: str) -> Outcome:
+    def run(self, worker: int, case: str) -> Outcome:
         """Start a writer, end it, fence it, and watch its stripe."""
-        with self.writing(lane, case) as (process, peer, child):
+        with self.writing(worker, case) as (process, peer, child):
             pid = process.pid
             assert pid is not None
             outcome = Outcome(case)
-            assert self.changes(lane, within_s=PATIENCE_S), "the kernel does not write"
+            assert self.changes(worker, within_s=PATIENCE_S), "the kernel does not write"
             if case == STOPPED:
                 os.kill(pid, signal.SIGSTOP)
-                self.hold(lane, peer, outcome)
+                self.hold(worker, peer, outcome)
             self.backend.disconnect(peer)
-            killed = self.kill(pid, lane, outcome)
+            killed = self.kill(pid, worker, outcome)
             if case in (BEFORE, AFTER):
-                self.hold(lane, peer, outcome)
+                self.hold(worker, peer, outcome)
                 killed = time.monotonic()
                 os.kill(child, signal.SIGKILL)
             while self.backend.fence(peer, epoch=1) is not Fence.QUIET:
                 assert time.monotonic() < killed + PATIENCE_S, f"{case}: not quiet after {PATIENCE_S} s"
                 time.sleep(0.0005)
             outcome.quiet_ms = (time.monotonic() - killed) * 1e3
-            self.guard(lane, outcome)
+            self.guard(worker, outcome)
             return outcome
 
-    def kill(self, pid: int, lane: int, outcome: Outcome) -> float:
+    def kill(self, pid: int, worker: int, outcome: Outcome) -> float:
         """Kill a process and wait for its end. Returns the time of the signal."""
         pidfd, killed = os.pidfd_open(pid), time.monotonic()
         os.kill(pid, signal.SIGKILL)
         assert select.select([pidfd], [], [], PATIENCE_S)[0], "the process does not end"
         outcome.ended_ms = (time.monotonic() - killed) * 1e3
         os.close(pidfd)
-        outcome.changed_after_end = self.changes(lane, within_s=SAMPLE_S)
+        outcome.changed_after_end = self.changes(worker, within_s=SAMPLE_S)
         return killed
 
-    def hold(self, lane: int, peer: RemotePeer, outcome: Outcome) -> None:
+    def hold(self, worker: int, peer: RemotePeer, outcome: Outcome) -> None:
         """Fence for a while, in which the writer's context is alive."""
         deadline = time.monotonic() + HOLD_S
         while time.monotonic() < deadline:
             outcome.early += self.backend.fence(peer, epoch=1) is Fence.QUIET
             outcome.checks += 1
             time.sleep(0.01)
-        outcome.went_on = self.changes(lane, within_s=1.0)
+        outcome.went_on = self.changes(worker, within_s=1.0)
 
     @contextmanager
-    def writing(self, lane: int, case: str) -> Iterator[tuple[BaseProcess, NvlinkPeer, int]]:
+    def writing(self, worker: int, case: str) -> Iterator[tuple[BaseProcess, NvlinkPeer, int]]:
         """A writer whose kernel writes to the stripe, and the id of its child."""
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        arguments = (theirs, self.writers, case, self.endpoint, self.base + lane * LANE_NBYTES)
+        arguments = (theirs, self.writers, case, self.endpoint, self.base + worker * WORKER_NBYTES)
         process = context.Process(target=writer, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -224,21 +224,21 @@ class Owner:
 
 @dataclass
 class Results:
-    """Outcomes of all lanes, which stop at a time, or after too many failures."""
+    """Outcomes of all workers, which stop at a time, or after too many failures."""
 
     until: float
     outcomes: list[Outcome] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    def work(self, owner: Owner, lane: int, cases: queue.SimpleQueue[str]) -> None:
-        """One lane: run cases until none is left."""
+    def work(self, owner: Owner, worker: int, cases: queue.SimpleQueue[str]) -> None:
+        """One worker: run cases until none is left."""
         while len(self.failures) < 10 and time.monotonic() < self.until:
             try:
                 case = cases.get_nowait()
             except queue.Empty:
                 return
             try:
-                self.outcomes.append(owner.run(lane, case))
+                self.outcomes.append(owner.run(worker, case))
             except Exception as error:  # noqa: BLE001 (a result)
                 self.failures.append(f"{case}: {type(error).__name__}: {error}")
 
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the writers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
-    parser.add_argument("--lanes", type=int, default=10, help="writers at a time")
+    parser.add_argument("--workers", type=int, default=10, help="writers at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no writer after this time")
     arguments = parser.parse_args()
     order = [case for case, count in CASES.items() for _ in range(max(1, round(count * arguments.scale)))]
@@ -293,20 +293,20 @@ def main() -> int:
     for case in order:
         cases.put(case)
     started = time.monotonic()
-    owner = Owner(0 if arguments.same_gpu else 1, 0, arguments.lanes)
+    owner = Owner(0 if arguments.same_gpu else 1, 0, arguments.workers)
     results = Results(started + arguments.seconds)
-    lanes = [threading.Thread(target=results.work, args=(owner, lane, cases)) for lane in range(arguments.lanes)]
-    for lane in lanes:
-        lane.start()
-    for lane in lanes:
-        lane.join()
+    workers = [threading.Thread(target=results.work, args=(owner, worker, cases)) for worker in range(arguments.workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     owner.backend.close()
     report = {
         "date": arguments.date,
         "what": __doc__.split("\n", 1)[0],
         "gpus": "one" if arguments.same_gpu else "two",
         **machine(),
-        "writers at a time": arguments.lanes,
+        "writers at a time": arguments.workers,
         "seconds": round(time.monotonic() - started),
         "rows": results.rows(),
         "failures": results.failures,

@@ -1,12 +1,12 @@
 """A prefill process is killed or stopped over `nvlink`: are decode's rows given back, and is nothing written to them later?
 
-Each decode process (a lane) has one manager. One prefill process after the other connects to it, sends one request, which is
+Each decode process (a worker) has one manager. One prefill process after the other connects to it, sends one request, which is
 verified byte for byte, and is then lost in one of `CASES` with a second request over the same rows. Once the rows are released
 they are filled with a guard byte, which must still be there when the next prefill process is ready to write them.
 
 Destinations begin at odd addresses and the kernel has one block, so that it copies single bytes and takes a while::
 
-    python -m benchmarks.gpu.lost_peers [--same-gpu] [--count 300] [--lanes 12] [--json FILE]
+    python -m benchmarks.gpu.lost_peers [--same-gpu] [--count 300] [--workers 12] [--json FILE]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_PAGES, POOL_PAGES = 4096, 6144
 GUARD = 255
 LINKS = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=2.0)
 PATIENCE_S, HOLD_S = 40.0, 0.5
-FIRST_PORT, PORTS_PER_LANE = 20_000, 400
+FIRST_PORT, PORTS_PER_WORKER = 20_000, 400
 """Each prefill process listens at a port of its own: what decode still knows of an ended one must not meet another."""
 UNSENT, COPYING, STOPPED = "killed before it sent anything", "killed while it copied", "stopped while it copied, later killed"
 CASES = (UNSENT, COPYING, STOPPED)
@@ -150,13 +150,13 @@ class Loss:
 
 
 class Decode:
-    """One lane: a manager, and the rows that all of its requests use."""
+    """One worker: a manager, and the rows that all of its requests use."""
 
-    def __init__(self, ordinal: int, prefill_ordinal: int, lane: int, *, count: int = 0) -> None:
-        self.name, self.prefill_gpu = f"decode-{lane}", str(prefill_ordinal)
-        self.lane, self.count = lane, count
+    def __init__(self, ordinal: int, prefill_ordinal: int, worker: int, *, count: int = 0) -> None:
+        self.name, self.prefill_gpu = f"decode-{worker}", str(prefill_ordinal)
+        self.worker, self.count = worker, count
         self.pools = Pools(ordinal, POOL_PAGES, skew=1)
-        self.ids = np.random.default_rng(lane).permutation(POOL_PAGES)[:NUM_PAGES]
+        self.ids = np.random.default_rng(worker).permutation(POOL_PAGES)[:NUM_PAGES]
         self.untouched = np.full(POOL_PAGES, GUARD, np.uint8)
         self.pools.write(self.untouched)
         self.manager = self.pools.manager(self.name)
@@ -178,7 +178,7 @@ class Decode:
     def run(self, case: str) -> Loss:
         """Connect a prefill process, verify one request, and lose the process with the next."""
         self.count += 1
-        peer, seed, total = f"prefill-{self.lane}-{self.count}", 2 * self.count, 2 * LAYERS * POOL_PAGES * PAGE_NBYTES
+        peer, seed, total = f"prefill-{self.worker}-{self.count}", 2 * self.count, 2 * LAYERS * POOL_PAGES * PAGE_NBYTES
         with self.connected(peer) as (pid, pipe):
             wrong = total - self.pools.count(self.untouched)
             request = new_request_id()
@@ -224,7 +224,7 @@ class Decode:
         """A prefill process that is ready to send; killed at the end."""
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        port = FIRST_PORT + self.lane * PORTS_PER_LANE + self.count
+        port = FIRST_PORT + self.worker * PORTS_PER_WORKER + self.count
         arguments = (theirs, self.prefill_gpu, peer, port, self.name, self.manager.address)
         process = context.Process(target=prefill, args=arguments, daemon=True)
         process.start()
@@ -258,10 +258,10 @@ def _released(event: Event) -> float:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def decode(pipe: Connection, ordinals: tuple[int, int], lane: int, cases: list[str], until: float) -> None:
-    """One lane: send each `Loss`, or the text of an error, and `None` at the end. After an error all of its memory is new."""
+def decode(pipe: Connection, ordinals: tuple[int, int], worker: int, cases: list[str], until: float) -> None:
+    """One worker: send each `Loss`, or the text of an error, and `None` at the end. After an error all of its memory is new."""
     logging.getLogger("disagg").setLevel(logging.ERROR)
-    rank = Decode(*ordinals, lane)
+    rank = Decode(*ordinals, worker)
     for case in cases:
         if time.monotonic() > until:
             break
@@ -270,7 +270,7 @@ def decode(pipe: Connection, ordinals: tuple[int, int], lane: int, cases: list[s
         except Exception as error:  # noqa: BLE001 (a result)
             pipe.send(f"{rank.name}, {rank.count}, {case}: {type(error).__name__}: {error}")
             rank.manager.close()
-            rank = Decode(*ordinals, lane, count=rank.count)
+            rank = Decode(*ordinals, worker, count=rank.count)
     time.sleep(HOLD_S)
     if rank.has_been_written():
         pipe.send("bytes were written after the last release")
@@ -278,14 +278,14 @@ def decode(pipe: Connection, ordinals: tuple[int, int], lane: int, cases: list[s
     rank.manager.close()
 
 
-def lose_all(ordinals: tuple[int, int], cases: list[str], *, lanes: int, seconds: float) -> tuple[list[Loss], list[str]]:
-    """Run the cases in several lanes; returns what was lost, and errors. `ordinals`: the GPUs of decode and of prefill."""
+def lose_all(ordinals: tuple[int, int], cases: list[str], *, workers: int, seconds: float) -> tuple[list[Loss], list[str]]:
+    """Run the cases in several workers. Returns the losses and the errors. `ordinals`: the GPUs of decode and of prefill."""
     context, until = multiprocessing.get_context("spawn"), time.monotonic() + seconds
     pipes: list[Connection] = []
     processes = []
-    for lane in range(min(lanes, len(cases))):
+    for worker in range(min(workers, len(cases))):
         pipe, theirs = context.Pipe()
-        processes.append(context.Process(target=decode, args=(theirs, ordinals, lane, cases[lane::lanes], until)))
+        processes.append(context.Process(target=decode, args=(theirs, ordinals, worker, cases[worker::workers], until)))
         processes[-1].start()
         theirs.close()
         pipes.append(pipe)
@@ -294,7 +294,7 @@ def lose_all(ordinals: tuple[int, int], cases: list[str], *, lanes: int, seconds
     while pipes:
         ready = [each for each in wait(pipes, until + PATIENCE_S - time.monotonic()) if isinstance(each, Connection)]
         if not ready:
-            failures.append(f"{len(pipes)} lanes did not end")
+            failures.append(f"{len(pipes)} workers did not end")
             break
         for pipe in ready:
             try:
@@ -312,7 +312,7 @@ def lose_all(ordinals: tuple[int, int], cases: list[str], *, lanes: int, seconds
 
 
 def row(case: str, same: list[Loss]) -> dict[str, Any]:
-    """What was seen of one case."""
+    """The result of one case."""
     return {
         "case": case,
         "peers": len(same),
@@ -329,7 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--same-gpu", action="store_true", help="decode and prefill on GPU 0")
     parser.add_argument("--count", type=int, default=300, help="prefill processes")
-    parser.add_argument("--lanes", type=int, default=12, help="decode processes")
+    parser.add_argument("--workers", type=int, default=12, help="decode processes")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no prefill process after this time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
@@ -338,13 +338,13 @@ def main() -> int:
     random.Random(2).shuffle(cases)
     ordinals = (0, 0) if arguments.same_gpu else (1, 0)
     started = time.monotonic()
-    losses, failures = lose_all(ordinals, cases, lanes=arguments.lanes, seconds=arguments.seconds)
+    losses, failures = lose_all(ordinals, cases, workers=arguments.workers, seconds=arguments.seconds)
     report = {
         "date": arguments.date,
         "what": __doc__.split("\n", 1)[0],
         "gpus": "one" if arguments.same_gpu else "two",
         **machine(),
-        "decode processes": arguments.lanes,
+        "decode processes": arguments.workers,
         "heartbeat timeout, s": LINKS.heartbeat_timeout_s,
         "seconds": round(time.monotonic() - started),
         "rows": [row(case, same) for case in CASES if (same := [x for x in losses if x.case == case])],

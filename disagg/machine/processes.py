@@ -1,6 +1,6 @@
 """Which process is at the other end, whether it has ended, whether bytes that it sent may still arrive, and copies from it.
 
-**Who.** A process listens on an `IdentitySocket`, and accepts nothing there. Another process connects to it, and the kernel
+**Who.** A process listens on an `IdentitySocket`; nothing is ever sent there. Another process connects to it, and the kernel
 says who listens (`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed: neither a
 process id nor a machine's name, which clones of a virtual machine share. The name of the socket is bound to the identity that
 the peer has proved on its control channel, so that a peer cannot pass on the socket of somebody else.
@@ -51,6 +51,14 @@ _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
 
 
+class Credentials(NamedTuple):
+    """A process and its user and group, as the kernel attests them. `pid` is 0 in another process-id namespace."""
+
+    pid: int
+    user: int
+    group: int
+
+
 class _Socket(NamedTuple):
     local: str
     remote: str
@@ -87,7 +95,7 @@ class IdentitySocket:
             except OSError:  # none is left, or no descriptor
                 break
             found.set_inheritable(True)
-            self._watchers.append((found, _credentials(found)[1]))
+            self._watchers.append((found, peer_credentials(found).user))
         for each in [watcher for watcher in self._watchers if _is_closed(watcher[0])]:
             self._drop(each)
         while len(self._watchers) > _MAX_WATCHERS:
@@ -132,7 +140,7 @@ class ProcessWatch:
             return None
         try:
             connection.connect(f"\0{name}")
-            pid = _credentials(connection)[0]
+            pid = peer_credentials(connection).pid
             return cls(pid, _pidfd_of(connection, pid), connection)
         except (OSError, ValueError) as error:
             logger.debug("no process is attested at %r: %s", name, error)
@@ -185,6 +193,14 @@ class ProcessWatch:
             self.close()
 
 
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """The process at the other end of a Unix socket. At the end that connected, it is the process that listens, even if another
+    has inherited its socket.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(found))
+
+
 def _pidfd_of(connection: socket.socket, pid: int) -> int:
     """A pidfd of the process at the other end. Raises `OSError` where there is none."""
     try:
@@ -197,12 +213,6 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
         os.close(descriptor)
         raise ProcessLookupError(f"process {pid} has ended")
     return descriptor
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """The process, user and group at the other end, by the kernel."""
-    pid, user, group = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, user, group
 
 
 def _is_closed(connection: socket.socket) -> bool:
@@ -238,7 +248,7 @@ def _has_orphans(*, by_accepted: bool) -> bool:
     that is proved to have ended on this one.
     """
     sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
-    own = set(_own_sockets())  # after the tables: what was accepted in between has no owner in them
+    own = set(_own_sockets())  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
     hosts = {row.local.rpartition(":")[0] for row in sockets}
     ports = {row.local.rpartition(":")[2] for row in sockets if row.state == _LISTEN and row.inode in own}

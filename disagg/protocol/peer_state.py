@@ -16,7 +16,7 @@ from disagg.protocol.types import NEVER, PeerRank
 
 
 class Undecided(DisaggError):
-    """Whether a peer can be used is not known yet. It is asked again after `retry_s` seconds."""
+    """A peer was neither accepted nor refused yet. Its hello is repeated after `retry_s` seconds."""
 
     def __init__(self, message: str, *, retry_s: float = 0.02) -> None:
         super().__init__(message)

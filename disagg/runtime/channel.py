@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.auth.thread
-import zmq.utils.z85
 
 from disagg.core import _native
 from disagg.core.address import is_loopback, parse_address

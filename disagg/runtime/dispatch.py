@@ -81,7 +81,7 @@ class Dispatch:
         self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
         """Receives whose rows wait for their event."""
         self._ended: list[Event] = []
-        self.num_refused_messages = self.num_rejected_hellos = self.num_faults = 0
+        self.num_refused_messages = self.num_rejected_hellos = 0
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,6 @@ class Dispatch:
             self._refuse(error)
             return False
         except Exception:  # a fault here must not end the thread that serves every other peer
-            self.num_faults += 1
             logger.exception("%s: fault in a message of %d bytes", self._handshake.me, len(arrived.data))
             return False
         return True
@@ -189,7 +188,6 @@ class Dispatch:
             try:
                 self._carry_out_peer(effect, now)
             except Exception:  # concerns one peer
-                self.num_faults += 1
                 logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
 
     def _carry_out_peer(self, effect: PeerEffect, now: float) -> None:
@@ -228,7 +226,6 @@ class Dispatch:
             try:
                 self._carry_out_session(effect, now)
             except Exception:  # concerns one request, which its deadline ends
-                self.num_faults += 1
                 logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
 
     def _carry_out_session(self, effect: Effect, now: float) -> None:

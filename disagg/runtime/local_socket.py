@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.core import _native
+from disagg.machine.processes import peer_credentials
 from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ _BACKLOG = 64
 _LENGTH = struct.Struct("<I")
 _NOTHING = bytes(4)
 """The result of FIONREAD if nothing is queued."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ class LocalListener:
             except OSError:  # none left, or it has gone again
                 return
             found.setblocking(False)
-            if _user_of(found) != os.geteuid():
+            if peer_credentials(found).user != os.geteuid():
                 found.close()
                 continue
             self._unauthenticated[found.fileno()] = found
@@ -192,12 +192,6 @@ class LocalListener:
         self._socket.close()
 
 
-def _user_of(peer: socket.socket) -> int:
-    """The user id of the process at the other end, by the kernel."""
-    user: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-    return user
-
-
 def _unpack(packet: bytes, messages: list[bytes]) -> bool:
     """Append the messages of a packet. Returns whether the packet is well-formed."""
     at, end = 0, len(packet)
@@ -236,7 +230,7 @@ class LocalConnection:
             return None
         try:
             opened.connect(f"\0{wanted.name}")
-            if _user_of(opened) != os.geteuid():
+            if peer_credentials(opened).user != os.geteuid():
                 raise PermissionError
             shown = [page.fileno()] if page is not None and wanted.polls else []
             socket.send_fds(opened, [wanted.token], shown)

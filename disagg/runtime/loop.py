@@ -55,12 +55,11 @@ class CommandQueue:
             try:
                 run(now)
             except Exception as error:  # concerns one request or one peer
-                if on_error is None or not isinstance(error, DisaggError):
+                known = error if isinstance(error, DisaggError) else None
+                if on_error is None or known is None:
                     logger.exception("a command of the control thread failed")
                 if on_error is not None:
-                    on_error(
-                        error if isinstance(error, DisaggError) else LocalProtocolError(f"{type(error).__name__}: {error}")
-                    )
+                    on_error(known or LocalProtocolError(f"{type(error).__name__}: {error}"))
 
 
 class Loop:
@@ -190,7 +189,6 @@ class Loop:
             self._dispatch.carry_out_peers(now)
             self._sessions.tick(now)
             self._connections.tick(now)
-            self._dispatch.carry_out_peers(now)
             self._dispatch.carry_out(now)
         self._due_known = False
 

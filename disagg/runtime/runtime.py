@@ -251,7 +251,7 @@ class Runtime:
         self._opened.callback(close)
 
     def close(self) -> None:
-        """Say goodbye, end what is under way, stop the threads and the engine. A second call waits for the first."""
+        """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first."""
         self.lifetime.end()
 
     def _threads(self) -> tuple[threading.Thread, ...]:

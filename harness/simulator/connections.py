@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Member, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Member, RingGrant, Welcome, decode, encode
 from disagg.protocol.peer_state import (
     Connect,
     ConnectionLimits,
@@ -77,7 +77,7 @@ class ConnectionWorld:
         identity = Identity(name, 0, 1, epoch, "m", "", b"t", ADDRESSES[name], leader=True)
 
         def accept(hello: Hello, members: Callable[[], tuple[Member, ...]]) -> Welcome:
-            return _welcome(name, epoch, members(), hello.generation)
+            return welcome(name, 0, epoch, members(), generation=hello.generation)
 
         table = PeerTable(identity, leader=None, accept_hello=accept, validate_welcome=lambda _: 1, limits=LIMITS)
         process = self.live[name] = Process(name, table)
@@ -271,11 +271,21 @@ def _hello(me: Identity, generation: int, peer_epoch: int, dial: int) -> Hello:
     )
 
 
-def _welcome(name: str, epoch: int, members: tuple[Member, ...], generation: int) -> Welcome:
+def welcome(
+    instance: str = "decode-0",
+    rank: int = 0,
+    epoch: int = 7,
+    members: tuple[Member, ...] = (),
+    *,
+    version: int = PROTOCOL_VERSION,
+    generation: int = 0,
+    ring: RingGrant | None = None,
+) -> Welcome:
+    """The answer of a rank that moves nothing."""
     return Welcome(
-        version=PROTOCOL_VERSION,
-        instance=name,
-        rank=0,
+        version=version,
+        instance=instance,
+        rank=rank,
         epoch=epoch,
         model="m",
         revision="",
@@ -286,4 +296,5 @@ def _welcome(name: str, epoch: int, members: tuple[Member, ...], generation: int
         backend="local",
         endpoint=b"",
         generation=generation,
+        ring=ring,
     )

@@ -200,6 +200,7 @@ def test_token_ownerships_of_giant_periods_are_rejected_in_bounded_memory() -> N
         (Periodic(0, 1, 2**20 + 7), Periodic(1, 2**20 + 6, 2**20 + 7)),
         (Periodic(0, 1, 1021), Periodic(1, 1, 1031), Periodic(2, 1, 1033)),
         (Periodic(0, 1, 1), Periodic(2**61, 1, 1)),
+        tuple(Periodic(index, 1, 2**20) for index in range(9)),
     ):
         with pytest.raises(LayoutError, match="axis 'token'"):
             elect(by_tokens(*owned), by_tokens(EVERYTHING))

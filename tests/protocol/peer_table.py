@@ -12,7 +12,6 @@ from disagg.protocol.messages import (
     Hello,
     Member,
     Message,
-    RingGrant,
     Welcome,
 )
 from disagg.protocol.peer_state import (
@@ -23,6 +22,7 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.types import PeerRank
+from harness.simulator.connections import welcome
 
 LEADER, SECOND = "tcp://10.0.0.1:80", "tcp://10.0.0.1:8000"
 LIMITS = ConnectionLimits(hello_retry_s=1.0, max_hello_retry_s=4.0, heartbeat_s=5.0, heartbeat_timeout_s=20.0)
@@ -35,34 +35,6 @@ EPOCH = 1
 def hello(instance: str = "decode-0", rank: int = 0, epoch: int = 7, **fields: object) -> Hello:
     defaults = {"version": PROTOCOL_VERSION, "model": "m", "revision": "", "table": b"t"}
     return Hello(instance=instance, rank=rank, epoch=epoch, **{**defaults, **fields})  # type: ignore[arg-type]
-
-
-def welcome(
-    instance: str = "decode-0",
-    rank: int = 0,
-    epoch: int = 7,
-    members: tuple[Member, ...] = (),
-    *,
-    version: int = PROTOCOL_VERSION,
-    generation: int = 0,
-    ring: RingGrant | None = None,
-) -> Welcome:
-    return Welcome(
-        version=version,
-        instance=instance,
-        rank=rank,
-        epoch=epoch,
-        model="m",
-        revision="",
-        table=b"t",
-        plans=b"",
-        members=members,
-        placements=b"",
-        backend="local",
-        endpoint=b"",
-        generation=generation,
-        ring=ring,
-    )
 
 
 def peer_table(

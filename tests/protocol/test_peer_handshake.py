@@ -20,6 +20,7 @@ from disagg.protocol.peer_state import (
     SendHello,
 )
 from disagg.protocol.types import PeerRank
+from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DECODE,
     DRAINED,
@@ -32,7 +33,6 @@ from tests.protocol.peer_table import (
     reply,
     take_effects,
     take_reply,
-    welcome,
 )
 
 
@@ -170,6 +170,19 @@ def test_a_refused_rank_gets_a_hello_again_later() -> None:
     assert take_effects(table) == [SendHello(0, 0, 7)]
     reply(table, LEADER, welcome(), 5.0)
     assert take_effects(table) == [Ready(PeerRank("decode-0", 0), 7, welcome())]
+
+
+def test_a_process_that_has_refused_this_rank_is_not_asked_again_for_each_hello() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    table.on_inbound(b"c1", "", hello(), 1.0)
+    reply(table, LEADER, Reject(field="hello", reason="another process has the name", final=True), 1.0)
+    take_effects(table)
+    table.on_inbound(b"c2", "", hello(), 2.0)
+    table.tick(2.0)
+    assert not any(isinstance(effect, SendHello) for effect in take_effects(table))
+    assert "another process has the name" in table.instances["decode-0"].refusal
 
 
 def test_a_connection_belongs_to_one_rank_and_a_rank_has_one_connection() -> None:

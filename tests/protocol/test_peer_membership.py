@@ -20,6 +20,7 @@ from disagg.protocol.peer_state import (
     SendHello,
 )
 from disagg.protocol.types import PeerRank
+from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DRAINED,
     LEADER,
@@ -30,7 +31,6 @@ from tests.protocol.peer_table import (
     reply,
     take_effects,
     take_reply,
-    welcome,
 )
 
 

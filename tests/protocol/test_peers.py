@@ -23,6 +23,7 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.peers import CLOSED_GRACE_S, PeerTable
 from disagg.protocol.types import NEVER
+from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DECODE,
     DRAINED,
@@ -36,7 +37,6 @@ from tests.protocol.peer_table import (
     reply,
     take_effects,
     take_reply,
-    welcome,
 )
 
 

@@ -145,7 +145,7 @@ class PeerQueue:
     def _do_work(self, work: Callable[[], None]) -> None:
         """Do `work` in the caller, which holds the work lock, then wake the thread for the rest and for errors.
 
-        Tasks do not wake the thread, because whoever waits for them polls.
+        Tasks do not wake the thread: their waiters poll.
         """
         try:
             work()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import secrets
 import select
 import socket
-import struct
 import time
 
+from disagg.machine.processes import peer_credentials
+
 BACKLOG = 4096
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Mappings:
@@ -45,7 +45,7 @@ class Mappings:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            pid = peer_pid(connection)
+            pid = peer_credentials(connection).pid
             self._held.append((connection, pid))
             self.seen.add(pid)
 
@@ -73,15 +73,6 @@ def _has_ended(connection: socket.socket) -> bool:
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
-
-
-def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end of a Unix socket, as the kernel attests it; 0 in another process-id namespace.
-
-    At the end that connected, it is the process that listens, even if another has inherited its socket.
-    """
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[0])
 
 
 def hold(address: str) -> socket.socket | None:

@@ -1,1 +1,1 @@
-"""`disagg doctor` checks a machine: what it supports, and what is wrong with it."""
+"""`disagg doctor` checks what a machine supports and what is wrong with it."""

@@ -1,4 +1,4 @@
-"""`disagg doctor`: report what this machine supports, what is wrong with it, and how to fix it."""
+"""`disagg doctor`: report what this machine supports, what is wrong with it and how to fix it."""
 
 from __future__ import annotations
 
