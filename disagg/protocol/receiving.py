@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.core.leases import Lease
 from disagg.core.rows import Rows
 from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
     CopyBegun,
+    Decline,
     Drained,
     EarlyComplete,
     Outcome,
@@ -77,6 +79,7 @@ class Receives:
         ready: bool = True,
         verify: Verify = "off",
         tag: Any = None,
+        lease: Lease | None = None,
     ) -> ReceiveSession:
         """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
 
@@ -93,11 +96,17 @@ class Receives:
         session = ReceiveSession(
             key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, ReceiveState.WAITING
         )
+        session.lease = lease or session.lease
         self.sessions[peer, key] = session
         self._timers.arm(session)
         if ready:
             self.ready(session, now)
         return session
+
+    def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
+        """Tell these ranks of an instance that nothing is needed of them."""
+        message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
+        self._effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def ready(self, session: ReceiveSession, now: float) -> None:
         """The rows may be written now: reserve them."""

@@ -23,6 +23,7 @@ from disagg.protocol.messages import (
     Complete,
     CopyBegun,
     Credit,
+    Decline,
     Drained,
     EarlyComplete,
     Filled,
@@ -34,6 +35,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
 from disagg.protocol.send_session import SendSession, SendState
+from disagg.protocol.send_table import Readers
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
 from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
@@ -42,7 +44,8 @@ from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
 class Sessions:
     """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
 
-    `rings` are what this rank grants to its writers, `draw` returns that many random bits.
+    `rings` are what this rank grants to its writers, `draw` returns that many random bits, and `readers_of` says whom of an
+    instance this rank writes to.
     """
 
     def __init__(
@@ -52,12 +55,13 @@ class Sessions:
         limits: Limits | None = None,
         rings: Rings | None = None,
         draw: Callable[[int], int] = secrets.randbits,
+        readers_of: Callable[[str], Readers] = lambda _: (frozenset(), 1),
     ) -> None:
         limits = limits or Limits()
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
         self.receives = Receives(group=group, limits=limits, effects=self.effects, timers=self._timers)
-        self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers)
+        self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
         self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
@@ -67,6 +71,8 @@ class Sessions:
         match message:
             case Reserve():
                 self.sends.on_reserve(peer, message, now)
+            case Decline():
+                self.sends.on_decline(peer, message, now)
             case SlotsFilled():
                 self.receives.answer_unknown(peer, message)
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
