@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
@@ -14,7 +14,6 @@ from disagg.protocol.messages import (
     Busy,
     Complete,
     CopyBegun,
-    Decline,
     Drained,
     EarlyComplete,
     Outcome,
@@ -63,6 +62,7 @@ class Receives:
         self._timers = timers
         self.sessions: dict[tuple[str, RequestKey], ReceiveSession] = {}
         self._ended = Tombstones(limits.max_tombstones)
+        self.forget = self._ended.forget
 
     def open(
         self,
@@ -102,11 +102,6 @@ class Receives:
         if ready:
             self.ready(session, now)
         return session
-
-    def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
-        """Tell these ranks of an instance that nothing is needed of them."""
-        message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
-        self._effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def ready(self, session: ReceiveSession, now: float) -> None:
         """The rows may be written now: reserve them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from disagg.core.errors import RemoteProtocolError
 from disagg.protocol.credits import Credits, Rings
@@ -38,7 +38,7 @@ from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.send_table import Readers
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
-from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
+from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, Ticket, UnpackSlot, ids
 
 
 class Sessions:
@@ -58,6 +58,7 @@ class Sessions:
         readers_of: Callable[[str], Readers] = lambda _: (frozenset(), 1),
     ) -> None:
         limits = limits or Limits()
+        self._group = group
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
         self.receives = Receives(group=group, limits=limits, effects=self.effects, timers=self._timers)
@@ -126,6 +127,16 @@ class Sessions:
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
         self.credits.peer_quiet(peer, epoch, renewed=renewed)
+
+    def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
+        """Tell these ranks of an instance that nothing is needed of them."""
+        message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
+        self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
+
+    def forget(self, instance: str) -> None:
+        """Forget the ended attempts of an instance."""
+        self.receives.forget(instance)
+        self.sends.table.ended.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""

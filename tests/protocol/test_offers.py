@@ -240,6 +240,6 @@ def test_a_receiver_tells_the_ranks_that_write_to_nobody() -> None:
         deadline=9.0,
         lease=Lease(),
     )
-    sessions.receives.decline(RequestKey(ID, 0), peer="P", nonce=7, source_group=0, ranks=(1, 2))
+    sessions.decline(RequestKey(ID, 0), peer="P", nonce=7, source_group=0, ranks=(1, 2))
     sent = [(effect.peer.rank, type(effect.message)) for effect in sessions.effects if isinstance(effect, SendMessage)]
     assert sent == [(0, Reserve), (1, Decline), (2, Decline)]
