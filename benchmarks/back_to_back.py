@@ -37,7 +37,7 @@ def rank(role: str, number: int, num_ranks: int, tokens: int, engine: tuple[str,
     ]
     topology = Topology(tp=num_ranks, tp_rank=number)
     layers = {layer: (tensors[2 * layer], tensors[2 * layer + 1]) for layer in range(LAYERS)}
-    kv = paged.gqa(layers, axes=paged.ORDERS["nhd"], num_kv_heads=HEADS, topology=topology)
+    kv = paged.gqa(layers, axes="nhd", num_kv_heads=HEADS, topology=topology)
     leader = pipe.recv() if number else None
     with KVManager(
         name=role,

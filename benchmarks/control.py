@@ -59,7 +59,7 @@ class Pool:
 
     def manager(self, name: str, *, backend: str, heads: int, transport: str = "auto") -> KVManager:
         topology = Topology()
-        kv = paged.gqa(self.tensors, axes=paged.ORDERS["nhd"], num_kv_heads=heads, topology=topology)
+        kv = paged.gqa(self.tensors, axes="nhd", num_kv_heads=heads, topology=topology)
         return KVManager(
             name=name, topology=topology, components=[kv], model=ModelId("control"), backend=backend, transport=transport
         )

@@ -83,10 +83,17 @@ def check_ready(ready: object) -> None:
         raise LocalProtocolError(f"ready: expected None or an event with query(), found {ready!r}")
 
 
-def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
-    """Raise `LocalProtocolError` unless `rows` is a mapping, and all rows are of declared components and of their kind."""
+GivenRows = Mapping[str, Rows | Sequence[int] | Ids | int]
+"""Rows by component: pages as `Pages` or as a plain sequence of ids from token 0 on, a slot as `Slot` or as its id."""
+
+
+def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
+    """The rows of each component. Raises `LocalProtocolError` unless `rows` is a mapping, and all rows are of declared
+    components and of their kind, `LayoutError` for ids that cannot be.
+    """
     if not isinstance(rows, Mapping):
         raise LocalProtocolError(f"rows: expected a mapping from components to rows, found {type(rows).__name__}")
+    found: dict[str, Rows] = {}
     for name, given in rows.items():
         layouts = local.table.components.get(name)
         if layouts is None:
@@ -94,10 +101,17 @@ def check_kinds(local: LocalRank, rows: Mapping[str, Rows]) -> None:
             raise LocalProtocolError(f"rows: no component {name!r} was declared; there are {known}")
         kind = next(layout.rows for layout in layouts if layout is not None)
         expected = Pages if kind == "pages" else Slot
+        if kind == "pages" and isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
+            given = Pages(np.asarray(given))  # noqa: PLW2901
+        elif kind == "slot" and isinstance(given, int | np.integer) and not isinstance(given, bool):
+            given = Slot(int(given))  # noqa: PLW2901
         if not isinstance(given, expected):
             raise LocalProtocolError(f"rows of {name!r}: expected {expected.__name__}, found {type(given).__name__}")
         if isinstance(given, Pages) and given.first_token > MAX_TOKEN:
             raise LocalProtocolError(f"rows of {name!r}: expected a first token of 0 to 2**40, found {given.first_token}")
+        assert isinstance(given, Pages | Slot)
+        found[name] = given
+    return found
 
 
 def check_needs(

@@ -12,6 +12,8 @@ from disagg.backends.base import BackendOptions, Transport
 from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rows import MAX_NAME
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
 from disagg.protocol.messages import Verify
 from disagg.protocol.peers import Admit
 from disagg.runtime.directory import Directory
@@ -87,6 +89,17 @@ def check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
     return name
+
+
+def check_topology(topology: Topology | None, components: Sequence[Component]) -> Topology:
+    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not."""
+    for component in components:
+        topology = topology or component.topology
+        if component.topology != topology:
+            raise ConfigError(f"component {component.name!r}: expected {topology}, found {component.topology}")
+    if topology is None:
+        raise ConfigError("topology: expected one, since there are no components, found None")
+    return topology
 
 
 def check_verify(value: Verify) -> Verify:

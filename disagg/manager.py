@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from disagg.arguments import (
+    GivenRows,
+    as_rows,
     check_deadline,
     check_text,
     check_timeout,
     request_key,
 )
 from disagg.backends.base import Backend, BackendOptions, RemotePeer
-from disagg.construction import admission, backend_options, check_known, check_name, check_peer, check_verify
+from disagg.construction import admission, backend_options, check_known, check_name, check_peer, check_topology, check_verify
 from disagg.core import _native
 from disagg.core.address import dialable
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
@@ -51,12 +52,12 @@ class KVManager:
     """One rank's transfers. Only `wait_ready`, `drain` and `close` block, and `wait` of a request; every other call returns at
     once. Work happens in two supervised threads, and a third with `verify`.
 
-    `name` names the instance, and is the same on all its ranks. `leader` is the control address of rank 0, which answers for
-    the instance (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`. If that is every
-    interface, `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control
-    channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
-    `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
-    in `peer_keys`. `add_peer` adds others later.
+    `name` names the instance, and is the same on all its ranks. `topology` is that of the components. `leader` is the control
+    address of rank 0, which answers for the instance (`None` on rank 0 itself). `listen` is this rank's control address,
+    `tcp://host:port`. If that is every interface, `advertise` is the address for peers, and its host is also where they reach
+    the engine. Off loopback the control channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP
+    takes `trusted_network=True` as well. `peers` are configured before anything is answered: the addresses of their leaders
+    by name, and with keys their public keys in `peer_keys`. `add_peer` adds others later.
 
     `admit` says which other instances may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`),
     or those for which a function returns true. It gets an instance's name, its leader's address and its public key (empty
@@ -78,8 +79,8 @@ class KVManager:
         self,
         *,
         name: str,
-        topology: Topology,
         components: Sequence[Component],
+        topology: Topology | None = None,
         model: ModelId,
         backend: str | Callable[[BackendOptions], Backend] = "auto",
         listen: str = "tcp://127.0.0.1:0",
@@ -101,13 +102,13 @@ class KVManager:
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
-        self.name, self.topology = check_name(name, "name"), topology
+        self.name, self.topology = check_name(name, "name"), check_topology(topology, components)
         self._verify = check_verify(verify)
-        if leader is not None and topology.rank == 0:
+        if leader is not None and self.topology.rank == 0:
             raise ConfigError(f"leader: expected None on rank 0, found {leader!r}")
         settings = RuntimeSettings(
             name=name,
-            topology=topology,
+            topology=self.topology,
             model=model,
             backend=backend,
             options=backend_options(listen, advertise, transport, devices, require, trusted_network),
@@ -158,6 +159,7 @@ class KVManager:
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer instance: requests with it fail, and it is not accepted any more."""
+        check_alive(self._runtime)
         check_text(name, "peer")
         self._runtime.directory.remove(name)
 
@@ -211,7 +213,7 @@ class KVManager:
         *,
         peer: str,
         address: str | None = None,
-        rows: Mapping[str, Rows],
+        rows: GivenRows,
         need: Mapping[str, TokenRange] | None = None,
         group: int = 0,
         attempt: int = 0,
@@ -237,7 +239,7 @@ class KVManager:
             ReceiveCall(
                 key=request_key(request_id, attempt),
                 peer=peer,
-                rows=rows,
+                rows=as_rows(self._runtime.local, rows),
                 need={} if need is None else need,
                 group=group,
                 deadline_s=check_deadline(deadline_s),
@@ -276,26 +278,13 @@ class KVManager:
             label=label,
         )
 
-    def decline(
-        self,
-        request_id: bytes,
-        *,
-        peer: str,
-        address: str | None = None,
-        group: int = 0,
-        attempt: int = 0,
-    ) -> None:
+    def decline(self, request_id: bytes, *, peer: str, address: str | None = None, group: int = 0, attempt: int = 0) -> None:
         """Tell `peer`'s `group` that this rank needs nothing of a request: its sender ends well, and its rows are released.
 
         Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
         self._check_known(peer, address)
-        decline(
-            self._runtime,
-            request_key(request_id, attempt),
-            peer=peer,
-            group=group,
-        )
+        decline(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
         """Every request that has ended since the last call. If there is none, this yields the GIL to the manager's threads if

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from disagg.arguments import Ids, check_kinds, check_layers, check_payload, check_ready, check_text, check_timeout
+from disagg.arguments import GivenRows, Ids, as_rows, check_layers, check_payload, check_ready, check_text, check_timeout
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
@@ -321,7 +321,7 @@ class Sender(RequestHandle):
 
     def send(
         self,
-        rows: Mapping[str, Rows],
+        rows: GivenRows,
         *,
         tokens: TokenRange | None = None,
         layers: Sequence[int] | None = None,
@@ -341,7 +341,7 @@ class Sender(RequestHandle):
 
         self._command(send)
 
-    def finish(self, rows: Mapping[str, Rows] | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
+    def finish(self, rows: GivenRows | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
         """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success.
 
         Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
@@ -366,17 +366,17 @@ class Sender(RequestHandle):
             self._control.sessions.sends.abort(self.session, error, now)
 
     def _chunk(
-        self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
+        self, rows: GivenRows, tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None
     ) -> Chunk:
         check_alive(self._control)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: nothing can be sent after finish()")
-        check_kinds(self._control.local, rows)
+        given = as_rows(self._control.local, rows)
         check_ready(ready)
         chosen = None if tokens is None else token_range(tokens)
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
-        chunk = Chunk(next(self._numbers), dict(rows), chosen, None if layers is None else check_layers(layers), ready)
+        chunk = Chunk(next(self._numbers), given, chosen, None if layers is None else check_layers(layers), ready)
         self._sent.add(self.key, chunk)
         return chunk
 

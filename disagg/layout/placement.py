@@ -114,18 +114,28 @@ class Component:
     """A component for `KVManager`: the layouts of all ranks of the group, and this rank's memory.
 
     `layouts` are by group rank, with `None` for a rank that owns none of the component. `placement` is `None` if this rank
-    owns none.
+    owns none. `topology` is that of this rank.
     """
 
     name: str
     layouts: tuple[ComponentLayout | None, ...]
     placement: Placement | None
     regions: tuple[MemoryRegion, ...]
+    topology: Topology
+
+
+ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
+"""Axis orders of KV pages, by their usual names."""
 
 
 def parse_axes(axes: str, *, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """The axes in a declaration such as `"page token kv_head dim"`. Raises `ConfigError` for unknown or repeated names."""
-    names = tuple(axes.split())
+    """The axes in a declaration such as `"page token kv_head dim"`, or of an order with a name, such as `"nhd"`.
+
+    Raises `ConfigError` for unknown or repeated names.
+    """
+    if not isinstance(axes, str):
+        raise ConfigError(f"{what}: expected axes as a str, found {axes!r}")
+    names = tuple(ORDERS.get(axes.lower(), axes).split())
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) != len(names):
         found = f"unknown {unknown}" if unknown else "a repeated name"

@@ -14,11 +14,10 @@ import numpy.typing as npt
 from disagg.core.errors import ConfigError
 from disagg.core.memory import CPU, ITEMSIZE, Device, RawTensor
 from disagg.core.topology import Topology
-from disagg.layout.placement import Component
+from disagg.layout.placement import ORDERS, Component
 from disagg.models.spec import ModelSpec
 from disagg.models.stages import Stage, stage_of
 from disagg.state.declare import Role, Rule, State, all_tokens, dtype_of
-from disagg.state.paged import ORDERS
 
 Bytes = npt.NDArray[np.uint8]
 ALIGNMENT = 64

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from disagg.arguments import Ids, check_kinds, check_needs, check_number, check_ready, check_text
+from disagg.arguments import Ids, check_needs, check_number, check_ready, check_text
 from disagg.core.events import ReadyEvent
 from disagg.core.rows import Rows, TokenRange
 from disagg.layout.agreement import Agreement
@@ -46,10 +46,10 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     """
     check_ready(call.ready)
     check_text(call.label, "label")
-    check_kinds(runtime.local, call.rows)
     agreement = runtime.directory.agreement(call.peer)
     num_groups = 2**31 if agreement is None else agreement.num_groups
-    call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
+    group = check_number(call.group, f"group of peer {call.peer!r}", num_groups)
+    call = replace(call, group=group)
     need, ids = _needs(runtime, call, agreement)
     receiver = Receiver(runtime, call.key, call.peer, call.tag, label=call.label, need=need, ids=ids)
     deadline = receiver.opened_at + call.deadline_s

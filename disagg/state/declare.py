@@ -14,7 +14,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
 from disagg.core.topology import Topology
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, positions_to_intervals, split
-from disagg.layout.placement import Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
+from disagg.layout.placement import ORDERS, Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
 from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
 from disagg.state.overlap import first_overlap, overlaps_itself
 
@@ -127,7 +127,10 @@ class Role:
     def local_shape(self, rank: Topology, *, rows: int, page_size: int) -> tuple[int, ...]:
         """The shape of one layer's tensor on `rank`, with `rows` pages of `page_size` tokens, or `rows` slots."""
         sizes = {"page": rows, "slot": rows, TOKEN: page_size // self.granule}
-        return tuple(self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis] for axis in self.axes.split())
+        return tuple(
+            self.inner[axis].local_size(rank) if axis in self.inner else sizes[axis]
+            for axis in ORDERS.get(self.axes, self.axes).split()
+        )
 
 
 def declare(
@@ -181,7 +184,7 @@ def declare(
         for rank in topology.group()
     )
     placement = Placement(name, found[0][1], found[0][0], tuple(placements)) if found else None
-    return Component(name, layouts, placement, tuple(regions))
+    return Component(name, layouts, placement, tuple(regions), topology)
 
 
 def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:

@@ -9,12 +9,9 @@ from typing import Any
 from disagg.core.errors import ConfigError
 from disagg.core.memory import RawTensor, raw_tensor
 from disagg.core.topology import Topology
-from disagg.layout.placement import Component, parse_axes
+from disagg.layout.placement import ORDERS, Component, parse_axes
 from disagg.layout.tables import TOKEN
 from disagg.state.declare import Role, Rule, all_tokens, by_tp, declare, whole
-
-ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
-"""Axis orders of KV pages, by their usual names."""
 
 
 def gqa_roles(num_kv_heads: int, *, dims: tuple[int, int], dtype: str | None, axes: str = ORDERS["nhd"]) -> tuple[Role, Role]:
@@ -36,7 +33,7 @@ def mla_roles(dim: int, *, dtype: str | None, scales: int = 0, scales_dtype: str
 def gqa(
     tensors: Mapping[int, Any],
     *,
-    axes: str,
+    axes: str | Mapping[str, str],
     num_kv_heads: int,
     topology: Topology,
     name: str = "kv",
@@ -52,27 +49,31 @@ def gqa(
     """K and V of multi-head or grouped-query attention, divided over tensor-parallel ranks by KV head.
 
     `tensors` maps each layer id of this rank to `(k, v)`, or to one tensor with both along a `kv` axis of size 2. `axes`
-    names their axes in memory order, from `page kv token kv_head dim`: `"page token kv_head dim"` is NHD, `"page kv_head
-    token dim"` is HND. `num_kv_heads` are the model's total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T),
-    max(start+1, floor((r+1)*H/T)))`, so with more than `H` ranks some are replicas. K and V may differ in `dim`. `scales` are
-    block scales (FP8, MX), with the same axes and `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are
-    required only if a stage may have no layer.
+    names their axes in memory order, from `page kv token kv_head dim`: `"nhd"` is `"page token kv_head dim"`, `"hnd"` is
+    `"page kv_head token dim"`. Where K and V differ, it maps `"k"` and `"v"` to their own. `num_kv_heads` are the model's
+    total KV heads, not this rank's: rank `r` of `T` owns `[floor(r*H/T), max(start+1, floor((r+1)*H/T)))`, so with more than
+    `H` ranks some are replicas. K and V may differ in `dim`. `scales` are block scales (FP8, MX), with the same axes and
+    `scales_per_head` in place of `dim`. `dims` (of K and V) and `dtype` are required only if a stage may have no layer.
 
     Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
     """
     what = f"component {name!r}"
-    names = parse_axes(axes, known=("page", "kv", TOKEN, "kv_head", "dim"), what=what)
+    if not isinstance(axes, str) and (not isinstance(axes, Mapping) or set(axes) != {"k", "v"}):
+        raise ConfigError(f"{what}: expected axes, or those of 'k' and of 'v', found {axes!r}")
+    orders = {role: axes if isinstance(axes, str) else axes[role] for role in "kv"}
+    known = ("page", "kv", TOKEN, "kv_head", "dim") if isinstance(axes, str) else ("page", TOKEN, "kv_head", "dim")
+    names, v_names = (parse_axes(order, known=known, what=what) for order in orders.values())
     if num_kv_heads < 1:
         raise ConfigError(f"{what}: num_kv_heads: expected at least 1, found {num_kv_heads}")
-    plain = " ".join(axis for axis in names if axis != "kv")
+    plain = {role: " ".join(axis for axis in found if axis != "kv") for role, found in zip("kv", (names, v_names), strict=True)}
     bound = pairs(tensors, names, what=what)
     if dims is None:
-        dims = _dim(bound["k"], plain, what), _dim(bound["v"], plain, what)
-    roles = [role.of(bound[role.name], axes=plain) for role in gqa_roles(num_kv_heads, dims=dims, dtype=dtype)]
+        dims = _dim(bound["k"], plain["k"], what), _dim(bound["v"], plain["v"], what)
+    roles = [role.of(bound[role.name], axes=plain[role.name]) for role in gqa_roles(num_kv_heads, dims=dims, dtype=dtype)]
     if scales is not None:
         bound = pairs(scales, names, what=f"{what}, scales")
         sized = gqa_roles(num_kv_heads, dims=(scales_per_head, scales_per_head), dtype=scales_dtype)
-        roles += [replace(role.of(bound[role.name], axes=plain), name=f"{role.name}_scale") for role in sized]
+        roles += [replace(role.of(bound[role.name], axes=plain[role.name]), name=f"{role.name}_scale") for role in sized]
     return declare(
         name, roles, rows="pages", topology=topology, layers_by_stage=layers_by_stage, tokens=tokens, optional=optional
     )

@@ -237,7 +237,7 @@ def manager(**settings: Any) -> KVManager:
     pools = reference.allocate(MODEL, spec)
     defaults: dict[str, Any] = {"name": "x", "model": ModelId("m"), "backend": "local", "connection_limits": FAST_LINKS}
     kv = Side().component(MODEL, topology, pools)
-    return KVManager(topology=topology, components=[kv], **{**defaults, **settings})
+    return KVManager(topology=settings.pop("declared", None), components=[kv], **{**defaults, **settings})
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,7 @@ def manager(**settings: Any) -> KVManager:
         ({"leader": "tcp://127.0.0.1:7"}, "leader: expected None on rank 0, found 'tcp://127.0.0.1:7'"),
         ({"admit": "everyone"}, "admit: expected 'known', 'keys', 'any' or a function, found 'everyone'"),
         ({"admit": "keys"}, "admit: 'keys' needs keys="),
+        ({"declared": Topology(tp=2)}, "component 'kv': expected Topology(dp=1, pp=1, cp=1, tp=2"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:

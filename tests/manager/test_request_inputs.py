@@ -298,3 +298,21 @@ def test_peers_at_impossible_hosts_are_refused(instances: Cluster, address: str)
     with pytest.raises(ConfigError, match="peer 'prefill-1': expected"):
         instances.decode[0].manager.add_peer("prefill-1", address=address)
     assert all(event.ok for event in instances.transfer(20))
+
+
+def test_plain_sequences_of_ids_are_pages(instances: Cluster) -> None:
+    prefill, decode, given = instances.prefill, instances.decode[0].manager, {"kv": (0, 12)}
+    ids: Any
+    for ids in ([1, 0], (1, 0), range(2), np.array([1, 0])):
+        request = new_request_id()
+        receiver = decode.receiver(request, peer="prefill-0", rows={"kv": ids}, need=given)
+        for rank in prefill:
+            rank.manager.sender(request).finish({"kv": [3, 4, 5]})
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+    wrong: Any
+    for wrong in ("01", 3, {0, 1}, None):
+        with pytest.raises(LocalProtocolError, match="rows of 'kv': expected Pages, found"):
+            decode.receiver(new_request_id(), peer="prefill-0", rows={"kv": wrong}, need=given)
+    for ids in ([0.5], [[1]], ["a"]):
+        with pytest.raises(LayoutError, match="pages: expected one list of integer ids"):
+            decode.receiver(new_request_id(), peer="prefill-0", rows={"kv": ids}, need=given)

@@ -23,7 +23,7 @@ def pair(*shape: int, dtype: str = "float16", value_dim: int | None = None) -> t
     return np.zeros(shape, dtype), np.zeros((*shape[:-1], value_dim or shape[-1]), dtype)
 
 
-def gqa(tensors: Any, *, axes: str = NHD, num_kv_heads: int = 4, **changes: Any) -> Any:
+def gqa(tensors: Any, *, axes: Any = NHD, num_kv_heads: int = 4, **changes: Any) -> Any:
     return paged.gqa(tensors, axes=axes, num_kv_heads=num_kv_heads, **({"topology": Topology(tp=2)} | changes))
 
 
@@ -63,10 +63,33 @@ def test_k_and_v_in_one_tensor_are_two_roles() -> None:
     assert place.tensor("k").row_stride == 2 * 16 * 2 * 8 * 2
 
 
+def test_k_and_v_may_have_their_axes_in_other_orders() -> None:
+    """As in pages where K is transposed for its matrix product."""
+    tensors = {0: (np.zeros((5, 2, 8, 16), np.float16), np.zeros((5, 2, 16, 6), np.float16))}
+    found = gqa(tensors, axes={"k": "page kv_head dim token", "v": "hnd"})
+    assert [layout.tensor("k").axis("dim").size for layout in found.layouts] == [8, 8]
+    assert found.placement.tensor("k").strides == {"kv_head": 8 * 16 * 2, "dim": 16 * 2, "token": 2}
+    assert found.placement.tensor("v").strides == {"kv_head": 16 * 6 * 2, "token": 6 * 2, "dim": 2}
+    scales = {0: (np.zeros((5, 2, 1, 16), np.float32), np.zeros((5, 2, 16, 1), np.float32))}
+    scaled = gqa(tensors, axes={"k": "page kv_head dim token", "v": "hnd"}, scales=scales)
+    assert scaled.placement.tensor("k_scale").strides == {"kv_head": 64, "dim": 64, "token": 4}
+    assert found.topology == Topology(tp=2)
+
+
+def test_usual_orders_have_names() -> None:
+    tensors = {0: pair(5, 16, 2, 8)}
+    assert gqa(tensors, axes="NHD").placement == gqa(tensors, axes=NHD).placement
+    assert gqa({0: pair(5, 2, 16, 8)}, axes="hnd").placement.tensor("k").strides == {"kv_head": 256, "token": 16, "dim": 2}
+
+
 @pytest.mark.parametrize(
     ("tensors", "changes", "message"),
     [
         ({}, {}, "expected dims and dtype"),
+        ({0: pair(5, 16, 2, 8)}, {"axes": {"k": NHD}}, "expected axes, or those of 'k' and of 'v', found"),
+        ({0: pair(5, 16, 2, 8)}, {"axes": {"k": NHD, "v": 7}}, "expected axes as a str, found 7"),
+        ({0: pair(5, 16, 2, 8)}, {"axes": {"k": NHD, "v": "page kv token kv_head dim"}}, r"unknown \['kv'\]"),
+        ({0: pair(5, 16, 2, 8)}, {"axes": None}, "of 'k' and of 'v', found None"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token kv_head"}, "lack 'dim'"),
         ({0: pair(5, 16, 2, 8)}, {"axes": "page token head dim"}, r"unknown \['head'\]"),
         ({0: pair(5, 16, 2, 8)}, {"num_kv_heads": 0}, "num_kv_heads: expected at least 1, found 0"),

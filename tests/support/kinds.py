@@ -8,7 +8,7 @@ from typing import Any
 
 from disagg.core.memory import RawTensor
 from disagg.core.topology import Topology
-from disagg.layout.placement import Component
+from disagg.layout.placement import ORDERS, Component
 from disagg.state import adapter, declare, mamba, paged, sparse, window
 from disagg.testing import state_models
 from disagg.testing.reference_states import Form
@@ -68,7 +68,7 @@ def gqa_kind(
         return {layer: (keys[layer], values[layer]) for layer in keys}
 
     def build(pools: Pools) -> Component:
-        axes = pools.form.orders.get("k", paged.ORDERS["nhd"])
+        axes = pools.form.orders.get("k", ORDERS["nhd"])
         sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "dims": dims, "dtype": "uint16"}
         if scales:
             sizes |= {"scales": pairs(pools, "_scale"), "scales_per_head": scales, "scales_dtype": "float32"}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
 from disagg.layout.ownership import Owned
+from disagg.layout.placement import ORDERS
 from disagg.models.pools import PoolShape
-from disagg.state.paged import ORDERS
 from disagg.testing.reference import Context
 from disagg.testing.token_rules import token_rule
 
