@@ -58,8 +58,9 @@ def gqa(
     Raises `ConfigError`, with the layer, the axis and both values, if a tensor contradicts the declaration.
     """
     what = f"component {name!r}"
-    if not isinstance(axes, str) and (not isinstance(axes, Mapping) or set(axes) != {"k", "v"}):
-        raise ConfigError(f"{what}: expected axes, or those of 'k' and of 'v', found {axes!r}")
+    given: object = axes
+    if not isinstance(given, str) and not (isinstance(given, Mapping) and set(given) == {"k", "v"}):
+        raise ConfigError(f"{what}: expected axes, or those of 'k' and of 'v', found {given!r}")
     orders = {role: axes if isinstance(axes, str) else axes[role] for role in "kv"}
     known = ("page", "kv", TOKEN, "kv_head", "dim") if isinstance(axes, str) else ("page", TOKEN, "kv_head", "dim")
     names, v_names = (parse_axes(order, known=known, what=what) for order in orders.values())
