@@ -6,7 +6,7 @@
 `spec.states` are the kinds of state. `pools.components` are the components for a manager.
 """
 
-from disagg.models.families import from_config
+from disagg.models.describe import from_config
 from disagg.models.pools import LayerCut, PoolLayout, PoolShape, PoolUse, StagePools, allocate, lay_out
 from disagg.models.presets import PRESETS, load_model
 from disagg.models.spec import ModelSpec, first_layers

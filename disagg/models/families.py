@@ -1,122 +1,219 @@
-"""Model families: which kinds of layers each has, and which state a layer of a kind leaves.
+"""Model families by `model_type`: which kinds of layers each has, and which state a layer of a kind leaves.
 
-A family is one line of `_FAMILIES`. A model that this library cannot describe in full is an error that names what is not
-supported: an unknown model type, an unknown kind of layer, or a field that means state and that the family does not read.
+A family is one line of `FAMILIES`, and a model of a known family one name in it. The defaults and names are those of
+transformers 5.23 (`configuration_*.py`).
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from disagg.core.errors import ConfigError
 from disagg.models import kinds as rules
+from disagg.models import sizes
 from disagg.models import states as make
-from disagg.models.fields import MAX_LAYERS, Dtypes, Fields, decoder_fields, read_dtypes
-from disagg.models.kinds import COMPRESSED, FULL, HEAVILY_COMPRESSED, HYBRID, INDEXED, LINEAR, M3_SPARSE, MLP, MOE, SLIDING
-from disagg.models.spec import ModelSpec
-from disagg.state.declare import State
+from disagg.models.fields import Fields
+from disagg.models.kinds import (
+    CHUNKED,
+    COMPRESSED,
+    CONV,
+    FULL,
+    HEAVILY_COMPRESSED,
+    HYBRID,
+    INDEX_REUSED,
+    INDEXED,
+    KV_REUSED,
+    LINEAR,
+    M3_SPARSE,
+    MLP,
+    MOE,
+    REUSED,
+    SLIDING,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Family:
+class Family:
     """How to read the config of one family of models.
 
     `states` are the makers of each kind's state. `rule` gives the kinds if a file lists none; with `list_wins=False` the rule
-    always applies and a list must agree with it. `draft` are the kinds of one step of multi-token prediction. `defaults` are
-    values of fields that published files leave out.
+    always applies and a list must agree with it. `sharing` finds layers that read another layer's state, and `own_sizes` the
+    layers whose sizes differ. `draft` are the kinds of one step of multi-token prediction. `names` are the family's own names
+    of fields, and `defaults` values of fields that published files leave out. A block has `layers_per_block` layers.
     """
 
     states: Mapping[str, tuple[make.StateMaker, ...]]
     rule: rules.LayerRule = rules.must_be_listed
     listed: rules.ListReader = rules.listed
     list_wins: bool = True
+    sharing: rules.Sharing = rules.none_shared
+    own_sizes: Callable[[Fields, Sequence[str]], sizes.OwnSizes] = sizes.none
     draft: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    layers_per_block: int = 1
 
 
-_KV, _KV_BY_HIDDEN = make.attention(), make.attention(by_hidden=True)
-_KV_BY_HEADS = make.attention(by_hidden=True, by_heads=True)
-_WINDOW, _WINDOW_BY_HIDDEN = make.attention("window"), make.attention("window", by_hidden=True)
-_WINDOW_BY_HEADS = make.attention("window", by_hidden=True, by_heads=True)
+def _each(family: Family, *types: str) -> Mapping[str, Family]:
+    """The same family for several types."""
+    return dict.fromkeys(types, family)
+
+
+_KV, _KV_BY_HIDDEN = make.attention(), make.attention(dim=make.head_dim_or_hidden)
 _V4_C4 = (make.v4_compressed("c4", COMPRESSED), make.v4_index, make.v4_open("c4_open", COMPRESSED, "head_dim"))
 _V4_C128 = (make.v4_compressed("c128", HEAVILY_COMPRESSED), make.v4_open("c128_open", HEAVILY_COMPRESSED, "head_dim"))
-_MAMBA2 = make.mamba2("mamba_n_heads", "mamba_d_state", make.mamba_head_dim)
-_NEMOTRON_MAMBA2 = make.mamba2("mamba_num_heads", "ssm_state_size", lambda fields, _: fields.size("mamba_head_dim"))
+_MAMBA2 = make.mamba2(make.mamba_head_dim)
+_NEMOTRON_MAMBA2 = make.mamba2(lambda fields, _: fields.size("mamba_head_dim"))
 
-_KV_OR_WINDOW = {FULL: (_KV,), SLIDING: (_WINDOW,)}
-_KV_OR_WINDOW_BY_HIDDEN = {FULL: (_KV_BY_HIDDEN,), SLIDING: (_WINDOW_BY_HIDDEN,)}
-_KV_OR_WINDOW_BY_HEADS = {FULL: (_KV_BY_HEADS,), SLIDING: (_WINDOW_BY_HEADS,)}
+_KV_OR_WINDOW = make.kv_or_window()
+_KV_OR_WINDOW_BY_HIDDEN = make.kv_or_window(dim=make.head_dim_or_hidden)
+_KV_OR_WINDOW_BY_HEADS = make.kv_or_window(make.kv_heads_or_all, make.head_dim_or_hidden)
 _KV_OR_MAMBA2 = {FULL: (_KV_BY_HIDDEN,), LINEAR: (_MAMBA2,)}
+_ZAMBA_KV, _ZAMBA2_KV = (
+    make.attention(heads=heads, dim=lambda fields: make.hidden_per_head(fields, 2))
+    for heads in (make.kv_heads, make.kv_heads_or_all)
+)
+_MIMO_V = {"v_dim": lambda fields: fields.size("v_head_dim")}
+_MIMO_WINDOW_V = {"v_dim": lambda fields: fields.size("swa_v_head_dim", "v_head_dim")}
 
 _TIED = {"tie_word_embeddings": True}
 _GEMMA2 = {**_TIED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GPT = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
+_MPT = {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"}
+_MAMBA = {"mamba_d_state": "state_size", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand"}
+_MAMBA_HEADS = {**_MAMBA, "mamba_n_heads": "num_heads", "mamba_d_head": "head_dim", "mamba_n_groups": "n_groups"}
+_NEMOTRON = {
+    "mamba_n_heads": "mamba_num_heads", "mamba_n_groups": "n_groups", "mamba_d_state": "ssm_state_size",
+    "mamba_d_conv": "conv_kernel",
+}  # fmt: skip
+_ZAMBA2 = {"mamba_n_heads": "n_mamba_heads", "mamba_d_head": "mamba_headdim", "mamba_n_groups": "mamba_ngroups"}
 
-_PLAIN = _Family(states={FULL: (_KV,)}, rule=rules.every_layer(FULL))
-_PLAIN_BY_HIDDEN = _Family(states={FULL: (_KV_BY_HIDDEN,)}, rule=rules.every_layer(FULL))
-_PLAIN_BY_HEADS = _Family(states={FULL: (_KV_BY_HEADS,)}, rule=rules.every_layer(FULL))
-_WINDOW_IF_SET = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.window_if_set)
-_UPPER_WINDOWS = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.upper_windows)
-_EXAONE = _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.exaone)
-_LISTED = _Family(states=_KV_OR_WINDOW)
-_LISTED_BY_HIDDEN = _Family(states=_KV_OR_WINDOW_BY_HIDDEN)
-_QWEN3_NEXT = _Family(
+_PLAIN = Family(states={FULL: (_KV,)}, rule=rules.every_layer(FULL))
+_PLAIN_BY_HIDDEN = replace(_PLAIN, states={FULL: (_KV_BY_HIDDEN,)})
+_PLAIN_BY_HEADS = replace(_PLAIN, states={FULL: _KV_OR_WINDOW_BY_HEADS[FULL]})
+_ALL_HEADS = replace(
+    _PLAIN, states={FULL: (make.attention(heads=lambda f: f.size("num_attention_heads"), dim=make.hidden_per_head),)}
+)
+_MULTI_QUERY = {FULL: (make.attention(heads=make.multi_query, dim=make.hidden_per_head),)}
+_WINDOW_IF_SET = Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.window_if_set)
+_UPPER_WINDOWS = Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.upper_windows)
+_EXAONE = Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.exaone)
+_LISTED = Family(states=_KV_OR_WINDOW)
+_LISTED_BY_HIDDEN = Family(states=_KV_OR_WINDOW_BY_HIDDEN)
+_QWEN3_NEXT = Family(
     states={FULL: (_KV,), LINEAR: (make.gdn,)},
     rule=rules.full_every_nth(LINEAR, key="full_attention_interval", default=4),
     draft=(FULL,),
 )
-_MLA = _Family(states={FULL: (make.mla,)}, rule=rules.every_layer(FULL), draft=(FULL,))
-_M3 = _Family(states={FULL: (_KV,), M3_SPARSE: (_KV, make.m3_index)}, rule=rules.minimax_m3)
+_MLA = Family(states={FULL: (make.mla,)}, rule=rules.every_layer(FULL), draft=(FULL,))
+_DSA = Family(states={INDEXED: (make.mla, make.index)}, rule=rules.every_layer(INDEXED), draft=(INDEXED,))
+_SHARED_DSA = replace(
+    _DSA, states={**_DSA.states, INDEX_REUSED: (make.mla,), KV_REUSED: (make.index,), REUSED: ()}, sharing=rules.index_shared
+)
+_M3 = Family(states={FULL: (_KV,), M3_SPARSE: (_KV, make.m3_index)}, rule=rules.minimax_m3)
+_MAMBA1 = Family(
+    states={LINEAR: (make.mamba1,)},
+    rule=rules.every_layer(LINEAR),
+    names={**_MAMBA, "mamba_d_ssm": "intermediate_size"},
+    defaults=_TIED,
+)
+_GEMMA4 = Family(
+    states={**_KV_OR_WINDOW, REUSED: ()},
+    rule=rules.full_every_nth(SLIDING, default=6),
+    sharing=rules.gemma4,
+    own_sizes=sizes.gemma4,
+    defaults={**_TIED, "global_head_dim": 512},
+)
 
-_FAMILIES: Mapping[str, _Family] = {
-    **dict.fromkeys(
-        ("apertus", "arcee", "aria_text", "flex_olmo", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
-         "hunyuan_v1_moe", "hyperclovax", "llama", "nemotron", "olmo", "olmo2", "olmoe", "phi"),
-        _PLAIN_BY_HEADS,
-    ),
-    **dict.fromkeys(("bitnet", "glm4v_moe_text", "glm4v_text", "jais2", "stablelm"), _PLAIN_BY_HIDDEN),
-    **dict.fromkeys(
-        ("glm", "glm4", "helium", "internlm3", "iquestcoder", "minimax_m2", "qwen3_vl_text", "seed_oss", "solar_open"), _PLAIN
-    ),
-    "cohere": replace(_PLAIN_BY_HEADS, defaults=_TIED),
-    **dict.fromkeys(("ernie4_5_moe", "qwen3_vl_moe_text"), replace(_PLAIN_BY_HIDDEN, defaults=_TIED)),
-    **dict.fromkeys(("ernie4_5", "gemma"), replace(_PLAIN, defaults=_TIED)),
+FAMILIES: Mapping[str, Family] = {
+    **_each(_PLAIN_BY_HEADS, "apertus", "arcee", "aria_text", "deepseek_ocr2_text", "diffllama",
+            "flex_olmo", "granite", "granite4_vision_text", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
+            "hunyuan_v1_moe", "hyperclovax", "llama", "nanochat", "nemotron", "olmo", "olmo2", "olmoe", "phi"),
+    **_each(_PLAIN_BY_HIDDEN, "bitnet", "chameleon", "emu3_text_model", "glm_ocr_text", "glm4v_moe_text", "glm4v_text", "jais2",
+            "qwen3_omni_moe_text", "stablelm"),
+    **_each(_PLAIN, "cosmos3_edge_text", "glm", "glm4", "helium", "hy_v3", "internlm3", "iquestcoder", "minimax_m2",
+            "molmo2_text", "qwen3_vl_text", "seed_oss", "solar_open"),
+    **_each(replace(_PLAIN_BY_HEADS, defaults=_TIED), "cohere", "hunyuan_vl_text"),
+    **_each(replace(_PLAIN_BY_HIDDEN, defaults=_TIED), "ernie4_5_moe", "ernie4_5_vl_moe_text", "granite_docling_text",
+            "qwen3_vl_moe_text"),
+    **_each(replace(_PLAIN, defaults=_TIED), "ernie4_5", "gemma", "paddleocr_vl_text"),
+    **_each(_ALL_HEADS, "gpt_neox", "persimmon"),
+    **_each(replace(_ALL_HEADS, defaults=_TIED), "biogpt", "gpt_neox_japanese", "opt"),
+    **_each(replace(_ALL_HEADS, names=_GPT), "codegen", "gptj"),
+    **_each(replace(_ALL_HEADS, names=_GPT, defaults=_TIED), "ctrl", "gpt-sw3", "gpt2"),
+    "bloom": replace(_ALL_HEADS, names={**_GPT, "hidden_size": "hidden_size"}, defaults=_TIED),
+    "mpt": replace(_ALL_HEADS, names=_MPT, defaults=_TIED),
+    "xglm": replace(_ALL_HEADS, names={**_MPT, "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"},
+                    defaults=_TIED),
+    "gpt_bigcode": replace(_PLAIN, states=_MULTI_QUERY, names=_GPT, defaults=_TIED),
+    "falcon": replace(_PLAIN, states={FULL: (make.attention(heads=make.falcon_heads, dim=make.hidden_per_head),)},
+                      defaults=_TIED),
+    "dbrx": replace(_PLAIN, states={FULL: (make.attention(heads=make.dbrx_heads, dim=make.hidden_per_head),)}, names=_MPT),
+    "jetmoe": replace(_PLAIN, names={"head_dim": "kv_channels"}, defaults=_TIED),
     "glm4_moe": replace(_PLAIN_BY_HIDDEN, draft=(FULL,)),
-    **dict.fromkeys(("mixtral", "phi3", "phimoe"), _WINDOW_IF_SET),
+    **_each(_WINDOW_IF_SET, "mixtral", "phi3", "phi4_multimodal", "phimoe"),
+    "doge": replace(_WINDOW_IF_SET, states=_KV_OR_WINDOW_BY_HEADS),
+    "voxtral_realtime_text": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.mistral, defaults=_TIED),
     "starcoder2": replace(_WINDOW_IF_SET, defaults=_TIED),
     "ministral3": replace(_WINDOW_IF_SET, states=_KV_OR_WINDOW),
-    **dict.fromkeys(("mistral", "ministral"), _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.mistral)),
-    **dict.fromkeys(("afmoe", "cwm"), _LISTED),
+    **_each(Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.mistral), "mistral", "ministral"),
+    **_each(_LISTED, "afmoe", "cwm"),
+    **_each(Family(states=_KV_OR_WINDOW, rule=rules.every_layer(FULL)), "laguna", "mellum"),
     "cohere2_moe": replace(_LISTED, defaults=_TIED),
+    "cohere_compass_text": Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.every_layer(FULL), defaults=_TIED),
+    "flint": Family(states=_KV_OR_WINDOW, rule=rules.by_position(lambda i, n: i < 2 or i % 4 == 1 or i == n - 1)),
+    "kolibri1": Family(states=_KV_OR_WINDOW, rule=rules.full_every_nth(SLIDING, default=5)),
+    **_each(Family(states=_KV_OR_WINDOW, rule=rules.by_position(lambda i, n: (n - 1 - i) % 4 == 0)), "muse_glimmer_text",
+            "muse_spark_text"),
     "granite_swa": replace(_LISTED_BY_HIDDEN, defaults=_TIED),
     "granitemoe_swa": _LISTED_BY_HIDDEN,
-    "cohere2": _Family(
+    "cohere2": Family(
         states=_KV_OR_WINDOW_BY_HEADS,
         rule=rules.full_every_nth(SLIDING, key="sliding_window_pattern", default=4),
         defaults=_TIED,
     ),
-    "olmo3": _Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.full_every_nth(SLIDING, default=4)),
-    **dict.fromkeys(("exaone4", "exaone_moe"), _EXAONE),
-    **dict.fromkeys(("gemma2", "vaultgemma"),
-        _Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL), defaults=_GEMMA2)),
-    "gemma3_text": _Family(
+    "olmo3": Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.full_every_nth(SLIDING, default=4)),
+    **_each(_EXAONE, "exaone4", "exaone_moe"),
+    **_each(Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL), defaults=_GEMMA2), "gemma2", "vaultgemma"),
+    "gemma3_text": Family(
         states=_KV_OR_WINDOW,
         rule=rules.full_every_nth(SLIDING, key="sliding_window_pattern", default=6),
         defaults=_GEMMA2,
     ),
-    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _UPPER_WINDOWS),
-    "qwen2_moe": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.lower_windows),
-    "smollm3": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.listed_if_windows, defaults=_TIED),
-    "qwen3": _Family(states=_KV_OR_WINDOW, rule=rules.upper_windows),
-    "qwen3_moe": _Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.all_windows_or_none),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_NEXT),
-    "gpt_oss": _Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL)),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _MLA),
-    "youtu": replace(_MLA, defaults=_TIED),
-    "deepseek_v32": _Family(states={INDEXED: (make.mla, make.index)}, rule=rules.every_layer(INDEXED), draft=(INDEXED,)),
-    "deepseek_v4": _Family(
+    "gemma3n_text": replace(_GEMMA4, rule=rules.full_every_nth(SLIDING, default=5), sharing=rules.last_share,
+                            own_sizes=sizes.none, defaults={**_TIED, "num_kv_shared_layers": 15}),
+    **_each(_GEMMA4, "gemma4_text", "gemma4_unified_text"),
+    "llama4_text": Family(
+        states={FULL: (_KV,), CHUNKED: (make.attention(window=make.chunk),)},
+        rule=rules.llama4,
+    ),
+    "mimo_v2_flash": Family(
+        states={
+            FULL: (make.attention(**_MIMO_V),),
+            SLIDING: (make.attention(heads=make.mimo_window_heads, dim=lambda f: f.size("swa_head_dim", "head_dim"),
+                                     window=make.mimo_window, **_MIMO_WINDOW_V),),
+        },
+        rule=rules.mimo,
+    ),
+    **_each(_UPPER_WINDOWS, "qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    "qwen2_5_omni_text": replace(_UPPER_WINDOWS, defaults=_TIED),
+    "dots1": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.windows_from),
+    "qwen2_moe": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.lower_windows),
+    "smollm3": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.listed_if_windows, defaults=_TIED),
+    "qwen3": Family(states=_KV_OR_WINDOW, rule=rules.upper_windows),
+    "qwen3_moe": Family(states=_KV_OR_WINDOW_BY_HIDDEN, rule=rules.all_windows_or_none),
+    **_each(_QWEN3_NEXT, "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    "olmo_hybrid": Family(states={FULL: _KV_OR_WINDOW_BY_HEADS[FULL], LINEAR: (make.gdn,)}, rule=rules.olmo_hybrid),
+    "gpt_oss": Family(states=_KV_OR_WINDOW, rule=rules.alternating(SLIDING, FULL)),
+    **_each(_MLA, "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "mistral4"),
+    **_each(replace(_MLA, defaults=_TIED), "minicpm3", "youtu"),
+    "longcat_flash": replace(_MLA, names={"num_hidden_layers": "num_layers"}, layers_per_block=2),
+    **_each(_DSA, "axk2", "deepseek_v32"),
+    "glm_moe_dsa": _SHARED_DSA,
+    "hy_v4": replace(_SHARED_DSA, sharing=rules.index_every_fourth),
+    "mistral_large4_text": replace(_SHARED_DSA, sharing=rules.latents_shared),
+    "deepseek_v4": Family(
         states={
             SLIDING: (make.v4_window,),
             COMPRESSED: (make.v4_window, *_V4_C4, make.v4_open("index_open", COMPRESSED, "index_head_dim")),
@@ -125,101 +222,30 @@ _FAMILIES: Mapping[str, _Family] = {
         rule=rules.deepseek_v4,
         draft=(SLIDING,),
     ),
-    "kimi_linear": _Family(states={FULL: (make.mla,), LINEAR: (make.kda,)}, rule=rules.kimi, draft=(FULL,)),
-    "falcon_h1": _Family(states={HYBRID: (_KV_BY_HIDDEN, _MAMBA2)}, rule=rules.every_layer(HYBRID), list_wins=False),
-    "nemotron_h": _Family(
-        states={FULL: (_KV,), LINEAR: (_NEMOTRON_MAMBA2,), MLP: (), MOE: ()}, listed=rules.listed_or_letters, draft=(FULL, MOE)
+    "kimi_linear": Family(states={FULL: (make.mla,), LINEAR: (make.kda,)}, rule=rules.kimi, draft=(FULL,)),
+    "bailing_hybrid": Family(
+        states={FULL: (make.mla,), LINEAR: (make.kda,)},
+        rule=rules.full_every_nth(LINEAR, key="layer_group_size", default=6),
+        draft=(FULL,),
     ),
-    "granitemoehybrid": _Family(states=_KV_OR_MAMBA2, rule=rules.every_layer(LINEAR)),
-    "bamba": _Family(states=_KV_OR_MAMBA2, rule=rules.bamba, list_wins=False),
-    "jamba": _Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.mamba1,)}, rule=rules.jamba, list_wins=False),
-    "minimax": _Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.lightning,)}, rule=rules.alternating(FULL, LINEAR)),
-    "minimax_m3_vl_text": _M3,
-    "minimax_m3_vl": _M3,
+    "falcon_h1": Family(states={HYBRID: (_KV_BY_HIDDEN, _MAMBA2)}, rule=rules.every_layer(HYBRID), list_wins=False),
+    "nemotron_h": Family(
+        states={FULL: (_KV,), LINEAR: (_NEMOTRON_MAMBA2,), MLP: (), MOE: ()},
+        listed=rules.listed_or_letters,
+        draft=(FULL, MOE),
+        names=_NEMOTRON,
+    ),
+    "granitemoehybrid": Family(states=_KV_OR_MAMBA2, rule=rules.every_layer(LINEAR)),
+    "bamba": Family(states=_KV_OR_MAMBA2, rule=rules.bamba, list_wins=False),
+    "jamba": Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.mamba1,)}, rule=rules.jamba, list_wins=False),
+    **_each(_MAMBA1, "falcon_mamba", "mamba"),
+    "mamba2": Family(states={LINEAR: (_MAMBA2,)}, rule=rules.every_layer(LINEAR), names=_MAMBA_HEADS),
+    "zamba": Family(states={HYBRID: (_ZAMBA_KV, make.mamba1), LINEAR: (make.mamba1,)}, rule=rules.zamba, defaults=_TIED),
+    "zamba2": Family(states={HYBRID: (_ZAMBA2_KV, _MAMBA2), LINEAR: (_MAMBA2,)}, names=_ZAMBA2, defaults=_TIED),
+    "lfm2": Family(states={FULL: (_KV_BY_HIDDEN,), CONV: (make.short_convolution,)}, rule=rules.lfm2, defaults=_TIED),
+    "lfm2_moe": Family(states={FULL: (_KV_BY_HIDDEN,), CONV: (make.short_convolution,)}, defaults=_TIED),
+    "lfm3": Family(states={**_KV_OR_WINDOW, CONV: (make.short_convolution,)}, rule=rules.lfm3, defaults=_TIED),
+    "minimax": Family(states={FULL: (_KV_BY_HIDDEN,), LINEAR: (make.lightning,)}, rule=rules.alternating(FULL, LINEAR)),
+    **_each(_M3, "minimax_m3_vl_text", "minimax_m3_vl"),
 }  # fmt: skip
 """Families by `model_type`."""
-
-
-def from_config(
-    config: Mapping[str, Any],
-    *,
-    name: str,
-    kv_dtype: str | None = None,
-    kv_scale_block: int | None = None,
-    ssm_dtype: str | None = None,
-    draft_layers: bool = False,
-) -> ModelSpec:
-    """The model that a Hugging Face config describes.
-
-    KV has the weights' dtype, or `kv_dtype`. With `kv_scale_block`, each head or latent has one float32 scale per block of that
-    many elements, and the rotated part of a latent keeps the weights' dtype. Convolution windows have the weights' dtype.
-    Temporal states have `ssm_dtype`, by default the file's, else float32, as in servers (lightning attention: the weights'
-    dtype). `draft_layers` adds the layers of multi-token prediction, as optional components.
-
-    Raises `ConfigError`, with the field's name and value, for a field that is missing or wrong and for state that is not
-    supported.
-    """
-    fields = decoder_fields(config, name, supported=_FAMILIES)
-    family = _FAMILIES[fields.model_type]
-    fields = fields.with_defaults(family.defaults)
-    listed = family.listed(fields)
-    num_layers = fields.size("num_hidden_layers", default=None if listed is None else len(listed), most=MAX_LAYERS)
-    kinds = _kinds(fields, family, listed, num_layers)
-    dtypes = read_dtypes(fields, kv=kv_dtype, scale_block=kv_scale_block, ssm=ssm_dtype)
-    states = _states(fields, family, kinds, dtypes, first=0)
-    num_steps = _num_draft_steps(fields)
-    if draft_layers:
-        draft = _states(fields, family, _draft_kinds(fields, family, num_steps), dtypes, first=num_layers)
-        states += [replace(state, name=f"draft_{state.name}", optional=True) for state in draft]
-    fields.check_all_read()
-    if not states:
-        raise ConfigError(
-            f"model {name!r}: expected a layer with state, found only layers of kinds {', '.join(sorted(set(kinds)))}"
-        )
-    tied = fields.flag("tie_word_embeddings")
-    return ModelSpec(name=name, num_layers=num_layers, states=tuple(states), tied_embeddings=tied)
-
-
-def _kinds(fields: Fields, family: _Family, listed: Sequence[str] | None, num_layers: int) -> Sequence[str]:
-    """The kind of every layer: as listed, else by the family's rule. Raises `ConfigError` for a kind the family lacks."""
-    kinds = family.rule(fields, num_layers) if listed is None or not family.list_wins else listed
-    if listed is not None and family.list_wins:
-        fields.windows_are_settled()
-    if listed is not None and list(listed) != list(kinds):
-        raise fields.error(fields.name_of("layer_types", "layers_block_type"), f"{reprlib.repr(list(kinds))}", listed)
-    if len(kinds) != num_layers:
-        raise fields.error("num_hidden_layers", f"{len(kinds)}, the number of kinds listed", num_layers)
-    unknown = sorted(set(kinds) - set(family.states))
-    if unknown:
-        raise ConfigError(
-            f"model {fields.model!r}, layer_types: a {fields.model_type!r} model supports layers of kinds "
-            f"{', '.join(family.states)}, found {', '.join(map(reprlib.repr, unknown))}"
-        )
-    return kinds
-
-
-def _num_draft_steps(fields: Fields) -> int:
-    return fields.size("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0, least=0, most=64)
-
-
-def _draft_kinds(fields: Fields, family: _Family, num_steps: int) -> Sequence[str]:
-    """The kinds of the draft layers, in order of their ids."""
-    if num_steps == 0 or not family.draft:
-        raise ConfigError(f"model {fields.model!r}: draft layers were requested, but the config describes none")
-    listed = fields.items("mtp_layers_block_type", of=str)
-    block = rules.letters(fields, "mtp_hybrid_override_pattern") or rules.current_names(listed or family.draft)
-    unknown = sorted(set(block) - set(family.states))
-    if unknown:
-        raise fields.error("mtp_layers_block_type", f"kinds of {', '.join(family.states)}", unknown)
-    return list(block) * num_steps
-
-
-def _states(fields: Fields, family: _Family, kinds: Sequence[str], dtypes: Dtypes, *, first: int) -> list[State]:
-    """One state per maker of the family, over the layers that have it. Layer ids count from `first`."""
-    makers = dict.fromkeys(maker for kind in family.states for maker in family.states[kind])
-    states = []
-    for maker in makers:
-        layers = tuple(first + i for i, kind in enumerate(kinds) if maker in family.states[kind])
-        if layers:
-            states.append(maker(fields, layers, dtypes))
-    return states

@@ -7,7 +7,7 @@ silently.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,23 @@ _STATE_FIELDS = {
     "interleaved_sliding_window": "sliding-window attention",
     "window_size": "sliding-window attention",
     "num_sink_tokens": "sink tokens",
+    "layer_group_size": "attention in some layers only",
+    "block_types": "kinds of layers",
+    "hybrid_layer_pattern": "kinds of layers",
+    "sliding_window_size": "sliding-window attention",
+    "local_attention": "sliding-window attention",
+    "conv1d_width": "a convolution state",
+    "conv_kernel": "a convolution state",
+    "conv_kernel_size": "a convolution state",
+    "short_conv_kernel_size": "a convolution state",
+    "mamba_d_conv": "a convolution state",
+    "ple_layer_ids": "a convolution state",
+    "cca_time0": "a convolution state",
+    "linear_key_head_dim": "linear attention",
+    "linear_head_dim": "linear attention",
     "num_kv_shared_layers": "layers that share another's KV",
+    "kv_source_layers": "layers that share another's KV",
+    "indexer_head_dim": "index keys",
     "kv_sharing_modes": "layers that share another's KV",
     "cla_share_factor": "layers that share another's KV",
     "block_configs": "layers of different sizes",
@@ -62,6 +78,8 @@ _STATE_FIELDS = {
     "global_head_dim": "layers of different sizes",
     "swa_num_key_value_heads": "layers of different sizes",
     "swa_head_dim": "layers of different sizes",
+    "swa_v_head_dim": "layers of different sizes",
+    "attention_other_setting": "layers of different sizes",
     "use_bidirectional_attention": "bidirectional attention",
     "is_encoder_decoder": "an encoder",
     "encoder_layers": "an encoder",
@@ -70,50 +88,78 @@ _STATE_FIELDS = {
 }  # fmt: skip
 """Fields that mean state, and what they mean."""
 
-_HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1}
-"""Values of such fields that mean no state of their own."""
+_HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1, "use_bidirectional_attention": "vision"}
+"""Values of such fields that mean no state of their own. Tokens of an image that attend to each other have ordinary KV."""
 
-_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers")
-
-_MULTIMODAL = (
-    "aria", "aya_vision", "cohere2_vision", "fast_vlm", "gemma3", "glm4v", "glm4v_moe", "got_ocr2", "idefics3", "internvl",
-    "kimi_k25", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3",
-    "ovis2", "perception_lm", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
-    "smolvlm", "video_llava", "vipllava",
+_PATTERN_FIELDS = (
+    "sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers", "attention_chunk_size",
+    "hybrid_layer_pattern", "layer_group_size", "attn_layer_period", "attn_layer_indices",
 )  # fmt: skip
-"""Models whose decoder is described by their `text_config`. Their other parts make embeddings and keep no state."""
+"""Fields that say which layers are of which kind, and how large a window is."""
 
 
 class Fields:
     """The fields of one JSON object of a config. Reading a field checks it and marks it as read."""
 
-    def __init__(self, model: str, values: Mapping[str, Any], *, model_type: str = "", prefix: str = "") -> None:
+    def __init__(
+        self,
+        model: str,
+        values: Mapping[str, Any],
+        *,
+        model_type: str = "",
+        prefix: str = "",
+        names: Mapping[str, str] | None = None,
+        read: set[str] | None = None,
+    ) -> None:
         self.model = model
         self.model_type = model_type
         self._values = values
         self._prefix = prefix
-        self._read: set[str] = set()
+        self._names = names or {}
+        self._read: set[str] = set() if read is None else read
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same fields, with values for those that the file leaves out. A null in the file stays null."""
-        return Fields(self.model, {**defaults, **self._values}, model_type=self.model_type, prefix=self._prefix)
+    def of_family(self, *, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
+        """The same fields with a family's own `names` for some, and values for those that the file leaves out.
+
+        A null in the file stays null.
+        """
+        values = {**{names.get(key, key): value for key, value in defaults.items()}, **self._values}
+        return Fields(self.model, values, model_type=self.model_type, prefix=self._prefix, names=names)
+
+    def with_values(self, values: Mapping[str, Any]) -> Fields:
+        """The same fields with other `values` for some. Reading one here marks it as read in the original, too."""
+        if not values:
+            return self
+        merged = {**self._values, **{self._name(key): value for key, value in values.items()}}
+        return Fields(self.model, merged, model_type=self.model_type, prefix=self._prefix, names=self._names, read=self._read)
+
+    def _name(self, key: str) -> str:
+        """The name under which the family's files have a field."""
+        return self._names.get(key, key)
 
     def has(self, key: str) -> bool:
         """Whether the file has the field, even if it is null."""
-        return key in self._values
+        return self._name(key) in self._values
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields, as the file has them."""
+        return tuple(self._values)
 
     def error(self, key: str, expected: str, found: object) -> ConfigError:
         """An error that names the model and the field."""
-        return ConfigError(f"model {self.model!r}, {self._prefix}{key}: expected {expected}, found {reprlib.repr(found)}")
+        return ConfigError(
+            f"model {self.model!r}, {self._prefix}{self._name(key)}: expected {expected}, found {reprlib.repr(found)}"
+        )
 
     def raw(self, *keys: str) -> Any:
         """The value of the first of `keys` that is set; `None` if none is."""
-        self._read.update(keys)
-        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+        names = [self._name(key) for key in keys]
+        self._read.update(names)
+        return next((self._values[name] for name in names if self._values.get(name) is not None), None)
 
     def name_of(self, *keys: str) -> str:
         """The first of `keys` that is set, or all of them if none is. For error messages."""
-        return next((key for key in keys if self._values.get(key) is not None), " or ".join(keys))
+        return next((key for key in keys if self._values.get(self._name(key)) is not None), " or ".join(keys))
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
         """The integer under the first of `keys` that is set, from `least` to `most`."""
@@ -154,9 +200,9 @@ class Fields:
             raise self.error(self.name_of(*keys), "the name of a dtype", value)
         return _known_dtype(value.removeprefix("torch."), f"model {self.model!r}, {self._prefix}{self.name_of(*keys)}")
 
-    def windows_are_settled(self) -> None:
-        """Mark the fields of windows as read: other fields, such as a list of kinds, already say which layers have one."""
-        self._read.update(_WINDOW_FIELDS)
+    def kinds_are_settled(self) -> None:
+        """Mark the fields that give layers their kind as read: a list of kinds has already said it."""
+        self._read.update(self._name(key) for key in _PATTERN_FIELDS)
 
     def check_all_read(self) -> None:
         """Raise `ConfigError` if a field that means state is set and was never read."""
@@ -174,37 +220,6 @@ def _known_dtype(dtype: str, what: str) -> str:
     if dtype not in known:
         raise ConfigError(f"{what}: expected one of {', '.join(known)}, found {dtype!r}")
     return dtype
-
-
-def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Iterable[str]) -> Fields:
-    """The fields of a model's decoder, which a multimodal model nests in `text_config`.
-
-    Raises `ConfigError` unless the decoder's `model_type` is one of `supported`.
-    """
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"model {name!r}: expected a JSON object, found {type(config).__name__}")
-    kind = config.get("model_type")
-    text = config.get("text_config")
-    values = config
-    if kind in _MULTIMODAL and text is not None:
-        Fields(name, config, model_type=str(kind)).check_all_read()
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"model {name!r}, text_config: expected an object, found {reprlib.repr(text)}")
-        shared = ("dtype", "torch_dtype", "quantization_config")
-        values = {**text, **{key: config[key] for key in shared if text.get(key) is None and key in config}}
-        if config.get("tie_word_embeddings") is not None and not text.get("tie_word_embeddings"):
-            values["tie_word_embeddings"] = config["tie_word_embeddings"]
-        kind = text.get("model_type", kind)
-    elif text is not None:
-        raise ConfigError(
-            f"model {name!r}: a text_config is not supported with model_type {kind!r}, only with {', '.join(_MULTIMODAL)}"
-        )
-    known = sorted(supported)
-    if not isinstance(kind, str) or kind not in known:
-        raise ConfigError(
-            f"model {name!r}: model_type {reprlib.repr(kind)} is not supported; expected one of {', '.join(known)}"
-        )
-    return Fields(name, values, model_type=kind)
 
 
 @dataclass(frozen=True, kw_only=True)

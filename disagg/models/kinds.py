@@ -14,7 +14,11 @@ FULL, SLIDING, LINEAR, HYBRID = "full_attention", "sliding_attention", "linear_a
 INDEXED, M3_SPARSE = "indexed_attention", "minimax_m3_sparse"
 COMPRESSED, HEAVILY_COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 MLP, MOE = "mlp", "moe"
+CONV, CHUNKED = "conv", "chunked_attention"
 """Names of the kinds, as transformers has them."""
+REUSED = "reused"
+INDEX_REUSED, KV_REUSED = "reused_index", "reused_kv"
+"""Kinds of layers that read another layer's state: all of it, its choice of tokens, or all but its index keys."""
 
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 """Names in files from before transformers settled on the names above."""
@@ -22,6 +26,8 @@ _NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 
 LayerRule = Callable[[Fields, int], Sequence[str]]
 """The kind of each layer, from a config's fields and the number of layers."""
+Sharing = Callable[[Fields, Sequence[str]], Sequence[str]]
+"""The kinds with `REUSED` and the like for layers that read another's state."""
 ListReader = Callable[[Fields], list[str] | None]
 """The kinds that a file lists; `None` if it lists none."""
 
@@ -77,10 +83,15 @@ def full_every_nth(other: str, *, default: int, key: str | None = None) -> Layer
     return rule
 
 
+def by_position(full: Callable[[int, int], bool], other: str = SLIDING) -> LayerRule:
+    """Full attention in the layers `i` of `n` for which `full(i, n)` holds. The others are of kind `other`."""
+    return lambda _, num_layers: [FULL if full(layer, num_layers) else other for layer in range(num_layers)]
+
+
 def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
     """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all layers if `sliding_window` is null."""
     if fields.has("sliding_window") and fields.raw("sliding_window") is None:
-        fields.windows_are_settled()
+        fields.kinds_are_settled()
         return [FULL] * num_layers
     return full_every_nth(SLIDING, key="sliding_window_pattern", default=4)(fields, num_layers)
 
@@ -108,6 +119,13 @@ def upper_windows(fields: Fields, num_layers: int) -> Sequence[str]:
     return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
+def windows_from(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Dots 1: the layers from `max_window_layers` on have the window, if `sliding_window` is set."""
+    first = fields.size("max_window_layers", least=0, most=MAX_LAYERS)
+    windowed = fields.raw("sliding_window") is not None
+    return [SLIDING if windowed and layer >= first else FULL for layer in range(num_layers)]
+
+
 def lower_windows(fields: Fields, num_layers: int) -> Sequence[str]:
     """Qwen2-MoE: with `use_sliding_window`, every other layer below `max_window_layers` has the window."""
     if not _windows_used(fields):
@@ -127,7 +145,10 @@ def all_windows_or_none(fields: Fields, num_layers: int) -> Sequence[str]:
 
 
 def _windows_used(fields: Fields) -> bool:
-    return fields.raw("sliding_window") is not None and fields.flag("use_sliding_window")
+    used = fields.flag("use_sliding_window")
+    if used and not fields.has("sliding_window"):
+        raise fields.error("sliding_window", "a number of tokens, or null", None)
+    return fields.raw("sliding_window") is not None and used
 
 
 def kimi(fields: Fields, num_layers: int) -> Sequence[str]:
@@ -154,6 +175,46 @@ def jamba(fields: Fields, num_layers: int) -> Sequence[str]:
     return [FULL if layer % period == offset else LINEAR for layer in range(num_layers)]
 
 
+def zamba(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Zamba: attention beside Mamba in the third layer and then in one layer of each period."""
+    period = fields.size("attn_layer_period", most=MAX_LAYERS)
+    offset = fields.size("attn_layer_offset", least=0, most=period - 1)
+    inner = [HYBRID if layer % period == offset else LINEAR for layer in range(max(num_layers - 3, 0))]
+    return [LINEAR, LINEAR, HYBRID, *inner][:num_layers]
+
+
+def olmo_hybrid(_: Fields, num_layers: int) -> Sequence[str]:
+    """OLMo hybrid: full attention in every fourth layer, or in the last of fewer than four."""
+    return [FULL if layer % 4 == 3 or (num_layers < 4 and layer == num_layers - 1) else LINEAR for layer in range(num_layers)]
+
+
+def llama4(fields: Fields, num_layers: int) -> Sequence[str]:
+    """Llama 4: layers with rotary embeddings attend within chunks."""
+    every = fields.size("no_rope_layer_interval", default=4)
+    rotary = fields.items("no_rope_layers", of=int) or [(layer + 1) % every for layer in range(num_layers)]
+    return [CHUNKED if is_rotary else FULL for is_rotary in rotary]
+
+
+def lfm2(fields: Fields, num_layers: int) -> Sequence[str]:
+    """LFM2: the layers with attention, by index, or all."""
+    chosen = fields.items("full_attn_idxs", of=int)
+    return [FULL if chosen is None or layer in chosen else CONV for layer in range(num_layers)]
+
+
+def lfm3(_: Fields, num_layers: int) -> Sequence[str]:
+    """LFM3: every second layer attends, in turn to all tokens and to a window."""
+    order = {0: SLIDING, 2: FULL}
+    return [order.get(layer % 4, CONV) if layer else CONV for layer in range(num_layers)]
+
+
+def mimo(fields: Fields, num_layers: int) -> Sequence[str]:
+    """MiMo-V2: windows where `hybrid_layer_pattern` has a 1; without it, except in layer 0 and every sixth one."""
+    pattern = fields.items("hybrid_layer_pattern", of=int)
+    if pattern is None:
+        return [SLIDING if layer and (layer + 1) % 6 else FULL for layer in range(num_layers)]
+    return [SLIDING if windowed else FULL for windowed in pattern]
+
+
 def minimax_m3(fields: Fields, num_layers: int) -> Sequence[str]:
     """MiniMax-M3: one flag per layer; full attention without flags."""
     sparse = fields.section("sparse_attention_config")
@@ -176,3 +237,60 @@ def deepseek_v4(fields: Fields, num_layers: int) -> Sequence[str]:
     if any(ratio not in by_ratio for ratio in ratios) or len(ratios) < num_layers:
         raise fields.error("compress_ratios", f"0, 4 or 128 for each of {num_layers} layers", ratios)
     return [by_ratio[ratio] for ratio in ratios[:num_layers]]
+
+
+# -- layers that read another layer's state ----------------------------------------------------------------------------
+
+
+def none_shared(_: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """Every layer keeps its own state."""
+    return kinds
+
+
+def last_share(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """Gemma 3n: the last `num_kv_shared_layers` layers read the KV of the last layer of their kind before them."""
+    shared = fields.size("num_kv_shared_layers", default=0, least=0, most=len(kinds) - 1)
+    first = len(kinds) - shared
+    return [*kinds[:first], *[REUSED] * shared]
+
+
+def gemma4(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """Gemma 4: as Gemma 3n, and the last layer attends to all tokens."""
+    return last_share(fields, [*kinds[:-1], FULL])
+
+
+def index_shared(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """GLM-5: layers that `indexer_types` lists as `shared` use the tokens that an earlier layer chose.
+
+    Without a list, `index_topk_pattern` has one letter per layer, or every `index_topk_freq`-th layer chooses.
+    """
+    types = fields.items("indexer_types", of=str)
+    pattern, every = fields.raw("index_topk_pattern"), fields.size("index_topk_freq", default=1)
+    offset = fields.size("index_skip_topk_offset", default=2, least=0)
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(letter, str(letter)) for letter in pattern]
+    if types is None:
+        types = ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(len(kinds))]
+    return _by_indexer(fields, kinds, types)
+
+
+def index_every_fourth(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """HY 4: as `indexer_types` lists; without a list, layer 0 and every fourth layer from layer 1 on choose."""
+    default = ["full" if layer == 0 or layer % 4 == 1 else "shared" for layer in range(len(kinds))]
+    return _by_indexer(fields, kinds, fields.items("indexer_types", of=str) or default)
+
+
+def _by_indexer(fields: Fields, kinds: Sequence[str], types: Sequence[str]) -> Sequence[str]:
+    if len(types) < len(kinds) or set(types) - {"full", "shared"}:
+        raise fields.error("indexer_types", f"full or shared for each of {len(kinds)} layers", list(types))
+    return [INDEX_REUSED if own == "shared" else kind for kind, own in zip(kinds, types, strict=False)]
+
+
+def latents_shared(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
+    """Mistral Large 4: as GLM-5, and layers read the latents of the layer in `kv_source_layers`."""
+    sources = fields.items("kv_source_layers", of=int) or list(range(len(kinds)))
+    if len(sources) != len(kinds):
+        raise fields.error("kv_source_layers", f"one layer for each of {len(kinds)}", sources)
+    reused = {INDEXED: KV_REUSED, INDEX_REUSED: REUSED}
+    own = index_shared(fields, kinds)
+    return [kind if source == layer else reused[kind] for layer, (kind, source) in enumerate(zip(own, sources, strict=True))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.core.errors import ConfigError
-from disagg.models.families import from_config
+from disagg.models.describe import from_config
 from disagg.models.spec import ModelSpec, first_layers
 
 _QWEN_NEXT: Mapping[str, Any] = {

@@ -5,13 +5,13 @@ Field names are those of transformers 5.23 (`configuration_*.py`). A field that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from disagg.models.fields import Dtypes, Fields
-from disagg.models.kinds import COMPRESSED, HEAVILY_COMPRESSED
+from disagg.models.kinds import COMPRESSED, FULL, HEAVILY_COMPRESSED, SLIDING
 from disagg.state.declare import Role, State, whole
-from disagg.state.mamba import gdn_roles, kda_roles, lightning_roles, mamba1_roles, mamba2_roles
+from disagg.state.mamba import convolution_roles, gdn_roles, kda_roles, lightning_roles, mamba1_roles, mamba2_roles
 from disagg.state.paged import gqa_roles, mla_roles
 from disagg.state.sparse import compressed_roles, index_roles
 
@@ -21,43 +21,111 @@ StateMaker = Callable[[Fields, tuple[int, ...], Dtypes], State]
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _num_kv_heads(fields: Fields, *, by_heads: bool) -> int:
-    """KV heads of the whole model. With `by_heads` the default is `num_attention_heads`."""
+SizeRule = Callable[[Fields], int]
+
+
+def kv_heads(fields: Fields) -> int:
+    """KV heads of the whole model, which the file gives."""
+    return _divisor(fields, fields.size("num_key_value_heads"))
+
+
+def kv_heads_or_all(fields: Fields) -> int:
+    """KV heads of the whole model, by default `num_attention_heads`."""
+    return _divisor(fields, fields.size("num_key_value_heads", default=fields.size("num_attention_heads")))
+
+
+def multi_query(fields: Fields) -> int:
+    """One KV head, or one per query head without `multi_query`."""
+    return 1 if fields.flag("multi_query", default=True) else fields.size("num_attention_heads")
+
+
+def falcon_heads(fields: Fields) -> int:
+    """Falcon: `num_kv_heads` in the newer decoders, else one KV head, or one per query head without `multi_query`."""
+    heads = fields.size("num_kv_heads", default=fields.size("num_attention_heads"))
+    return _divisor(fields, heads) if fields.flag("new_decoder_architecture") else multi_query(fields)
+
+
+def dbrx_heads(fields: Fields) -> int:
+    """DBRX: KV heads in `attn_config`."""
+    return _divisor(fields, fields.section("attn_config").size("kv_n_heads", default=1))
+
+
+def mimo_window_heads(fields: Fields) -> int:
+    """MiMo-V2: KV heads of the layers with a window, by default twice those of the others."""
+    return _divisor(fields, fields.size("swa_num_key_value_heads", default=2 * fields.size("num_key_value_heads")))
+
+
+def _divisor(fields: Fields, count: int) -> int:
     heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads", default=heads if by_heads else None)
-    if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
-    return kv_heads
+    if heads % count:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads={heads}", count)
+    return count
 
 
-def _head_dim(fields: Fields, *, by_hidden: bool) -> int:
-    """Elements per head. With `by_hidden` the default is `hidden_size / num_attention_heads`."""
-    if not by_hidden or fields.raw("head_dim") is not None:
-        return fields.size("head_dim", "attention_head_dim")
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+def head_dim(fields: Fields) -> int:
+    """Elements per head, which the file gives."""
+    return fields.size("head_dim", "attention_head_dim")
+
+
+def head_dim_or_hidden(fields: Fields) -> int:
+    """Elements per head, by default `hidden_size / num_attention_heads`."""
+    return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
+
+
+def hidden_per_head(fields: Fields, times: int = 1) -> int:
+    """`times * hidden_size / num_attention_heads`, whatever `head_dim` the file has."""
+    fields.raw("head_dim", "attention_head_dim")
+    hidden, heads = times * fields.size("hidden_size"), fields.size("num_attention_heads")
     if hidden % heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads={heads}", hidden)
     return hidden // heads
 
 
-def attention(name: str = "kv", *, by_hidden: bool = False, by_heads: bool = False) -> StateMaker:
-    """K and V by head. The state `window` needs the last `sliding_window - 1` tokens: the next one attends to itself too.
+def _window(fields: Fields) -> int:
+    """Tokens of a window with the one that attends."""
+    return fields.size("sliding_window")
 
-    The flags say which sizes a file may leave out: see `_head_dim` and `_num_kv_heads`.
+
+def mimo_window(fields: Fields) -> int:
+    """MiMo-V2: a `sliding_window_size` counts only the tokens before the one that attends."""
+    before = fields.raw("sliding_window_size")
+    return _window(fields) if before is None else fields.size("sliding_window_size") + 1
+
+
+def chunk(fields: Fields) -> int:
+    """Llama 4: a chunk, of which the next token reads the part before it."""
+    return fields.size("attention_chunk_size")
+
+
+def attention(
+    *, heads: SizeRule = kv_heads, dim: SizeRule = head_dim, v_dim: SizeRule | None = None, window: SizeRule | None = None
+) -> StateMaker:
+    """K and V by head. With `window` decode needs the last `window - 1` tokens: the next one attends to itself too.
+
+    The rules read the KV heads, the elements per head, and those of V if they differ.
     """
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-        heads, dim = _num_kv_heads(fields, by_heads=by_heads), _head_dim(fields, by_hidden=by_hidden)
-        if fields.raw("v_head_dim") not in (None, dim):
-            raise fields.error("v_head_dim", f"the size of K's heads, {dim}", fields.raw("v_head_dim"))
-        roles: tuple[Role, ...] = gqa_roles(heads, dims=(dim, dim), dtype=dtypes.kv)
+        num_heads, k_dim = heads(fields), dim(fields)
+        if v_dim is None and fields.raw("v_head_dim") not in (None, k_dim):
+            raise fields.error("v_head_dim", f"the size of K's heads, {k_dim}", fields.raw("v_head_dim"))
+        dims = (k_dim, k_dim if v_dim is None else v_dim(fields))
+        roles: tuple[Role, ...] = gqa_roles(num_heads, dims=dims, dtype=dtypes.kv)
         if dtypes.scale_block is not None:
-            scales = gqa_roles(heads, dims=(dtypes.num_scales(dim), dtypes.num_scales(dim)), dtype="float32")
+            scales = gqa_roles(num_heads, dims=(dtypes.num_scales(dims[0]), dtypes.num_scales(dims[1])), dtype="float32")
             roles += tuple(replace(role, name=f"{role.name}_scale") for role in scales)
-        window = fields.size("sliding_window") - 1 if name == "window" else None
-        return State(name=name, rows="pages", layers=layers, roles=roles, window=window)
+        if window is None:
+            return State(name="kv", rows="pages", layers=layers, roles=roles)
+        return State(name="window", rows="pages", layers=layers, roles=roles, window=window(fields) - 1)
 
     return make
+
+
+def kv_or_window(
+    heads: SizeRule = kv_heads, dim: SizeRule = head_dim, window: SizeRule = _window
+) -> Mapping[str, tuple[StateMaker, ...]]:
+    """The states of full attention and of windows, with the same heads."""
+    return {FULL: (attention(heads=heads, dim=dim),), SLIDING: (attention(heads=heads, dim=dim, window=window),)}
 
 
 def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
@@ -118,28 +186,30 @@ def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Kimi delta attention."""
     linear = fields.section("linear_attn_config")
-    dim = linear.size("head_dim", default=fields.raw("linear_head_dim"))
+    dim = linear.size("head_dim", default=fields.raw("linear_head_dim", "head_dim"))
     roles = kda_roles(
-        num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads")),
+        num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads", "num_attention_heads")),
         key_head_dim=dim,
         value_head_dim=dim,
-        kernel=linear.size("short_conv_kernel_size", default=fields.raw("linear_conv_kernel_dim"), least=2),
+        kernel=linear.size(
+            "short_conv_kernel_size", default=fields.raw("linear_conv_kernel_dim", "short_conv_kernel_size"), least=2
+        ),
         dtypes=(dtypes.weights, dtypes.ssm or "float32"),
     )
     return _recurrent(layers, roles)
 
 
-def mamba2(heads_key: str, state_key: str, head_dim: Callable[[Fields, int], int]) -> StateMaker:
-    """Mamba2, with a family's own field names. `head_dim` takes the fields and the number of heads."""
+def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
+    """Mamba2. `head_dim` takes the fields and the number of heads."""
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-        heads = fields.size(heads_key)
+        heads = fields.size("mamba_n_heads")
         roles = mamba2_roles(
             num_heads=heads,
             head_dim=head_dim(fields, heads),
-            num_groups=fields.size("n_groups", "mamba_n_groups"),
-            state_size=fields.size(state_key),
-            kernel=fields.size("conv_kernel", "mamba_d_conv", least=2),
+            num_groups=fields.size("mamba_n_groups"),
+            state_size=fields.size("mamba_d_state"),
+            kernel=fields.size("mamba_d_conv", least=2),
             dtypes=(dtypes.weights, dtypes.ssm or "float32"),
         )
         return _recurrent(layers, roles)
@@ -149,7 +219,7 @@ def mamba2(heads_key: str, state_key: str, head_dim: Callable[[Fields, int], int
 
 def mamba_head_dim(fields: Fields, heads: int) -> int:
     """Elements per head, which must fill the inner size: `mamba_d_ssm`, by default `mamba_expand` hidden sizes."""
-    inner = _inner_size(fields) if fields.raw("mamba_d_ssm") is None else fields.size("mamba_d_ssm")
+    inner = _inner_size(fields)
     in_file = fields.raw("mamba_d_head")
     dim = inner // heads if in_file in (None, "auto") else fields.size("mamba_d_head")
     if heads * dim != inner:
@@ -158,6 +228,9 @@ def mamba_head_dim(fields: Fields, heads: int) -> int:
 
 
 def _inner_size(fields: Fields) -> int:
+    """Channels of a Mamba layer: `mamba_d_ssm`, by default `mamba_expand` hidden sizes."""
+    if fields.raw("mamba_d_ssm") is not None:
+        return fields.size("mamba_d_ssm")
     return fields.size("mamba_expand") * fields.size("hidden_size")
 
 
@@ -174,9 +247,17 @@ def mamba1(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 
 def lightning(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Lightning attention, by default in the weights' dtype."""
-    heads, dim = fields.size("num_attention_heads"), _head_dim(fields, by_hidden=True)
+    heads, dim = fields.size("num_attention_heads"), head_dim_or_hidden(fields)
     roles = lightning_roles(num_heads=heads, key_head_dim=dim, value_head_dim=dim, dtype=dtypes.ssm or dtypes.weights)
     return _recurrent(layers, roles)
+
+
+def short_convolution(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
+    """LFM2: a convolution over the hidden size, without a temporal state."""
+    roles = convolution_roles(
+        channels=fields.size("hidden_size"), kernel=fields.size("conv_L_cache", least=2), dtype=dtypes.weights
+    )
+    return State(name="conv", rows="slot", layers=layers, roles=roles)
 
 
 # -- DeepSeek-V4 -------------------------------------------------------------------------------------------------------

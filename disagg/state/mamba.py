@@ -99,6 +99,11 @@ def lightning_roles(*, num_heads: int, key_head_dim: int, value_head_dim: int, d
     return (Role(name="temporal", axes="slot head key_dim value_dim", inner=inner, dtype=dtype),)
 
 
+def convolution_roles(*, channels: int, kernel: int, dtype: str | None = None) -> tuple[Role]:
+    """A gated short convolution (LFM2): `conv` has `kernel - 1` columns, divided by channel. No temporal state."""
+    return (_conv((Block(channels, 1),), kernel, dtype),)
+
+
 def recurrent(
     roles: Sequence[Role],
     tensors: Mapping[str, Mapping[int, Any]],

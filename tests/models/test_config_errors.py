@@ -13,14 +13,30 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigError
 from disagg.models import load_model
-from tests.support.configs import DSA, FALCON, GPT_OSS, JAMBA, KIMI, LLAMA, MLA, NEMOTRON, QWEN3_5, SMALL, V4, spec_of, without
+from tests.support.configs import (
+    DSA,
+    FALCON,
+    GEMMA4,
+    GPT_OSS,
+    JAMBA,
+    KIMI,
+    LLAMA,
+    MLA,
+    NEMOTRON,
+    QWEN3_5,
+    SMALL,
+    V4,
+    spec_of,
+    without,
+)
 
 
 class TestErrors:
     @pytest.mark.parametrize(
         ("config", "named"),
         [
-            ({**LLAMA, "model_type": "gpt2"}, "gpt2"),
+            ({**LLAMA, "model_type": "bert"}, "'bert' is not supported: an encoder"),
+            ({**LLAMA, "model_type": "lama"}, "similar types: llama"),
             (without(LLAMA, "model_type"), "model_type None"),
             ({**LLAMA, "model_type": ["llama"]}, "llama"),
             ({**LLAMA, "model_type": "t5", "text_config": dict(LLAMA)}, "t5"),
@@ -39,7 +55,12 @@ class TestErrors:
             ({**LLAMA, "kv_sharing_modes": ["own", "reuse"] * 2}, "kv_sharing_modes"),
             ({**LLAMA, "block_configs": [{"attention": None}]}, "block_configs: layers of different sizes"),
             ({**LLAMA, "num_key_value_heads_per_layer": [4, 2, 4, 2]}, "num_key_value_heads_per_layer"),
-            ({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 2}}}, "per_layer_config"),
+            ({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 2}}}, "per_layer_config: layers of different sizes"),
+            ({**GEMMA4, "per_layer_config": {"3": {"num_key_value_heads": 3}}}, "num_key_value_heads: expected a divisor"),
+            ({**GEMMA4, "per_layer_config": {"one": {}}}, "per_layer_config.one: expected an object under the number"),
+            ({**GEMMA4, "per_layer_config": {"1": 2}}, "per_layer_config.1: expected an object under the number"),
+            ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+            ({**GEMMA4, "num_kv_shared_layers": 4}, "num_kv_shared_layers: expected an integer from 0 to 3"),
             ({**LLAMA, "interleaved_sliding_window": 64}, "interleaved_sliding_window: sliding-window attention"),
             ({**LLAMA, "window_size": 64}, "window_size"),
             ({**LLAMA, "num_sink_tokens": 4}, "num_sink_tokens: sink tokens"),
@@ -83,6 +104,8 @@ class TestErrors:
             (LLAMA, {"v_head_dim": 8}),
             (MLA, {"v_head_dim": 128}),
             (DSA, {"index_topk_freq": 1}),
+            (GEMMA4, {"use_bidirectional_attention": "vision"}),
+            (GEMMA4, {"per_layer_config": {"03": {"head_dim": 32}}}),
         ],
     )
     def test_fields_that_add_no_state_are_accepted(self, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:

@@ -22,6 +22,15 @@ GPT_OSS: Mapping[str, Any] = {
     "head_dim": 8,
     "sliding_window": 16,
 }
+GEMMA4: Mapping[str, Any] = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+}
 MLA: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 3,
@@ -117,7 +126,7 @@ M3: Mapping[str, Any] = {
         "sparse_disable_index_value": [0, 1, 1, 1],
     },
 }
-SMALL = (LLAMA, GPT_OSS, MLA, DSA, V4, NEMOTRON, KIMI, QWEN3_5, FALCON, JAMBA, M3)
+SMALL = (LLAMA, GPT_OSS, GEMMA4, MLA, DSA, V4, NEMOTRON, KIMI, QWEN3_5, FALCON, JAMBA, M3)
 """All of the above."""
 
 
