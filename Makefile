@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-vllm check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +28,9 @@ fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (
 
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
+
+test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
+	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)
 
 check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
@@ -77,4 +80,4 @@ clean: ## Remove builds and the caches of tools
 	@find disagg harness tests benchmarks $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the virtual environment
-	@rm -rf .venv
+	@rm -rf .venv .venv-vllm
