@@ -154,11 +154,15 @@ class Engine:
                 return told[1]
             self._take(told)
 
-    def kill(self) -> None:
-        """End the engine's processes with SIGKILL."""
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the engine."""
         for pid in [*_children(self.pid), self.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """End the engine's processes with SIGKILL."""
+        self.signal(signal.SIGKILL)
         self._process.join()
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ COUNTERS = {
     "failed_loads": "Loads that failed; vLLM computed these requests itself.",
     "loaded_tokens": "Prompt tokens in the loads that succeeded, by rank.",
     "sends": "Requests that this engine's ranks have handed over.",
+    "sent_bytes": "Bytes that this engine's ranks have written to decode servers.",
     "failed_sends": "Requests that no decode server took in time, or that failed.",
 }
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -35,6 +36,10 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
     def count_send(self, *, ok: bool) -> None:
         """Count a request that has been handed over, or not."""
         self.data["sends" if ok else "failed_sends"] += 1
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.data["sent_bytes"] += nbytes
 
     def reset(self) -> None:
         """Forget everything counted."""

@@ -76,6 +76,7 @@ class WorkerHalf:
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._stats = TransferStats()
+        self._nbytes = 0
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -169,6 +170,9 @@ class WorkerHalf:
 
     def take_stats(self) -> TransferStats | None:
         """What has ended since the last call, if anything."""
+        nbytes = self._running().stats.nbytes
+        self._stats.count_bytes(nbytes - self._nbytes)
+        self._nbytes = nbytes
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
 
