@@ -22,9 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from disagg.core.errors import ConfigError
+from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
-from disagg.integrations.vllm.options import Options
 from disagg.integrations.vllm.scheduler import SchedulerHalf
 from disagg.integrations.vllm.worker import WorkerHalf
 

@@ -22,11 +22,11 @@ from disagg.core.events import ReadyEvent
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
-from disagg.integrations.vllm.options import Options
 from disagg.integrations.vllm.peers import Peers
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager
