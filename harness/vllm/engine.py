@@ -218,7 +218,7 @@ def _start(model: str, extra: Mapping[str, Any], blocks: int, options: Mapping[s
     given = {"max_model_len": 1536, "max_num_batched_tokens": 512, "enable_prefix_caching": False, **options}
     config = EngineArgs(
         model=model,
-        enforce_eager=True,
+        enforce_eager=bool(given.pop("enforce_eager", True)),
         skip_tokenizer_init=True,
         num_gpu_blocks_override=blocks,
         gpu_memory_utilization=0.05,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -26,6 +27,8 @@ from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
 from disagg.state import paged
 from disagg.state.declare import Role, State
+
+Stages = Sequence[Sequence[int]] | None
 
 NULL_BLOCK = 0
 """The block id that vLLM puts where a request has no block."""
@@ -61,6 +64,7 @@ def read_caches(
     Raises `ConfigError` for tensors that this integration cannot describe.
     """
     groups = read_groups(kv)
+    stages = _stages(config, groups, topology)
     spec = from_config(model, name=str(config.model_config.model)) if any(g.kind is Kind.STATE for g in groups) else None
     caches = []
     for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
@@ -71,15 +75,28 @@ def read_caches(
             component = _state(spec, name, given, shape, topology)
         elif group.kind is Kind.LATENT:
             latents = {layer: tensor.squeeze(1) for layer, tensor in given.items()}
-            component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name)
+            component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name, layers_by_stage=stages)
         else:
             heads = _total_heads(config, shape, topology)
-            component = _attention(name, given, shape, num_kv_heads=heads, topology=topology)
+            component = _attention(name, given, shape, num_kv_heads=heads, topology=topology, layers_by_stage=stages)
         pages_per_block, rest = divmod(next(iter(given.values())).shape[0], kv.num_blocks)
         if rest:
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
         caches.append(Cache(group, component, pages_per_block))
     return tuple(caches)
+
+
+def _stages(config: VllmConfig, groups: Sequence[Group], topology: Topology) -> Stages:
+    """The layers of each pipeline stage; `None` without pipeline parallelism.
+
+    Raises `ConfigError` for a model with several kinds of layers, because a worker knows only those of its own stage.
+    """
+    if topology.pp == 1:
+        return None
+    if len(groups) > 1 or not groups[0].is_incremental:
+        raise ConfigError("pipeline parallelism: expected a model with one kind of layers, found windows or recurrent states")
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    return [range(*get_pp_indices(num_layers, stage, topology.pp)) for stage in range(topology.pp)]
 
 
 def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
@@ -91,13 +108,13 @@ def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
 
 
 def _attention(
-    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
+    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology, layers_by_stage: Stages
 ) -> Component:
     """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
     on_cpu = next(iter(tensors.values())).device.type == "cpu"
     views = {layer: _cpu_views(t, spec, name) if on_cpu else _gpu_views(t, spec) for layer, t in tensors.items()}
     axes = {"k": "page kv_head dim token", "v": "hnd"} if on_cpu else "hnd"
-    return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name)
+    return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name, layers_by_stage=layers_by_stage)
 
 
 def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,8 +123,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def share_logging() -> None:
-    """Let this library's log records go where vLLM's go: vLLM configures only its own logger."""
+    """Let this library's log records go where vLLM's go: vLLM configures only its own logger.
+
+    The line that this library writes for each request appears at level DEBUG only; the connector logs failures itself.
+    """
     ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
         ours.setLevel(theirs.level)
+        logging.getLogger("disagg.runtime.accounting").setLevel(
+            theirs.level if theirs.isEnabledFor(logging.DEBUG) else logging.ERROR
+        )

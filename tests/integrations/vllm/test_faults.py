@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from disagg.runtime.keys import KeyPair
 from harness.vllm.engine import PREFILL, Answer, Engine
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
@@ -110,3 +113,23 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
     while decode.num_free_blocks() < decode.num_blocks - 1:  # the engine learns it when it steps
         assert time.monotonic() < until
         decode.generate([other[:5]], max_tokens=1)
+
+
+def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:
+    """Servers with keys serve each other, and nobody else."""
+    pairs = {name: KeyPair.generate() for name in ("prefill", "decode", "stranger")}
+    extra = {}
+    for name, keys in pairs.items():
+        file = tmp_path / f"{name}.toml"
+        file.write_text(f"public = {json.dumps(keys.public)}\nsecret = {json.dumps(keys.secret)}\n")
+        trusted = {"prefill": ["decode"], "decode": ["prefill"], "stranger": ["prefill"]}[name]
+        extra[name] = {"keys": str(file), "trusted_keys": [pairs[each].public for each in trusted], "load_timeout_s": 2.0}
+    prefill, decode, stranger = (start(extra=extra[name]) for name in pairs)
+    asked = prompts((100, 300), seed=27)
+    expected = decode.wait_ready().generate(asked, max_tokens=4)
+    found = hand_over(prefill.wait_ready(), decode, asked, max_tokens=4)
+    check_equal(expected, found)
+    assert num_external(found) == [99, 299]
+    refused = hand_over(prefill, stranger.wait_ready(), asked, max_tokens=4)
+    check_equal(expected, refused)
+    assert num_external(refused) == [0, 0]
