@@ -47,15 +47,24 @@ class Answer:
 
 
 class Engine:
-    """An engine with `DisaggConnector`. `options` are vLLM's arguments, and `extra` those of the connector."""
+    """An engine with a connector. `options` are vLLM's arguments, and `extra` those of the connector."""
 
     _numbers = itertools.count()
 
-    def __init__(self, model: str, *, extra: Mapping[str, Any] | None = None, blocks: int = 256, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        connector: str = "DisaggConnector",
+        blocks: int = 256,
+        **options: Any,
+    ) -> None:
         os.environ.update(ENVIRONMENT)
+        transfer = {"kv_connector": connector, "kv_connector_extra_config": dict(extra or {})}
         self._pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_serve, args=(theirs, model, dict(extra or {}), blocks, options))
+        self._process = context.Process(target=_serve, args=(theirs, model, transfer, blocks, options))
         self._process.start()
         theirs.close()
         self.num_blocks = blocks
@@ -154,6 +163,14 @@ class Engine:
                 return told[1]
             self._take(told)
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU that the engine's processes have used."""
+        ticks = 0
+        for pid in [*_children(self.pid), self.pid]:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+                ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def signal(self, number: int) -> None:
         """Send a signal to all processes of the engine."""
         for pid in [*_children(self.pid), self.pid]:
@@ -184,11 +201,11 @@ def _children(pid: int) -> list[int]:
     return [each for child in own for each in (*_children(child), child)]
 
 
-def _serve(pipe: Connection, model: str, extra: Mapping[str, Any], blocks: int, options: Mapping[str, Any]) -> None:
+def _serve(pipe: Connection, model: str, transfer: Mapping[str, Any], blocks: int, options: Mapping[str, Any]) -> None:
     """The engine's process."""
     os.setpgid(0, 0)
     try:
-        core = _start(model, extra, blocks, options)
+        core = _start(model, transfer, blocks, options)
     except BaseException as error:  # noqa: BLE001  (the parent reports it)
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
         os._exit(1)
@@ -202,18 +219,17 @@ def _serve(pipe: Connection, model: str, extra: Mapping[str, Any], blocks: int, 
     os._exit(0)
 
 
-def _start(model: str, extra: Mapping[str, Any], blocks: int, options: Mapping[str, Any]) -> Any:
+def _start(model: str, connector: Mapping[str, Any], blocks: int, options: Mapping[str, Any]) -> Any:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     transfer = KVTransferConfig(
-        kv_connector="DisaggConnector",
-        kv_connector_module_path="disagg.integrations.vllm",
+        kv_connector_module_path="disagg.integrations.vllm" if connector["kv_connector"] == "DisaggConnector" else None,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config=dict(extra),
+        **connector,
     )
     given = {"max_model_len": 1536, "max_num_batched_tokens": 512, "enable_prefix_caching": False, **options}
     config = EngineArgs(
