@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import select
 import time
 from collections import Counter, deque
@@ -41,12 +42,13 @@ IDLE_WAIT_S = 0.003
 
 @dataclass(eq=False)
 class _Send:
-    """A request that this worker sends. `is_finishing` once vLLM keeps its blocks until this worker reports the end."""
+    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end."""
 
     req_id: str
     attempt: int
     handle: Sender | None = None
-    is_finishing: bool = False
+    finished_s: float | None = None
+    has_ended: bool = False
 
 
 @dataclass(eq=False)
@@ -151,6 +153,7 @@ class WorkerHalf:
     def results(self, *, idle: bool) -> KVConnectorTransferResults:
         """The transfers that have ended since the last call."""
         manager = self._running()
+        self._end_late_sends()
         if idle and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
             select.select([manager], [], [], IDLE_WAIT_S)
         for event in manager.events():
@@ -184,7 +187,7 @@ class WorkerHalf:
 
     def _finish(self, finish: Finish, ready: ReadyEvent | None) -> None:
         send = self._opened(finish)
-        send.is_finishing = True
+        send.finished_s = time.monotonic()
         self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), ready=ready)
 
     def _opened(self, part: Chunk | Finish) -> _Send:
@@ -194,15 +197,23 @@ class WorkerHalf:
             self._abort(part.req_id)
             self._sends[part.req_id] = send = _Send(part.req_id, part.attempt)
             send.handle = self._running().sender(
-                part.request_id, peer=None, attempt=part.attempt, deadline_s=self._options.hold_s, tag=send, label=part.req_id
+                part.request_id, peer=None, attempt=part.attempt, deadline_s=None, tag=send, label=part.req_id
             )
         return send
 
     def _sender(self, send: _Send) -> Sender:
-        """Its handle. Raises `LocalProtocolError` if it could not be opened."""
-        if send.handle is None:
+        """Its handle. Raises `LocalProtocolError` if it could not be opened, or has ended."""
+        if send.handle is None or send.has_ended:
             raise LocalProtocolError("an earlier part of the request could not be sent")
         return send.handle
+
+    def _end_late_sends(self) -> None:
+        """End requests that no decode server has taken in time, since vLLM keeps their blocks."""
+        latest_s = time.monotonic() - self._options.hold_s
+        for send in self._sends.values():
+            if send.finished_s is not None and send.finished_s < latest_s and send.handle is not None:
+                send.finished_s = math.inf  # only once
+                send.handle.abort(f"no decode server took it within {self._options.hold_s:g} s")
 
     def _sent(self, send: _Send, event: Event) -> None:
         if self._sends.get(send.req_id) is not send:
@@ -210,7 +221,8 @@ class WorkerHalf:
         self._stats.count_send(ok=event.ok)
         if not event.ok:
             logger.warning("request %s: decode did not get its state: %s", send.req_id, event.error)
-        if send.is_finishing:
+        send.has_ended = True
+        if send.finished_s is not None:
             del self._sends[send.req_id]
             self._results.finished_sending.add(send.req_id)
 
