@@ -133,3 +133,13 @@ def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:
     refused = hand_over(prefill, stranger.wait_ready(), asked, max_tokens=4)
     check_equal(expected, refused)
     assert num_external(refused) == [0, 0]
+
+
+def test_servers_of_different_models(start: Callable[..., Engine]) -> None:
+    """They refuse each other, and decode answers alone at once."""
+    prefill, decode = start("deepseek-v2"), start("llama", extra={"load_timeout_s": 60.0})
+    asked = prompts((100, 200), seed=28)
+    found = hand_over(prefill.wait_ready(), decode.wait_ready(), asked, max_tokens=4)
+    check_equal(decode.generate(asked, max_tokens=4), found)
+    assert num_external(found) == [0, 0]
+    wait_empty(decode)
