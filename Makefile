@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-models check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -31,6 +31,12 @@ test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST
 
 test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 40 of them)
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py $(PYTEST_ARGS)
+
+test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
+	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)
+
+demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, and a proxy in front of them
+	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo
 
 check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)
@@ -80,4 +86,4 @@ clean: ## Remove builds and the caches of tools
 	@find disagg harness tests benchmarks $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the virtual environment
-	@rm -rf .venv
+	@rm -rf .venv .venv-vllm

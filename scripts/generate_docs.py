@@ -24,6 +24,7 @@ import msgspec  # noqa: E402
 
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.config import Config  # noqa: E402
+from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
@@ -53,7 +54,7 @@ def _kind(setting: Setting) -> str:
         return "table"
     if is_list(setting):
         return "list of text"
-    return {str: "text", int: "number", bool: "true or false"}[setting.base]
+    return {str: "text", int: "number", float: "number", bool: "true or false"}[setting.base]
 
 
 def _default(setting: Setting) -> str:
@@ -83,6 +84,16 @@ def rank_settings() -> Iterator[str]:
     """The additional settings of the rank commands."""
     known = {setting.key for setting in settings(Config)}
     yield from _settings([setting for setting in settings(RankConfig) if setting.key not in known | {"role"}])
+
+
+def integration_settings() -> Iterator[str]:
+    """The additional settings of the connectors of servers."""
+    known = {setting.key for setting in settings(Config)}
+    yield "| key | variable | value | default | |"
+    yield "|---|---|---|---|---|"
+    for each in settings(Options):
+        if each.key not in known:
+            yield f"| `{each.key}` | `{each.variable}` | {_kind(each)} | {_default(each)} | {each.description} |"
 
 
 def limits() -> Iterator[str]:
@@ -201,8 +212,8 @@ def source(path: str, *names: str) -> Iterator[str]:
 GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
-        manager_settings, rank_settings, limits, receive_states, send_states, messages, bounds, presets, sides, real_models,
-        source,
+        manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
+        sides, real_models, source,
     )
 }  # fmt: skip
 

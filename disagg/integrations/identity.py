@@ -1,0 +1,53 @@
+"""What two servers must agree on although they were written apart: the model's identity, and the names of components."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.layout.agreement import ModelId
+
+_IGNORED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
+"""Fields that do not change the state of a request, or that the layouts already compare. So are all `*_token_id`."""
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The `config.json` at `path`, which is the file or its folder. Raises `ConfigError` if it cannot be read."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model: expected a config.json, found {str(file)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"model: expected a JSON object in {str(file)!r}, found {type(found).__name__}")
+    return found
+
+
+def model_id(config: Mapping[str, Any]) -> ModelId:
+    """The identity of the model with this `config.json`: its type, and a digest of the fields that describe it.
+
+    Servers read the file from disk, because loaded configurations contain the defaults of a version of transformers. The
+    digest does not cover weights: two models of the same shape have the same identity.
+    """
+    text = json.dumps(_described(config), sort_keys=True, separators=(",", ":"))
+    return ModelId(str(config.get("model_type", "")), hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {key: each for key, each in value.items() if key not in _IGNORED and not key.endswith("_token_id")}
+        return {key: _described(each) for key, each in kept.items()}
+    return [_described(each) for each in value] if isinstance(value, list) else value
+
+
+def component_name(kind: str, layer: int | None) -> str:
+    """The name of a component. `kind` is `"kv"`, `"mla"` or `"ssm"`.
+
+    A model whose layers all keep the same kind of state for all tokens has one component (`layer` is `None`). Any other model
+    has one for each layer: servers group its layers differently, and each group has page ids of its own.
+    """
+    return kind if layer is None else f"{kind}.{layer}"

@@ -1,0 +1,57 @@
+"""The settings of the connector: those of `disagg.Config`, and how long requests may wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from disagg.config import Config
+from disagg.core.address import is_wildcard, parse_address
+from disagg.settings import meaning
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Options(Config, frozen=True, kw_only=True):
+    """`kv_connector_extra_config`. Raises `ConfigError` for unknown keys and wrong values."""
+
+    model: Annotated[
+        str | None, meaning("Identity of the model, the same on both sides; default: a digest of its config.json.")
+    ] = None
+    trusted_keys: Annotated[tuple[str, ...], meaning("Public keys of the other servers, if this one has keys.")] = ()
+    hold_s: Annotated[Seconds, meaning("How long prefill keeps a request's blocks for decode.", metavar="SECONDS")] = 60.0
+    load_timeout_s: Annotated[
+        Seconds, meaning("How long decode waits for a request's state before it computes it.", metavar="SECONDS")
+    ] = 30.0
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], *, engine_id: str) -> Options:
+        """The settings of an engine, from `kv_connector_extra_config` and variables `DISAGG_*`."""
+        return cls.load(environ=os.environ, **{"name": engine_id, **extra})
+
+    def rank_settings(self, *, listen: str, leader: str | None) -> dict[str, Any]:
+        """The keyword arguments of one rank's `KVManager`. Only rank 0 serves metrics.
+
+        A rank admits peers that nobody configured: with keys those whose key is known, else whoever reaches it.
+        """
+        metrics_port = self.metrics_port if leader is None else None
+        return {
+            **self.manager_arguments(),
+            "listen": listen,
+            "leader": leader,
+            "metrics_port": metrics_port,
+            "admit": "any" if self.keys is None else "keys",
+            "peer_keys": {**self.peer_keys, **{key: key for key in self.trusted_keys}},
+        }
+
+    def listen_on(self, *, rank: int, dp_rank: int) -> str:
+        """The control address of one rank of a data-parallel replica.
+
+        Only rank 0 has the configured port, plus the replica's number; other ranks take any free port.
+        """
+        host, port = parse_address(self.listen, what="listen")
+        shown = "*" if is_wildcard(host) else f"[{host}]" if ":" in host else host
+        return f"tcp://{shown}:{port + dp_rank if port and rank == 0 else 0}"

@@ -1,0 +1,135 @@
+"""vLLM's KV cache groups: which layers share block ids, and which tokens of a request their blocks hold."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVCacheSpecKind,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+)
+
+from disagg.core.errors import ConfigError
+from disagg.core.rows import TokenRange
+from disagg.integrations.identity import component_name
+from disagg.state.declare import last_tokens
+
+STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
+"""Kinds of recurrent state that this integration can describe, by vLLM's names."""
+
+
+class Kind(enum.Enum):
+    """What a layer keeps of a request."""
+
+    FULL = "kv"
+    WINDOW = "window"
+    LATENT = "mla"
+    STATE = "ssm"
+
+
+_KINDS = {
+    KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
+    KVCacheSpecKind.SLIDING_WINDOW: Kind.WINDOW,
+    KVCacheSpecKind.MLA_ATTENTION: Kind.LATENT,
+    KVCacheSpecKind.MAMBA: Kind.STATE,
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share block ids. `window` is the number of tokens that a layer attends to, with the newest among them."""
+
+    index: int
+    kind: Kind
+    block_size: int
+    window: int | None
+    specs: Mapping[str, Any]
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
+        return self.kind in (Kind.FULL, Kind.LATENT)
+
+    def needed(self, start: int, stop: int) -> TokenRange:
+        """The tokens that decode needs to compute token `stop`, if it has those before `start`."""
+        return (start, stop) if self.window is None else last_tokens(stop, window=self.window - 1, prefix=start)
+
+    def covering(self, blocks: list[int], start: int, stop: int) -> list[int]:
+        """The blocks with the tokens `[start, stop)`, of a request's `blocks`."""
+        return blocks[start // self.block_size : -(-stop // self.block_size)]
+
+
+def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
+    """The groups of an engine. Raises `ConfigError` for one that cannot be moved."""
+    groups = []
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+        what = f"KV cache group {index} ({', '.join(group.layer_names[:2])}{', ...' if len(group.layer_names) > 2 else ''})"
+        kind = _KINDS.get(get_kv_cache_spec_kind(spec))
+        if kind is None or not group.enable_kv_transfer or group.host_resident:
+            raise ConfigError(f"{what}: expected full or sliding-window attention, MLA or recurrent state, found {spec}")
+        for each in specs.values():
+            _check(each, what)
+        window = {each.sliding_window for each in specs.values()}.pop() if kind is Kind.WINDOW else None
+        groups.append(Group(index, kind, spec.block_size, window, specs))
+    return tuple(groups)
+
+
+def _check(spec: KVCacheSpec, what: str) -> None:
+    """Raise `ConfigError` for a layer whose blocks cannot be described."""
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_type.name not in STATES or len(spec.shapes) != 2 or spec.num_speculative_blocks:
+            found = f"{spec.mamba_type.name} of shapes {spec.shapes} with {spec.num_speculative_blocks} speculative blocks"
+            raise ConfigError(f"{what}: expected the two states of one of {', '.join(STATES)}, found {found}")
+        return
+    if spec.tokens_per_state != 1 or spec.state_content_bytes is not None or spec.num_head_slots is not None:
+        raise ConfigError(f"{what}: expected one plain vector per token and head, found a packed format: {spec}")
+    if isinstance(spec, FullAttentionSpec) and (spec.sliding_window, spec.attention_chunk_size) != (None, None):
+        raise ConfigError(f"{what}: expected vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager")
+
+
+def num_handed_over(num_prompt_tokens: int) -> int:
+    """The prompt tokens whose state prefill hands over: all but the last, which decode computes in any case."""
+    return num_prompt_tokens - 1
+
+
+def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[tuple[Group, str, dict[int, str]]]:
+    """The components of an engine: their group, their name, and the names of vLLM's layers by layer id.
+
+    Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on.
+    """
+    single = len(groups) == 1 and groups[0].is_incremental
+    for group in groups:
+        kind = "kv" if group.kind is Kind.WINDOW else group.kind.value
+        layers = {extract_layer_index(name) % num_layers: name for name in group.specs}
+        if len(layers) != len(group.specs):
+            raise ConfigError(f"KV cache group {group.index}: expected one cache for each layer, found {sorted(group.specs)}")
+        if single:
+            yield group, component_name(kind, None), layers
+        else:
+            for layer, name in sorted(layers.items()):
+                yield group, component_name(kind, layer), {layer: name}
+
+
+def check_engine(config: VllmConfig) -> None:
+    """Raise `ConfigError`, saying why, for an engine that this connector cannot serve."""
+    parallel = config.parallel_config
+    refused = {
+        "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
+        "context parallelism: its blocks are divided over ranks": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+    }
+    for reason, found in refused.items():
+        if found:
+            raise ConfigError(f"DisaggConnector does not support {reason}")

@@ -1,0 +1,136 @@
+"""What the scheduler half and the worker halves of the connector exchange, and what prefill tells decode."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+BlockIds = tuple[list[int], ...]
+"""vLLM's block ids of a request, for each KV cache group, from the request's first block on."""
+
+
+class HandOff(msgspec.Struct, frozen=True, kw_only=True):
+    """Where decode finds a prefilled request: `kv_transfer_params` in prefill's answer and in the request to decode.
+
+    `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
+    whose state prefill hands over; without it all but the last one.
+    """
+
+    remote_engine_id: str
+    remote_address: str
+    remote_request_id: str
+    remote_public_key: str | None = None
+    remote_num_tokens: int | None = None
+    remote_attempt: int = 0
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
+        """The hand-off in a request's `kv_transfer_params`; `None` if there is none.
+
+        Raises `msgspec.ValidationError` or `ValueError` if it is not complete.
+        """
+        if not params or not params.get("do_remote_prefill"):
+            return None
+        hand_off = msgspec.convert(dict(params), cls)
+        bytes.fromhex(hand_off.remote_request_id)
+        return hand_off
+
+    @property
+    def request_id(self) -> bytes:
+        return bytes.fromhex(self.remote_request_id)
+
+    def params(self) -> dict[str, Any]:
+        """As `kv_transfer_params` of the request to decode."""
+        return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.structs.asdict(self)}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Receive the tokens `[start, stop)` of a request into its blocks."""
+
+    req_id: str
+    hand_off: HandOff
+    blocks: BlockIds
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Send the tokens `[start, stop)`, which this step computes. `blocks` begin with the one that has token `start`."""
+
+    req_id: str
+    request_id: bytes
+    attempt: int
+    blocks: BlockIds
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Send what exists only at the end of a prefill of `num_tokens`, and end the request."""
+
+    req_id: str
+    request_id: bytes
+    attempt: int
+    blocks: BlockIds
+    num_tokens: int
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker, once a step. `aborts` are requests that the server has ended."""
+
+    loads: list[Load] = field(default_factory=list)
+    declines: list[HandOff] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    finishes: list[Finish] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler, when vLLM starts: the control address of its instance's leader."""
+
+    engine_id: str
+    address: str
+    public_key: str | None
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes."""
+
+    leases: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """The reports of two ranks as one."""
+        total = Counter(self.leases)
+        total.update(other.leases)
+        return WorkerReport(total)
+
+
+def share_logging() -> None:
+    """Let this library's log records go where vLLM's go: vLLM configures only its own logger.
+
+    The line that this library writes for each request appears at level DEBUG only; the connector logs failures itself.
+    """
+    ours, theirs = logging.getLogger("disagg"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
+        ours.setLevel(theirs.level)
+        logging.getLogger("disagg.runtime.accounting").setLevel(
+            theirs.level if theirs.isEnabledFor(logging.DEBUG) else logging.ERROR
+        )

@@ -1,0 +1,87 @@
+"""The connector's part of vLLM's log lines and Prometheus metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "loads": "Loads of requests by this engine's ranks.",
+    "failed_loads": "Loads that failed; vLLM computed these requests itself.",
+    "loaded_tokens": "Prompt tokens in the loads that succeeded, by rank.",
+    "sends": "Requests that this engine's ranks have handed over.",
+    "sent_bytes": "Bytes that this engine's ranks have written to decode servers.",
+    "failed_sends": "Requests that no decode server took in time, or that failed.",
+}
+BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class TransferStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts by name, and `load_s`: the seconds of each load that succeeded, from the scheduler's step to its end."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "load_s": []}
+
+    def count_load(self, *, ok: bool, num_tokens: int, seconds: float) -> None:
+        """Count a load that has ended."""
+        self.data["loads"] += 1
+        if ok:
+            self.data["loaded_tokens"] += num_tokens
+            self.data["load_s"].append(seconds)
+        else:
+            self.data["failed_loads"] += 1
+
+    def count_send(self, *, ok: bool) -> None:
+        """Count a request that has been handed over, or not."""
+        self.data["sends" if ok else "failed_sends"] += 1
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.data["sent_bytes"] += nbytes
+
+    def reset(self) -> None:
+        """Forget everything counted."""
+        self.data = TransferStats().data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Both together, in this one."""
+        for name, value in other.data.items():
+            self.data[name] = self.data[name] + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The figures of a log line."""
+        seconds = sorted(self.data["load_s"])
+        figures = {name: self.data[name] for name in COUNTERS}
+        return figures | ({"load_ms_p50": round(seconds[len(seconds) // 2] * 1e3, 2)} if seconds else {})
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+
+class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:disagg_*` metrics, with vLLM's labels."""
+
+    def __init__(self, config: Any, metric_types: dict[Any, Any], labels: list[str], values: dict[int, list[object]]) -> None:
+        super().__init__(config, metric_types, labels, values)
+        made = {
+            name: self._counter_cls(name=f"vllm:disagg_{name}", documentation=text, labelnames=labels)
+            for name, text in COUNTERS.items()
+        }
+        seconds = self._histogram_cls(
+            name="vllm:disagg_load_seconds", documentation="Seconds of a rank's load.", buckets=BUCKETS_S, labelnames=labels
+        )
+        self._counters: dict[int, dict[str, Counter]] = {
+            engine: {name: metric.labels(*own) for name, metric in made.items()} for engine, own in values.items()
+        }
+        self._seconds: dict[int, Histogram] = {engine: seconds.labels(*own) for engine, own in values.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted in one interval."""
+        for name, metric in self._counters[engine_idx].items():
+            metric.inc(transfer_stats_data[name])
+        for value in transfer_stats_data["load_s"]:
+            self._seconds[engine_idx].observe(value)

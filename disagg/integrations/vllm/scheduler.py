@@ -1,0 +1,240 @@
+"""The half of the connector in vLLM's scheduler: what each request needs, and which blocks must not be reused yet.
+
+An exception in vLLM's scheduler ends the server, so each hook logs its own and returns a value with which vLLM computes the
+request itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from disagg.integrations.vllm.groups import num_handed_over, read_groups
+from disagg.integrations.vllm.metadata import (
+    BlockIds,
+    Chunk,
+    Finish,
+    HandOff,
+    Load,
+    RankAddress,
+    StepMetadata,
+    WorkerReport,
+)
+from disagg.manager import new_request_id
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
+    """Log an exception of a hook, and return `otherwise()` in its place."""
+
+    def wrap(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def call(*args: Any) -> object:
+            try:
+                return hook(*args)
+            except Exception:
+                logger.exception("%s failed; vLLM computes the request itself", hook.__name__)
+                return otherwise()
+
+        return cast("Hook", call)
+
+    return wrap
+
+
+@dataclass
+class Prefill:
+    """A request that this server computes for another. `num_sent` tokens have been passed to the workers."""
+
+    request: Request
+    request_id: bytes
+    num_tokens: int
+    attempt: int = 0
+    num_sent: int = 0
+
+
+class SchedulerHalf:
+    """The scheduler half. Lives in the process of vLLM's EngineCore, and has no connection of its own."""
+
+    def __init__(self, config: VllmConfig, kv: KVCacheConfig) -> None:
+        self._groups = read_groups(kv)
+        self._exact = not all(group.is_incremental for group in self._groups)
+        self._engine_id = config.kv_transfer_config.engine_id
+        self._leader: RankAddress | None = None
+        self._manager: KVCacheManager | None = None
+        self._step = StepMetadata()
+        self._prefills: dict[str, Prefill] = {}
+        self._loading: set[str] = set()
+        self._leases: Counter[str] = Counter()
+        self._held: dict[str, list[Any]] = {}
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """VLLM's manager of blocks, which is built after this."""
+        self._manager = manager
+
+    def set_ranks(self, ranks: Mapping[tuple[int, int], RankAddress]) -> None:
+        """The addresses that the workers reported."""
+        self._leader = next(iter(ranks.values()), None)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        """Note a request that another server will decode.
+
+        Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it.
+        """
+        params = request.kv_transfer_params or {}
+        num_tokens = num_handed_over(request.num_prompt_tokens)
+        if not params.get("do_remote_decode") or num_tokens == 0:
+            return
+        if self._exact:
+            if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+                return
+            request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
+            del request._all_token_ids[num_tokens:]
+            request.num_prompt_tokens = num_tokens
+        request.max_tokens = 1
+        given = params.get("remote_request_id")
+        request_id = bytes.fromhex(given) if given else new_request_id()
+        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens)
+
+    @guarded(StepMetadata)
+    def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers do in this step."""
+        step, self._step = self._step, StepMetadata()
+        step.idle = output.total_num_scheduled_tokens == 0
+        if any(group.is_incremental for group in self._groups):
+            for req_id, num_computed in _computed(output):
+                prefill = self._prefills.get(req_id)
+                if prefill is not None:
+                    self._add_chunk(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
+        return step
+
+    def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
+        """Send what is computed and not yet sent. A request that was preempted has lost its blocks, and starts again."""
+        assert self._manager is not None
+        if prefill.attempt != prefill.request.num_preemptions:
+            prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
+        start, stop = prefill.num_sent, min(num_computed, prefill.num_tokens)
+        if start < stop:
+            blocks = self._manager.get_block_ids(prefill.request.request_id)
+            chosen = tuple(group.covering(blocks[group.index], start, stop) for group in self._groups)
+            step.chunks.append(Chunk(prefill.request.request_id, prefill.request_id, prefill.attempt, chosen, start, stop))
+            prefill.num_sent = stop
+
+    @guarded(lambda: (False, None))
+    def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Hand over what was prefilled, and keep its blocks until decode has it; stop what the server has aborted."""
+        req_id = request.request_id
+        hand_off = self._unresolved(request)
+        if hand_off is not None:
+            self._step.declines.append(hand_off)
+        if req_id in self._loading:
+            self._step.aborts.append(req_id)
+        prefill = self._prefills.pop(req_id, None)
+        if prefill is None:
+            return False, None
+        computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not computed or self._leader is None or prefill.attempt != request.num_preemptions:
+            self._step.aborts.append(req_id)
+            return False, None
+        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, prefill.num_tokens))
+        hand_off = HandOff(
+            remote_engine_id=self._leader.engine_id,
+            remote_address=self._leader.address,
+            remote_public_key=self._leader.public_key,
+            remote_request_id=prefill.request_id.hex(),
+            remote_num_tokens=prefill.num_tokens,
+            remote_attempt=prefill.attempt,
+        )
+        return True, hand_off.params()
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        """The tokens to load beyond the first `num_computed`, and that they are loaded between steps."""
+        hand_off = self._unresolved(request)
+        count = 0 if hand_off is None else self._num_loadable(request, hand_off) - num_computed
+        return (count, True) if count > 0 else (0, False)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """Load into the blocks of a request; decline it if there is nothing to load."""
+        hand_off = self._unresolved(request)
+        if hand_off is None:
+            return
+        request.kv_transfer_params["do_remote_prefill"] = False  # only once, also if the request is preempted later
+        if num_external == 0:
+            self._step.declines.append(hand_off)
+            return
+        stop = self._num_loadable(request, hand_off)
+        self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), stop - num_external, stop))
+        self._loading.add(request.request_id)
+
+    def _unresolved(self, request: Request) -> HandOff | None:
+        """The request's hand-off, unless it was loaded or declined before. A damaged one is logged and removed."""
+        try:
+            return HandOff.of(request.kv_transfer_params)
+        except ValueError as error:  # also msgspec.ValidationError
+            logger.warning("request %s: kv_transfer_params of another connector or version: %s", request.request_id, error)
+            request.kv_transfer_params["do_remote_prefill"] = False
+            return None
+
+    def _num_loadable(self, request: Request, hand_off: HandOff) -> int:
+        """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only."""
+        most = num_handed_over(request.num_prompt_tokens)
+        given = most if hand_off.remote_num_tokens is None else hand_off.remote_num_tokens
+        return 0 if given > most and self._exact else min(given, most)
+
+    # -- after each step -----------------------------------------------------------------------------------------------
+
+    @guarded(lambda: None)
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Hold the blocks of failed loads until no rank's lease is held: vLLM frees them at once."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._leases.update(report.leases)
+        for req_id in output.finished_recving or ():
+            self._loading.discard(req_id)
+            if self._leases[req_id] > 0:
+                self._hold(req_id)
+        for req_id in [req_id for req_id, count in self._leases.items() if count <= 0]:
+            del self._leases[req_id]
+            self._give_back(req_id)
+
+    def _hold(self, req_id: str) -> None:
+        assert self._manager is not None
+        groups = self._manager.get_blocks(req_id).blocks
+        blocks = [block for group in groups for block in group if not block.is_null]
+        self._manager.block_pool.touch(blocks)
+        self._held[req_id] = blocks
+        logger.warning("request %s: %d blocks are held until prefill cannot write them any more", req_id, len(blocks))
+
+    def _give_back(self, req_id: str) -> None:
+        blocks = self._held.pop(req_id, None)
+        if blocks:
+            assert self._manager is not None
+            self._manager.block_pool.free_blocks(reversed(blocks))
+
+
+def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """The scheduled requests, and the number of tokens that each had before this step."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

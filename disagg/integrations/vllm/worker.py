@@ -1,0 +1,311 @@
+"""The half of the connector in each of vLLM's workers: one rank, with a manager over the worker's KV cache."""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from transformers.utils import cached_file
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
+from disagg.core.events import ReadyEvent
+from disagg.core.rows import Rows
+from disagg.core.topology import Topology
+from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.options import Options
+from disagg.integrations.vllm.groups import check_engine
+from disagg.integrations.vllm.layout import Cache, read_caches
+from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
+from disagg.integrations.vllm.metrics import TransferStats
+from disagg.integrations.vllm.peers import Peers
+from disagg.layout.agreement import ModelId
+from disagg.manager import KVManager
+from disagg.protocol.types import Event
+from disagg.requests import Receiver, Sender
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.003
+"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits."""
+
+
+@dataclass(eq=False)
+class _Send:
+    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end."""
+
+    req_id: str
+    attempt: int
+    handle: Sender | None = None
+    finished_s: float | None = None
+    has_ended: bool = False
+
+
+@dataclass(eq=False)
+class _Receive:
+    """A request that this worker loads."""
+
+    req_id: str
+    num_tokens: int
+    handle: Receiver | None = None
+    begun_s: float = field(default_factory=time.monotonic)
+
+
+class WorkerHalf:
+    """The worker half."""
+
+    def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
+        check_engine(config)
+        self._config, self._kv, self._options = config, kv, options
+        self._manager: KVManager | None = None
+        self._peers: Peers
+        self._caches: tuple[Cache, ...] = ()
+        self._leader: RankAddress | None = None
+        self._is_cuda = False
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, _Receive] = {}
+        self._results = KVConnectorTransferResults()
+        self._leases: Counter[str] = Counter()
+        self._released: deque[str] = deque()
+        self._stats = TransferStats()
+        self._nbytes = 0
+
+    # -- start and end -------------------------------------------------------------------------------------------------
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Describe the worker's KV cache, and start the manager. Rank 0 starts first, since the others need its address.
+
+        Raises `ConfigError` for an engine that cannot be served, and what `KVManager` raises.
+        """
+        parallel = self._config.parallel_config
+        tp, pp = get_tp_group(), get_pp_group()
+        topology = Topology(
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            tp_rank=tp.rank_in_group,
+            pp_rank=pp.rank_in_group,
+        )
+        model = read_config(_config_file(self._config))
+        self._caches = read_caches(self._config, self._kv, tensors, topology, model)
+        self._is_cuda = next(iter(tensors.values())).is_cuda
+        identity = model_id(model) if self._options.model is None else ModelId(self._options.model)
+        leader = self._start(topology, identity, None) if topology.rank == 0 else None
+        leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
+        if topology.rank != 0:
+            self._start(topology, identity, leader)
+        self._leader = leader
+
+    def _start(self, topology: Topology, model: ModelId, leader: RankAddress | None) -> RankAddress:
+        """Start the manager of this rank. Returns the address of its instance, if this is rank 0."""
+        listen = self._options.listen_on(rank=topology.rank, dp_rank=self._config.parallel_config.data_parallel_index)
+        settings = self._options.rank_settings(listen=listen, leader=None if leader is None else leader.address)
+        components = [cache.component for cache in self._caches]
+        self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
+        self._peers = Peers(manager, frozenset(settings["peer_keys"].values()))
+        keys = settings["keys"]
+        return RankAddress(manager.name, manager.address, None if keys is None else keys.public)
+
+    @property
+    def address(self) -> RankAddress | None:
+        """Where peers reach this worker's instance."""
+        return self._leader
+
+    def close(self) -> None:
+        """End every request and the manager."""
+        if self._manager is not None:
+            self._manager.close()
+
+    # -- each step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, step: StepMetadata) -> None:
+        """Start this step's loads, and stop what the server has aborted."""
+        for req_id in step.aborts:
+            self._abort(req_id)
+        for hand_off in step.declines:
+            self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
+        for load in step.loads:
+            self._receives[load.req_id] = receive = _Receive(load.req_id, load.stop - load.start)
+            if not self._attempt(partial(self._receive, load, receive), load.req_id):
+                self._end_receive(receive, ok=False)
+
+    def save(self, step: StepMetadata) -> None:
+        """Send what this step has computed. On a GPU it is read once the step has run there."""
+        if not step.chunks and not step.finishes:
+            return
+        ready = _recorded_event() if self._is_cuda else None
+        for chunk in step.chunks:
+            self._attempt(partial(self._send, chunk, ready), chunk.req_id)
+        for finish in step.finishes:
+            if not self._attempt(partial(self._finish, finish, ready), finish.req_id):
+                self._sends.pop(finish.req_id, None)
+                self._results.finished_sending.add(finish.req_id)
+
+    def results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """The transfers that have ended since the last call."""
+        manager = self._running()
+        self._end_late_sends()
+        if idle and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
+            select.select([manager], [], [], IDLE_WAIT_S)
+        for event in manager.events():
+            if isinstance(event.tag, _Send):
+                self._sent(event.tag, event)
+            else:
+                self._received(event.tag, event)
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def report(self) -> WorkerReport | None:
+        """Changes of the leases of failed loads, if any."""
+        while self._released:
+            self._leases[self._released.popleft()] -= 1
+        leases, self._leases = self._leases, Counter()
+        return WorkerReport(leases) if leases else None
+
+    def take_stats(self) -> TransferStats | None:
+        """What has ended since the last call, if anything."""
+        nbytes = self._running().stats.nbytes
+        self._stats.count_bytes(nbytes - self._nbytes)
+        self._nbytes = nbytes
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    # -- prefill -------------------------------------------------------------------------------------------------------
+
+    def _send(self, chunk: Chunk, ready: ReadyEvent | None) -> None:
+        rows = self._rows(chunk.blocks, start=chunk.start, incremental=True)
+        self._sender(self._opened(chunk)).send(rows, tokens=(chunk.start, chunk.stop), ready=ready)
+
+    def _finish(self, finish: Finish, ready: ReadyEvent | None) -> None:
+        send = self._opened(finish)
+        send.finished_s = time.monotonic()
+        self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), ready=ready)
+
+    def _opened(self, part: Chunk | Finish) -> _Send:
+        """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""
+        send = self._sends.get(part.req_id)
+        if send is None or send.attempt != part.attempt:
+            self._abort(part.req_id)
+            self._sends[part.req_id] = send = _Send(part.req_id, part.attempt)
+            send.handle = self._running().sender(
+                part.request_id, peer=None, attempt=part.attempt, deadline_s=None, tag=send, label=part.req_id
+            )
+        return send
+
+    def _sender(self, send: _Send) -> Sender:
+        """Its handle. Raises `LocalProtocolError` if it could not be opened, or has ended."""
+        if send.handle is None or send.has_ended:
+            raise LocalProtocolError("an earlier part of the request could not be sent")
+        return send.handle
+
+    def _end_late_sends(self) -> None:
+        """End requests that no decode server has taken in time, since vLLM keeps their blocks."""
+        latest_s = time.monotonic() - self._options.hold_s
+        for send in self._sends.values():
+            if send.finished_s is not None and send.finished_s < latest_s and send.handle is not None:
+                send.finished_s = math.inf  # only once
+                send.handle.abort(f"no decode server took it within {self._options.hold_s:g} s")
+
+    def _sent(self, send: _Send, event: Event) -> None:
+        if self._sends.get(send.req_id) is not send:
+            return
+        self._stats.count_send(ok=event.ok)
+        if not event.ok:
+            logger.warning("request %s: decode did not get its state: %s", send.req_id, event.error)
+        send.has_ended = True
+        if send.finished_s is not None:
+            del self._sends[send.req_id]
+            self._results.finished_sending.add(send.req_id)
+
+    # -- decode --------------------------------------------------------------------------------------------------------
+
+    def _receive(self, load: Load, receive: _Receive) -> None:
+        manager = self._peers.reach(load.hand_off)
+        receive.handle = manager.receiver(
+            load.hand_off.request_id,
+            peer=load.hand_off.remote_engine_id,
+            attempt=load.hand_off.remote_attempt,
+            rows=self._rows(load.blocks, start=0, incremental=None),
+            need={cache.name: cache.group.needed(load.start, load.stop) for cache in self._caches},
+            deadline_s=self._options.load_timeout_s,
+            tag=receive,
+            label=load.req_id,
+        )
+
+    def _decline(self, hand_off: HandOff) -> None:
+        manager = self._peers.reach(hand_off)
+        manager.decline(hand_off.request_id, peer=hand_off.remote_engine_id, attempt=hand_off.remote_attempt)
+
+    def _received(self, receive: _Receive, event: Event) -> None:
+        if not event.ok:
+            logger.warning("request %s: its state did not arrive, vLLM computes it: %s", receive.req_id, event.error)
+            if not event.lease.released:
+                self._leases[receive.req_id] += 1
+                event.lease.on_release(lambda: self._released.append(receive.req_id))
+        self._end_receive(receive, ok=event.ok)
+
+    def _end_receive(self, receive: _Receive, *, ok: bool) -> None:
+        del self._receives[receive.req_id]
+        self._stats.count_load(ok=ok, num_tokens=receive.num_tokens, seconds=time.monotonic() - receive.begun_s)
+        self._results.finished_recving.add(receive.req_id)
+        if not ok:
+            self._results.failed_recving.add(receive.req_id)
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, blocks: BlockIds, *, start: int, incremental: bool | None) -> dict[str, Rows]:
+        """The rows of a request: of groups that can be sent chunk by chunk, of the others, or of all (`None`)."""
+        return {
+            cache.name: cache.rows(blocks[cache.group.index], start=start)
+            for cache in self._caches
+            if incremental is None or cache.group.is_incremental is incremental
+        }
+
+    def _abort(self, req_id: str) -> None:
+        """End a request that the server has ended. A load is still reported; a send is forgotten."""
+        send, receive = self._sends.pop(req_id, None), self._receives.get(req_id)
+        if send is not None and send.handle is not None:
+            send.handle.abort("the server ended the request")
+        if receive is not None and receive.handle is not None:
+            receive.handle.abort("the server ended the request")
+
+    def _attempt(self, act: Callable[[], None], req_id: str) -> bool:
+        """Whether `act` succeeds. What fails is logged, and vLLM computes the request itself."""
+        try:
+            act()
+        except DisaggError as error:
+            logger.warning("request %s: %s", req_id, error)
+            return False
+        except Exception:
+            logger.exception("request %s: it cannot be transferred", req_id)  # one request must not end the server
+            return False
+        return True
+
+    def _running(self) -> KVManager:
+        assert self._manager is not None, "register_kv_caches comes first"
+        return self._manager
+
+
+def _recorded_event() -> ReadyEvent:
+    """An event on the current stream, after what the step has enqueued."""
+    event = torch.cuda.Event()
+    event.record()
+    return event  # type: ignore[no-any-return]
+
+
+def _config_file(config: VllmConfig) -> str:
+    """The path of the model's `config.json`. Raises `ConfigError` if it is neither a folder nor in the local cache."""
+    model = config.model_config.hf_config_path or config.model_config.model
+    try:
+        return str(cached_file(model, "config.json", revision=config.model_config.revision))
+    except OSError as error:
+        raise ConfigError(f"model {model!r}: expected a config.json: {error}") from error

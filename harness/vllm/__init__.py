@@ -1,0 +1,1 @@
+"""Real vLLM engines and servers on the CPU, with small random models."""

@@ -1,0 +1,149 @@
+"""Small models with random weights and a byte tokenizer, written to a folder. Nothing is downloaded.
+
+vLLM on the CPU asks for head sizes from 32, for blocks of a multiple of 32 tokens, and for a latent of 512 + 64 elements in
+blocks of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY, BOS, EOS, MAX_TOKENS = 320, 256, 257, 2048
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "max_position_embeddings": MAX_TOKENS,
+    "initializer_range": 0.04,
+}
+_SMALL: Mapping[str, Any] = {**_COMMON, "hidden_size": 256, "intermediate_size": 512}
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gemma3() -> Any:
+    config = transformers.Gemma3TextConfig(
+        **_SMALL,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        sliding_window=64,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=32,
+    )
+    model = transformers.Gemma3ForCausalLM(config)
+    with torch.no_grad():  # tied embeddings of this size repeat the last token
+        model.model.embed_tokens.weight.mul_(0.2)
+    return model
+
+
+def _falcon_h1() -> Any:
+    config = transformers.FalconH1Config(
+        **_SMALL,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_chunk_size=64,
+        tie_word_embeddings=False,
+    )
+    return transformers.FalconH1ForCausalLM(config)
+
+
+def _qwen3_next() -> Any:
+    config = transformers.Qwen3NextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3NextForCausalLM(config).to(torch.bfloat16)
+
+
+def _deepseek_v2() -> Any:
+    config = transformers.DeepseekV2Config(
+        **_SMALL,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=3,
+        rope_parameters={  # as published models have it; vLLM's CPU kernel for plain rotary embeddings misreads strided keys
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": MAX_TOKENS // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        tie_word_embeddings=False,
+    )
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "falcon-h1": _falcon_h1,
+    "qwen3-next": _qwen3_next,
+    "deepseek-v2": _deepseek_v2,
+}
+"""Makers of models by name."""
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
+    torch.manual_seed(7)
+    model = MODELS[name]()
+    model.generation_config = transformers.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token for each byte, and two special ones."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "<s>": BOS, "</s>": EOS}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS
+    )
+    fast.save_pretrained(folder)

@@ -1,0 +1,150 @@
+"""vLLM's HTTP servers and the example's proxy as processes, and a client for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.vllm.engine import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def transfer_config(extra: Mapping[str, Any] | None = None) -> str:
+    """The value of `--kv-transfer-config`."""
+    return json.dumps(
+        {
+            "kv_connector": "DisaggConnector",
+            "kv_connector_module_path": "disagg.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(extra or {}),
+        }
+    )
+
+
+@dataclass
+class Reply:
+    """The answer to one prompt: its tokens' texts and logprobs, and the time until the first one in seconds."""
+
+    tokens: list[str]
+    logprobs: list[float]
+    first_token_s: float
+
+
+class Server:
+    """A process that serves HTTP at `url`, and is stopped at the end of a `with` block."""
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="server-", suffix=".log")  # noqa: SIM115  (until it is stopped)
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    @classmethod
+    def vllm(cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None) -> Server:
+        """A vLLM server of a model in float32, with 256 blocks."""
+        port = free_port()
+        common = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "256")
+        return cls(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)),
+                *("--served-model-name", "model", "--gpu-memory-utilization", "0.05", "--no-enable-prefix-caching"),
+                *("--kv-transfer-config", transfer_config(extra), *common, *options),
+            ],
+            port,
+        )
+
+    @classmethod
+    def proxy(cls, prefill: Server, decode: Server) -> Server:
+        """The example's proxy."""
+        port = free_port()
+        command = [sys.executable, "examples/vllm_proxy.py", "--prefill", prefill.url, "--decode", decode.url]
+        return cls([*command, "--port", str(port)], port)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def log(self) -> str:
+        """The end of what the process has written."""
+        return Path(self._log.name).read_text()[-6000:]
+
+    def wait_ready(self, *, timeout_s: float = 150.0) -> Server:
+        """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""
+        until = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return self
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{self.url} does not answer: {self.log()}")
+            time.sleep(0.3)
+
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, **fields: Any) -> Reply:
+        """The greedy answer to a prompt of token ids, as a stream."""
+        body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps({**body, "stream": True, "logprobs": 1, **fields}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        reply, begun_s = Reply([], [], 0.0), time.monotonic()
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for choice in _choices(answer):
+                reply.first_token_s = reply.first_token_s or time.monotonic() - begun_s
+                if choice.get("logprobs"):
+                    reply.tokens += choice["logprobs"]["tokens"]
+                    reply.logprobs += choice["logprobs"]["token_logprobs"]
+        return reply
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        if not found:
+            raise KeyError(name)
+        return sum(map(float, found))
+
+    def stop(self) -> None:
+        """End the process and all that it has started."""
+        for number, timeout_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._log.close()
+
+
+def _choices(answer: Any) -> Iterator[dict[str, Any]]:
+    """The choices in a stream of events."""
+    for line in answer:
+        text = line.decode().strip().removeprefix("data: ")
+        if text and text != "[DONE]":
+            yield from json.loads(text)["choices"]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

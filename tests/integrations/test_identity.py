@@ -1,0 +1,92 @@
+"""The identity of a model, and the settings of the connectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg import ConfigError, ModelId
+from disagg.integrations.identity import component_name, model_id, read_config
+from disagg.integrations.options import Options
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "rope_parameters": {"rope_theta": 1e4},
+}
+
+
+def test_identity_covers_what_describes_the_model_and_nothing_else() -> None:
+    same = {**LLAMA, "dtype": "float32", "torch_dtype": "bfloat16", "transformers_version": "5.0", "eos_token_id": [1, 2]}
+    assert model_id(same) == model_id(dict(reversed(LLAMA.items()))) == model_id(LLAMA)
+    others = [
+        {**LLAMA, "hidden_size": 128},
+        {**LLAMA, "rope_parameters": {"rope_theta": 1e6}},
+        {**LLAMA, "model_type": "qwen3"},
+    ]
+    nested = {**LLAMA, "text_config": {"hidden_size": 1, "pad_token_id": 3}}
+    assert len({model_id(each) for each in [LLAMA, nested, *others]}) == 5
+    assert model_id(nested) == model_id({**LLAMA, "text_config": {"hidden_size": 1}})
+
+
+def test_identity_is_the_same_in_every_process() -> None:
+    """Golden, so that servers of different versions of this library agree."""
+    assert model_id(LLAMA) == ModelId("llama", "7e2f111f0105ee5527598c41942eac7f")
+
+
+def test_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    assert read_config(file) == read_config(tmp_path) == LLAMA
+    for text in ("[1]", "no JSON"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            read_config(tmp_path)
+    with pytest.raises(ConfigError, match="expected a config"):
+        read_config(tmp_path / "missing")
+
+
+def test_component_names() -> None:
+    assert (component_name("kv", None), component_name("ssm", 3)) == ("kv", "ssm.3")
+
+
+def test_settings_of_one_rank() -> None:
+    options = Options.read({"listen": "tcp://0.0.0.0:7000", "advertise": "tcp://10.0.0.1:7000", "hold_s": 5}, engine_id="a")
+    assert (options.name, options.hold_s) == ("a", 5.0)
+    assert options.listen_on(rank=0, dp_rank=2) == "tcp://*:7002"
+    assert options.listen_on(rank=1, dp_rank=2) == "tcp://*:0"
+    assert Options.read({}, engine_id="a").listen_on(rank=0, dp_rank=1) == "tcp://127.0.0.1:0"
+    assert Options.read({"listen": "tcp://[::1]:80"}, engine_id="a").listen_on(rank=0, dp_rank=0) == "tcp://[::1]:80"
+
+
+def test_servers_with_keys_admit_trusted_keys_only(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(f'public = "{"a" * 40}"\nsecret = "{"b" * 40}"\n')
+    trusted = "c" * 40
+    options = Options.read({"keys": str(tmp_path / "own.toml"), "trusted_keys": [trusted]}, engine_id="a")
+    settings = options.rank_settings(listen="tcp://10.0.0.1:1", leader=None)
+    assert (settings["admit"], list(settings["peer_keys"].values())) == ("keys", [trusted])
+    assert Options.read({}, engine_id="a").rank_settings(listen="tcp://127.0.0.1:1", leader=None)["admit"] == "any"
+
+
+def test_only_rank_0_serves_metrics() -> None:
+    options = Options.read({"metrics_port": 9400}, engine_id="a")
+    assert options.rank_settings(listen="tcp://127.0.0.1:0", leader=None)["metrics_port"] == 9400
+    assert options.rank_settings(listen="tcp://127.0.0.1:0", leader="tcp://127.0.0.1:1")["metrics_port"] is None
+
+
+@pytest.mark.parametrize("wrong", [{"hold_s": 0}, {"load_timeout_s": "soon"}, {"no_such_key": 1}])
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Options.read(wrong, engine_id="a")
+
+
+def test_importing_the_library_imports_no_server() -> None:
+    code = "import sys, disagg, disagg.integrations.options; sys.exit(any(name in sys.modules for name in ('vllm', 'torch')))"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=60)

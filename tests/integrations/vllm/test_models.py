@@ -1,0 +1,68 @@
+"""Every kind of state over unequal layouts: tokens and logprobs are those of one undivided server.
+
+The undivided server is decode itself, asked without `kv_transfer_params`. vLLM's count of external tokens shows that nothing
+was computed again without being noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.vllm.engine import Engine
+from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
+
+CASES = {
+    "llama, TP 1 to 2, blocks 32 to 64": ("llama", {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
+    "llama, TP 2 to 1, blocks 64 to 32": ("llama", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
+    # vLLM's CPU runner needs the compiled model for pipeline parallelism.
+    "llama, PP 2 to TP 2": ("llama", {"pipeline_parallel_size": 2, "enforce_eager": False}, {"tensor_parallel_size": 2}),
+    "gemma3, TP 2 to 1, blocks 64 to 32": ("gemma3", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
+    "falcon-h1, TP 2 to 1, blocks 64 to 128": ("falcon-h1", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}),
+    "deepseek-v2, TP 1 to 2": ("deepseek-v2", {}, {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_one_server(case: str, start: Callable[..., Engine]) -> None:
+    name, prefill_options, decode_options = CASES[case]
+    prefill, decode = start(name, **prefill_options), start(name, **decode_options)
+    asked = prompts()
+    expected = decode.wait_ready().generate(asked, max_tokens=16)
+    found = hand_over(prefill.wait_ready(), decode, asked)
+    check_equal(expected, found)
+    assert num_external(found) == [len(prompt) - 1 for prompt in asked]
+    assert num_external(expected) == [0] * len(asked)
+    wait_empty(prefill, decode)
+
+
+QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "blocks 64 to 128": ({"block_size": 64}, {"block_size": 128}, 1e-4),
+    "TP 1 to 2": ({"block_size": 64}, {"tensor_parallel_size": 2, "block_size": 64}, 0.1),
+    "TP 2 to 1": ({"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}, 0.1),
+}
+
+
+@pytest.mark.parametrize("case", QWEN)
+def test_gated_delta_nets(case: str, start: Callable[..., Engine]) -> None:
+    """In bfloat16, which vLLM's CPU kernels need: another TP rounds otherwise, so only the next token is compared there.
+
+    Both sides prefill the same number of tokens: the prompt is what the undivided server was asked, and its first token.
+    """
+    prefill_options, decode_options, tolerance = QWEN[case]
+    prefill, decode = start("qwen3-next", **prefill_options), start("qwen3-next", **decode_options)
+    max_tokens = 16 if tolerance < 0.01 else 1
+    asked = prompts((3, 33, 64, 65, 200, 500))
+    expected = [decode.wait_ready().generate([prompt], max_tokens=max_tokens + 1)[0] for prompt in asked]
+    longer = [[*prompt, answer.tokens[0]] for prompt, answer in zip(asked, expected, strict=True)]
+    found = [hand_over(prefill.wait_ready(), decode, [prompt], max_tokens=max_tokens)[0] for prompt in longer]
+    for answer in expected:
+        del answer.tokens[0], answer.logprobs[0]
+    assert num_external(found) == [len(prompt) - 1 for prompt in longer]
+    if max_tokens > 1:
+        check_equal(expected, found, tolerance=tolerance)
+    for one, other in zip(expected, found, strict=True):
+        assert other.logprobs[0][other.tokens[0]] == pytest.approx(one.logprobs[0][one.tokens[0]], abs=tolerance)
+    wait_empty(prefill, decode)
