@@ -1,7 +1,7 @@
 """Lets the unmodified SGLang wheel start without a GPU, with the code of one tree.
 
-Python imports this module at its start: `scripts/sglang_env.sh` links it into a folder that it puts on `PYTHONPATH`. Packages of
-`STAND_INS`, which only GPUs, pictures and sound need, become modules in which every name is an empty class.
+Python imports this module at its start: `scripts/sglang_env.sh` links it into a folder that it puts on `PYTHONPATH`. The
+packages of `STAND_INS`, which only GPUs, pictures and sound need, become modules in which every name is an empty class.
 """
 
 import importlib.abc

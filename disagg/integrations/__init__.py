@@ -1,0 +1,1 @@
+"""Adapters to inference engines. Importing this package imports no engine."""
