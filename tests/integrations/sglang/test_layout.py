@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ def rank(memory: Memory) -> LocalRank:
     return LocalRank.of(memory.topology, components(memory.kv_args(), memory.stages(), pp_rank=memory.topology.pp_rank))
 
 
-def copy(sources: list[Memory], destinations: list[Memory], at: list[Request], to: list[Request]) -> None:
+def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence[Request], to: Sequence[Request]) -> None:
     """Carry out the plans between all ranks."""
     ranks = [rank(m) for m in sources], [rank(m) for m in destinations]
     election = elect(ranks[0][0].table, ranks[1][0].table)

@@ -25,8 +25,8 @@ def buffers(*arrays: npt.NDArray[Any]) -> MetadataBuffers:
 
 
 def test_metadata_travel_to_another_row() -> None:
-    source = np.arange(64, dtype=np.int32).reshape(4, 16), np.zeros((4, 8192), np.float16)
-    destination = np.full((6, 16), -1, np.int32), np.full((6, 8192), 7, np.float16)
+    source: list[npt.NDArray[Any]] = [np.arange(64, dtype=np.int32).reshape(4, 16), np.zeros((4, 8192), np.float16)]
+    destination: list[npt.NDArray[Any]] = [np.full((6, 16), -1, np.int32), np.full((6, 8192), 7, np.float16)]
     source[1][2, 5] = 3
     data = buffers(*source).read(2, engine=ENGINE, num_tokens=9)
     assert len(data) < 256  # zeros at the end of a row are not sent
@@ -76,7 +76,11 @@ def test_a_window_needs_its_own_tokens_only() -> None:
 
 
 def test_a_model_is_its_configuration(tmp_path: Path) -> None:
-    base = {"model_type": "llama", "hidden_size": 8, "text_config": {"num_hidden_layers": 2, "dtype": "float16"}}
+    base: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "text_config": {"num_hidden_layers": 2, "dtype": "float16"},
+    }
     same = {**base, "torch_dtype": "bfloat16", "eos_token_id": 5, "transformers_version": "5"}
     same |= {"text_config": {"num_hidden_layers": 2, "dtype": "float32", "pad_token_id": 3}}
     other = {**base, "text_config": {"num_hidden_layers": 3}}
