@@ -42,8 +42,10 @@ def check_number(given: int, what: str, stop: int) -> int:
     return number
 
 
-def check_deadline(given: float) -> float:
-    """A deadline in seconds from now. Raises `LocalProtocolError` unless it is a finite number above 0."""
+def check_deadline(given: float | None) -> float:
+    """A deadline in seconds from now, infinity for `None`. Raises `LocalProtocolError` unless it is a finite number above 0."""
+    if given is None:
+        return math.inf
     seconds = _finite(given)
     if seconds is None or seconds <= 0:
         raise LocalProtocolError(f"deadline_s: expected a finite number of seconds above 0, found {given!r}")

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal
 
 from disagg.arguments import (
     check_deadline,
-    check_kinds,
-    check_needs,
-    check_number,
-    check_ready,
     check_text,
     check_timeout,
     request_key,
 )
-from disagg.backends.base import Backend, BackendOptions, RemotePeer, Transport
+from disagg.backends.base import Backend, BackendOptions, RemotePeer
+from disagg.construction import admission, backend_options, check_known, check_name, check_peer, check_verify
 from disagg.core import _native
-from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
-from disagg.core.errors import ConfigError, LocalProtocolError, PeerUnreachable
+from disagg.core.address import dialable
+from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.events import ReadyEvent
-from disagg.core.rows import MAX_NAME, Rows
+from disagg.core.rows import Rows
 from disagg.core.topology import Topology
-from disagg.layout.agreement import Agreement, ModelId
+from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import TokenRange, Verify
 from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender, check_alive, check_process
-from disagg.runtime.accounting import Session, Stats
+from disagg.runtime.accounting import Stats
+from disagg.runtime.calls import ReceiveCall, decline, open_receiver, open_sender
 from disagg.runtime.channel import Channel
+from disagg.runtime.directory import PeerStatus
 from disagg.runtime.health import Health, health_of, snapshot_of
-from disagg.runtime.keys import KeyPair, check_key
+from disagg.runtime.keys import KeyPair
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
@@ -60,6 +57,11 @@ class KVManager:
     channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
     `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
     in `peer_keys`. `add_peer` adds others later.
+
+    `admit` says which other instances may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`),
+    or those for which a function returns true. It gets an instance's name, its leader's address and its public key (empty
+    without keys), and is called in a thread of the manager. An admitted instance is a peer until it has been away for
+    `ConnectionLimits.forget_s`. A rank other than 0 without a `leader` is told it later, by `set_leader`.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
     this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`.
@@ -85,6 +87,7 @@ class KVManager:
         leader: str | None = None,
         peers: Mapping[str, str] | None = None,
         peer_keys: Mapping[str, str] | None = None,
+        admit: Literal["known", "keys", "any"] | Admit = "known",
         keys: KeyPair | None = None,
         insecure: bool = False,
         trusted_network: bool = False,
@@ -98,32 +101,34 @@ class KVManager:
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
-        self.name, self.topology = _check_name(name, "name"), topology
-        self._verify = _check_verify(verify)
-        if leader is None and topology.rank != 0:
-            raise ConfigError(f"leader: rank {topology.rank} of {topology.num_ranks} needs the address of rank 0")
+        self.name, self.topology = check_name(name, "name"), topology
+        self._verify = check_verify(verify)
+        if leader is not None and topology.rank == 0:
+            raise ConfigError(f"leader: expected None on rank 0, found {leader!r}")
         settings = RuntimeSettings(
             name=name,
             topology=topology,
             model=model,
             backend=backend,
-            options=_options(listen, advertise, transport, devices, require, trusted_network),
+            options=backend_options(listen, advertise, transport, devices, require, trusted_network),
             listen=listen,
             advertise=advertise,
             leader=leader,
-            peers={n: _check_peer(n, a, (peer_keys or {}).get(n), own=name, keys=keys) for n, a in (peers or {}).items()},
+            peers={n: check_peer(n, a, (peer_keys or {}).get(n), own=name, keys=keys) for n, a in (peers or {}).items()},
+            admit=admission(admit, keys),
+            any_key=callable(admit) or admit == "any",
             keys=keys,
+            peer_keys=frozenset((peer_keys or {}).values()),
             insecure=insecure,
             pack_below=pack_below,
             limits=limits or Limits(),
             connection_limits=connection_limits,
         )
         self._keys = keys
-        self._draining = False
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
         try:
-            self.metrics_url = None if metrics_port is None else self._serve_metrics(metrics_host, metrics_port)
+            self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics_host, metrics_port)
             runtime.start()
         except BaseException:
             runtime.abandon()
@@ -148,10 +153,29 @@ class KVManager:
         Raises `ConfigError` for a name, an address or a key that cannot be.
         """
         check_alive(self._runtime)
-        _check_peer(name, address, public_key, own=self.name, keys=self._keys)
-        if public_key is not None:
-            self._runtime.allowed_keys.add(public_key)
-        self._runtime.command(lambda now: self._runtime.peers.add_peer(name, address, public_key, now))
+        check_peer(name, address, public_key, own=self.name, keys=self._keys)
+        self._runtime.directory.add(name, address, public_key)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer instance: requests with it fail, and it is not accepted any more."""
+        check_text(name, "peer")
+        self._runtime.directory.remove(name)
+
+    def peer(self, name: str) -> PeerStatus:
+        """The state of a peer instance: `"unknown"`, `"connecting"`, `"ready"`, or `"refused"` for a reason that will not pass.
+        Never blocks.
+        """
+        check_process(self._runtime)
+        return self._runtime.directory.status(name)
+
+    def set_leader(self, address: str) -> None:
+        """Join this instance at its rank 0, whose address was not known when the manager was built.
+
+        Raises `ConfigError` for an address that cannot be, on rank 0, and if the leader is known.
+        """
+        check_alive(self._runtime)
+        dialable(address, what="leader")
+        self._runtime.directory.set_leader(address)
 
     def wait_ready(self, name: str, *, timeout_s: float = 60.0) -> None:
         """Wait until every rank of a peer has answered, plans are compared, and the engine is connected.
@@ -161,14 +185,12 @@ class KVManager:
         """
         check_process(self._runtime)
         check_text(name, "peer")
-        runtime, longest_s = self._runtime, min(check_timeout(timeout_s), threading.TIMEOUT_MAX)
-        with runtime.changed:
-            runtime.changed.wait_for(lambda: runtime.is_ready(name) or runtime.problem or runtime.refusal(name), longest_s)
+        runtime = self._runtime
+        status = runtime.directory.wait(name, check_timeout(timeout_s), has_ended=lambda: runtime.problem)
         check_alive(runtime)
-        if not runtime.is_ready(name) and (refusal := runtime.refusal(name)):
-            raise PeerUnreachable(f"peer {name!r} cannot become ready: {refusal}")
-        if not runtime.is_ready(name):
-            raise PeerUnreachable(f"peer {name!r} is not ready after {timeout_s} s: {runtime.peer_problem(name)}")
+        if status.state != "ready":
+            how = "cannot become ready" if status.state == "refused" else f"is not ready after {timeout_s} s"
+            raise PeerUnreachable(f"peer {name!r} {how}: {status.reason}")
 
     def engine(self, peer: str, rank: int) -> tuple[Backend, RemotePeer]:
         """The engine and its connection to one rank, to measure it without the protocol.
@@ -178,7 +200,7 @@ class KVManager:
         check_process(self._runtime)
         remote = self._runtime.handshake.rank(PeerRank(peer, rank))
         if remote is None:
-            raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._runtime.peer_problem(peer)}")
+            raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._runtime.directory.problem(peer)}")
         return self.backend, remote.engine
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -188,77 +210,92 @@ class KVManager:
         request_id: bytes,
         *,
         peer: str,
+        address: str | None = None,
         rows: Mapping[str, Rows],
         need: Mapping[str, TokenRange] | None = None,
         group: int = 0,
         attempt: int = 0,
-        deadline_s: float = 60.0,
+        deadline_s: float | None = 60.0,
         ready: ReadyEvent | None = None,
         tag: Any = None,
+        label: str = "",
     ) -> Receiver:
         """Reserve rows for a request that `peer`'s `group` will send. `need` gives, for each component of pages, the tokens
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
-        Nothing is reserved before `ready` has passed. Raises `PeerUnreachable` if the peer is not ready, `LayoutError` for rows
-        that cannot hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used
-        before, and for rows that another receive needs and whose lease is not released.
-        """
-        runtime, agreement = self._runtime, self._agreement(peer)
-        deadline_s = check_deadline(deadline_s)
-        check_ready(ready)
-        group = check_number(group, f"group of peer {peer!r}", agreement.num_groups)
-        check_kinds(runtime.local, rows)
-        agreed = agreement.incoming.components
-        needed, ids = check_needs(runtime.local, self.topology.group_rank, agreed, rows, {} if need is None else need)
-        receiver = Receiver(runtime, request_key(request_id, attempt), peer, tag, need=needed, ids=ids)
-        expected, rows = agreement.expected(runtime.local, group, needed), dict(rows)
+        A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
+        leader's `address` is given. Nothing is reserved before `ready` has passed. `label` is the server's own name of the
+        request, for the log.
 
-        def open_session(now: float) -> Session:
-            session = receiver.session = runtime.sessions.receives.open(
-                receiver.key,
+        Raises `PeerUnreachable` for an unknown peer without an address, `LayoutError` for rows that cannot hold the needed
+        tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and for rows that
+        another receive needs and whose lease is not released. What shows only when the peer is ready fails the request.
+        """
+        self._check_known(peer, address)
+        return open_receiver(
+            self._runtime,
+            ReceiveCall(
+                key=request_key(request_id, attempt),
                 peer=peer,
-                nonce=secrets.randbits(62),
-                source_group=group,
                 rows=rows,
-                need=needed,
-                expected=expected,
-                now=now,
-                deadline=now + deadline_s,
-                ready=ready is None,
+                need={} if need is None else need,
+                group=group,
+                deadline_s=check_deadline(deadline_s),
+                ready=ready,
                 verify=self._verify,
                 tag=tag,
-            )
-            if ready is not None:
-                runtime.dispatch.reserve_when_ready(session, ready)
-            return session
+                label=label,
+            ),
+        )
 
-        runtime.open(receiver, open_session)
-        return receiver
+    def sender(
+        self,
+        request_id: bytes,
+        *,
+        peer: str | None = None,
+        attempt: int | None = 0,
+        deadline_s: float | None = 60.0,
+        tag: Any = None,
+        label: str = "",
+    ) -> Sender:
+        """Serve a request to `peer`, whichever of its groups reserves it; with `peer=None` to the instance that reserves it
+        first. With `attempt=None` the reservation says which attempt it is. Rows may be sent before or after the reserve.
 
-    def sender(self, request_id: bytes, *, peer: str, attempt: int = 0, deadline_s: float = 60.0, tag: Any = None) -> Sender:
-        """Serve a request to `peer`, whichever of its groups reserves it. Rows may be sent before or after the reserve.
-
-        Raises `PeerUnreachable` if the peer is not ready, `LocalProtocolError` for an argument of the wrong type, and for an
-        attempt that was used before.
+        Raises `LocalProtocolError` for an argument of the wrong type, and for an attempt that was used before.
         """
-        runtime, agreement = self._runtime, self._agreement(peer)
-        deadline_s = check_deadline(deadline_s)
-        sender = Sender(runtime, request_key(request_id, attempt), peer, tag)
+        check_alive(self._runtime)
+        if peer is not None:
+            self._check_known(peer, None)
+        return open_sender(
+            self._runtime,
+            request_key(request_id, 0 if attempt is None else attempt),
+            peer=peer or "",
+            any_attempt=attempt is None,
+            deadline_s=check_deadline(deadline_s),
+            tag=tag,
+            label=label,
+        )
 
-        def open_session(now: float) -> Session:
-            session = sender.session = runtime.sessions.sends.open(
-                sender.key,
-                peer=peer,
-                expected=agreement.readers(runtime.local),
-                peer_group_size=agreement.group_size,
-                now=now,
-                deadline=now + deadline_s,
-                tag=tag,
-            )
-            return session
+    def decline(
+        self,
+        request_id: bytes,
+        *,
+        peer: str,
+        address: str | None = None,
+        group: int = 0,
+        attempt: int = 0,
+    ) -> None:
+        """Tell `peer`'s `group` that this rank needs nothing of a request: its sender ends well, and its rows are released.
 
-        runtime.open(sender, open_session)
-        return sender
+        Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
+        """
+        self._check_known(peer, address)
+        decline(
+            self._runtime,
+            request_key(request_id, attempt),
+            peer=peer,
+            group=group,
+        )
 
     def events(self) -> list[Event]:
         """Every request that has ended since the last call. If there is none, this yields the GIL to the manager's threads if
@@ -292,12 +329,7 @@ class KVManager:
     def drain(self, *, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
         check_process(self._runtime)
-        deadline = time.monotonic() + check_timeout(timeout_s)
-        self._draining = True
-        for handle in self._runtime.requests.open_handles():
-            with contextlib.suppress(TimeoutError):
-                handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
-        return not self._runtime.requests.open_handles()
+        return self._runtime.requests.drain(check_timeout(timeout_s))
 
     def close(self) -> None:
         """Say goodbye to peers, end open requests, and stop the threads and the engine. A second call waits for the first.
@@ -312,68 +344,13 @@ class KVManager:
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 
-    def _agreement(self, peer: str) -> Agreement:
+    def _check_known(self, peer: str, address: str | None) -> None:
         check_alive(self._runtime)
-        check_text(peer, "peer")
-        if self._draining:
-            raise LocalProtocolError("the manager is draining: it takes no new requests")
-        agreement = self._runtime.handshake.agreement(peer)
-        if agreement is None or not self._runtime.is_ready(peer):
-            raise PeerUnreachable(f"peer {peer!r} is not ready: {self._runtime.peer_problem(peer)}")
-        return agreement
-
-    def _serve_metrics(self, host: str, port: int) -> str:
-        metrics = self._runtime.requests.metrics = Metrics(lambda: snapshot_of(self._runtime))
-        server = MetricsServer(metrics.registry, lambda: self._runtime.problem, host=host, port=port)
-        self._runtime.add_on_close(server.close)
-        return server.url
+        check_known(self._runtime.directory, peer, address, own=self.name, keys=self._keys)
 
 
-def _options(
-    listen: str, advertise: str | None, transport: str, devices: Sequence[str], require: str | None, trusted_network: bool
-) -> BackendOptions:
-    """The engine's options."""
-    host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
-    if is_wildcard(host):
-        raise ConfigError(
-            f"listen: {listen!r} is every interface; set advertise=tcp://host:port to an address that peers can reach"
-        )
-    return BackendOptions(
-        host=host,
-        transport=_transport(transport, "transport"),
-        devices=tuple(devices),
-        require=None if require is None else _transport(require, "require"),
-        trusted_network=trusted_network or is_loopback(host),
-    )
-
-
-def _check_peer(name: str, address: str, public_key: str | None, *, own: str, keys: KeyPair | None) -> tuple[str, str | None]:
-    """The address and the key of a peer, checked."""
-    _check_name(name, "peer")
-    dialable(address, what=f"peer {name!r}")
-    if name == own:
-        raise ConfigError(f"peer: {name!r} is this instance's own name")
-    if keys is not None and public_key is None:
-        raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
-    if public_key is not None:
-        check_key(public_key, what=f"peer {name!r}, public key")
-    return address, public_key
-
-
-def _check_name(name: object, what: str) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
-    return name
-
-
-def _check_verify(value: Verify) -> Verify:
-    if value not in get_args(Verify):
-        raise ConfigError(f"verify: expected one of {', '.join(get_args(Verify))}, found {value!r}")
-    return value
-
-
-def _transport(value: str, what: str) -> Transport:
-    try:
-        return Transport(value)
-    except ValueError:
-        raise ConfigError(f"{what}: expected one of {', '.join(t.value for t in Transport)}, found {value!r}") from None
+def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
+    metrics = runtime.requests.metrics = Metrics(lambda: snapshot_of(runtime))
+    server = MetricsServer(metrics.registry, lambda: runtime.problem, host=host, port=port)
+    runtime.add_on_close(server.close)
+    return server.url

@@ -4,23 +4,29 @@ commands to the control thread.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from disagg.arguments import Ids, check_kinds, check_layers, check_payload, check_ready, check_text, check_timeout
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
+from disagg.core.leases import Lease
 from disagg.core.rows import Rows, Slot, TokenRange, token_range
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, RequestKey
+
+logger = logging.getLogger(__name__)
 
 COPY_BEGUN_SPIN_S = 20e-3
 """How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""
@@ -60,23 +66,69 @@ class Control(Protocol):
     def command(self, run: Callable[[float], None], on_error: Callable[[DisaggError], None] | None = None) -> None:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
 
+    def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
+        """End a request that has no session yet, in the control thread."""
+
+
+Place = tuple[str, str, RequestKey, bool]
+"""Direction, peer (empty: any), attempt, and whether any attempt: no two open requests of a rank have the same."""
+
 
 class RequestHandle:
-    """One request. Thread-safe."""
+    """One request. Thread-safe. `lease` is that of its rows.
 
+    `await handle` waits for its end in an asyncio server. As a context manager it aborts the request if the block raises.
+    """
+
+    direction = ""
     session: ReceiveSession | SendSession | None = None
 
-    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
+    def __init__(
+        self, control: Control, key: RequestKey, peer: str, tag: Any, *, label: str = "", any_attempt: bool = False
+    ) -> None:
         self._control = control
         self._spin_s = control.spin_s
         self._over = _native.Flag()
-        self.key = key
-        self.peer = peer
+        self.place: Place = (self.direction, peer, key, any_attempt)
         self.tag = tag
+        self.label = label
+        self.lease = Lease()
         self.opened_at = time.monotonic()
         self._pending = threading.Lock()  # held until the request has ended; an `Event` takes ten times as long to make
         self._pending.acquire()
         self._event: Event | None = None
+        self._callbacks: list[Callable[[Event], None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def __await__(self) -> Generator[Any, None, Event]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Event] = loop.create_future()
+
+        def settle(event: Event) -> None:
+            if not future.done():
+                future.set_result(event)
+
+        def ended(event: Event) -> None:
+            loop.call_soon_threadsafe(settle, event)
+
+        self.on_end(ended)
+        return future.__await__()
+
+    @property
+    def key(self) -> RequestKey:
+        """The request and its attempt, 0 while any attempt is meant."""
+        return self.place[2] if self.session is None else self.session.key
+
+    @property
+    def peer(self) -> str:
+        """The other instance; empty while it is not known."""
+        return self.place[1] if self.session is None else self.session.peer
 
     @property
     def request_id(self) -> bytes:
@@ -85,8 +137,44 @@ class RequestHandle:
     @property
     def is_released(self) -> bool:
         """Whether nothing touches its rows any more."""
-        holder = self._event or self.session
-        return holder is not None and holder.lease.released
+        return self.lease.released
+
+    def abort(self, reason: str) -> None:
+        """End the request towards every rank of the other side. Its rows stay leased until nothing touches them. Raises
+        `LocalProtocolError` for a reason that is not a text.
+        """
+        check_text(reason, "reason")
+        check_process(self._control)
+
+        def abort(now: float) -> None:
+            if self.session is None:
+                self._control.end_unopened(self, RequestAborted(reason))
+            else:
+                self._abort_session(RequestAborted(reason), now)
+
+        if not self._control.problem:
+            self._control.command(abort)
+
+    def _abort_session(self, error: DisaggError, now: float) -> None:
+        """In the control thread."""
+        raise NotImplementedError
+
+    def on_end(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended."""
+        self._callbacks.append(callback)
+        if self._event is not None:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                callback(self._event)  # type: ignore[arg-type]
+            except BaseException:  # also SystemExit: it would end the manager's thread, not the process
+                logger.exception("request %s: a callback failed", self.key)
 
     def poll(self) -> Event | None:
         """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads if they
@@ -127,6 +215,7 @@ class RequestHandle:
         """Called by the manager after `end`: threads that wait continue."""
         self._over.set()
         self._release()
+        self._call_back()
 
     def yield_to_waiter(self) -> None:
         """Called by the manager after `wake`: a thread that polls without a sleep gets the GIL first."""
@@ -151,26 +240,24 @@ class Receiver(RequestHandle):
     session: ReceiveSession | None = None
 
     def __init__(
-        self, control: Control, key: RequestKey, peer: str, tag: Any, *, need: Mapping[str, TokenRange], ids: Mapping[str, Ids]
+        self,
+        control: Control,
+        key: RequestKey,
+        peer: str,
+        tag: Any,
+        *,
+        label: str = "",
+        need: Mapping[str, TokenRange],
+        ids: Mapping[str, Ids],
     ) -> None:
-        super().__init__(control, key, peer, tag)
+        super().__init__(control, key, peer, tag, label=label)
         self.need = need
         self.ids = ids
         """The rows that are needed, by component."""
 
-    def abort(self, reason: str) -> None:
-        """End the request. The rows stay leased until every writer is proved quiet. Raises `LocalProtocolError` for a reason
-        that is not a text.
-        """
-        check_text(reason, "reason")
-        check_process(self._control)
-
-        def abort(now: float) -> None:
-            if self.session is not None:
-                self._control.sessions.receives.abort(self.session, RequestAborted(reason), now)
-
-        if not self._control.problem:
-            self._control.command(abort)
+    def _abort_session(self, error: DisaggError, now: float) -> None:
+        if self.session is not None:
+            self._control.sessions.receives.abort(self.session, error, now)
 
 
 class _SentTokens:
@@ -219,8 +306,10 @@ class Sender(RequestHandle):
     direction = "send"
     session: SendSession | None = None
 
-    def __init__(self, control: Control, key: RequestKey, peer: str, tag: Any) -> None:
-        super().__init__(control, key, peer, tag)
+    def __init__(
+        self, control: Control, key: RequestKey, peer: str, tag: Any, *, label: str = "", any_attempt: bool = False
+    ) -> None:
+        super().__init__(control, key, peer, tag, label=label, any_attempt=any_attempt)
         self._numbers = itertools.count()
         self._sent = _SentTokens()
         self._finished = False
@@ -272,17 +361,9 @@ class Sender(RequestHandle):
 
         self._command(finish)
 
-    def abort(self, reason: str) -> None:
-        """End the request towards every receiver. Raises `LocalProtocolError` for a reason that is not a text."""
-        check_text(reason, "reason")
-        check_process(self._control)
-
-        def abort(now: float) -> None:
-            if self.session is not None:
-                self._control.sessions.sends.abort(self.session, RequestAborted(reason), now)
-
-        if not self._control.problem:
-            self._control.command(abort)
+    def _abort_session(self, error: DisaggError, now: float) -> None:
+        if self.session is not None:
+            self._control.sessions.sends.abort(self.session, error, now)
 
     def _chunk(
         self, rows: Mapping[str, Rows], tokens: TokenRange | None, layers: Sequence[int] | None, ready: ReadyEvent | None

@@ -134,6 +134,22 @@ class Agreement:
         """Group ranks of the peer that this rank writes to."""
         return frozenset(self.outgoing.readers(local.topology.group_rank))
 
+    def writers(self, local: LocalRank, group: int) -> list[int]:
+        """The ranks of the peer's group that write to this rank."""
+        return [group * self.group_size + writer for writer in self.incoming.writers(local.topology.group_rank)]
+
+    def idle_writers(self, local: LocalRank, group: int) -> list[int]:
+        """The ranks of the peer's group that write to no rank of this one's. They learn of a request from the first rank of
+        this one's group; empty on the others.
+        """
+        if local.topology.group_rank:
+            return []
+        return [group * self.group_size + rank for rank in self._idle]
+
+    @cached_property
+    def _idle(self) -> list[int]:
+        return [rank for rank in range(self.group_size) if not self.incoming.readers(rank)]
+
     def expected(
         self, local: LocalRank, group: int, need: Mapping[str, TokenRange]
     ) -> dict[int, dict[str, tuple[tuple[int, ...], TokenRange]]]:

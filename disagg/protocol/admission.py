@@ -35,6 +35,7 @@ class Admission:
         inbound: InboundConnections,
         effects: deque[PeerEffect],
         accept_hello: HelloAcceptor,
+        admit: Callable[[Hello, str, float], bool],
         hello_retry_s: float,
     ) -> None:
         self._identity = identity
@@ -43,6 +44,7 @@ class Admission:
         self._inbound = inbound
         self._effects = effects
         self._accept_hello = accept_hello
+        self._admit_unknown = admit
         self._hello_retry_s = hello_retry_s
 
     def on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
@@ -59,7 +61,7 @@ class Admission:
             if hello.instance == self._identity.instance:
                 self._members.join(user, hello)
             else:
-                self._admit(user, hello)
+                self._admit(user, hello, now)
                 self._greet_again(hello, now)
                 if missing := self._members.missing():
                     self._effects.append(ReplyOn(connection, Busy(reason=missing, retry_after_s=self._hello_retry_s)))
@@ -87,11 +89,14 @@ class Admission:
             self._inbound.accept(connection, hello)
             self._on_accepted(hello, now)
 
-    def _admit(self, user: str, hello: Hello) -> None:
-        """Check that a hello comes from a configured peer. Raises `RemoteProtocolError` with a reason that may pass."""
-        peer, instance = PeerRank(hello.instance, hello.rank), self._links.instances.get(hello.instance)
-        if instance is None:
+    def _admit(self, user: str, hello: Hello, now: float) -> None:
+        """Check that a hello comes from a peer that is configured, or that the server admits. Raises `RemoteProtocolError` with
+        a reason that may pass.
+        """
+        peer = PeerRank(hello.instance, hello.rank)
+        if hello.instance not in self._links.instances and not self._admit_unknown(hello, user, now):
             raise RemoteProtocolError(f"peer {hello.instance!r} is not configured at {self._identity}")
+        instance = self._links.instances[hello.instance]
         if instance.public_key is not None and instance.public_key != user:
             raise RemoteProtocolError(f"peer {hello.instance!r} is configured with another public key at {self._identity}")
         link, accepted = self._links.to(peer), self._inbound.of(peer)

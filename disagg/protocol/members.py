@@ -16,7 +16,7 @@ class Members:
 
     def __init__(self, identity: Identity, own_key: str | None) -> None:
         self._identity = identity
-        self._own_key = own_key
+        self.own_key = own_key
         self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
 
     def named(self) -> tuple[Member, ...]:
@@ -33,7 +33,7 @@ class Members:
     def join(self, user: str, hello: Hello) -> None:
         """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not."""
         me = self._identity
-        if self._own_key is not None and user != self._own_key:
+        if self.own_key is not None and user != self.own_key:
             raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {me}")
         if not me.leader:
             raise RemoteProtocolError(f"{me} is not the leader of {hello.instance!r}")

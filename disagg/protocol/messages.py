@@ -15,7 +15,7 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
@@ -70,7 +70,8 @@ class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest
     number wins. `generation` counts the connections that either side gave up, to the peer's process at `peer_epoch` (0: to none
-    yet). Ranks of the same instance send their address to their leader.
+    yet). Ranks of the same instance send their address to their leader. `leader` is the address of the instance's leader, for a
+    peer that admits instances which it was not told of.
     """
 
     version: int
@@ -84,6 +85,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     generation: Small = 0
     peer_epoch: Epoch = 0
     dial: Small = 0
+    leader: Name | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
@@ -150,6 +152,13 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     rows: Named[PagesRow | SlotRow]
     need: Named[TokenRange]
     verify: Verify = "off"
+
+
+class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
+    """The receiver needs nothing of this rank, which may not know the receiver yet. Sent once, and not answered."""
+
+    source_group: Small
+    destination_group: Small
 
 
 class Busy(Message, frozen=True, tag="busy", kw_only=True):
@@ -300,6 +309,7 @@ AnyMessage = (
     | Welcome
     | Reject
     | Reserve
+    | Decline
     | Busy
     | SlotsFilled
     | CopyBegun

@@ -1,4 +1,4 @@
-"""Reserves that arrived before their sender was opened."""
+"""Messages about requests whose sender was not opened yet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from disagg.protocol.messages import (
     Abort,
     Busy,
+    Decline,
     Drained,
     PagesRow,
     Reserve,
@@ -24,12 +25,18 @@ def refusal(message: Reserve, reason: str) -> tuple[Abort, Drained]:
     )
 
 
+Early = Reserve | Abort | Decline
+"""A message that may arrive before its sender is opened."""
+
+
 class Parked:
-    """Reserves without a sender yet, and aborts that overtook their reserve; bounded in number and bytes per instance."""
+    """Reserves and declines without a sender yet, and aborts that overtook their reserve; bounded in number and bytes per
+    instance.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._messages: dict[RequestKey, dict[PeerRank, Reserve | Abort]] = {}
+        self._messages: dict[bytes, dict[tuple[PeerRank, RequestKey], Early]] = {}
         self._order: OrderedDict[tuple[RequestKey, PeerRank], float] = OrderedDict()
         self._count: Counter[str] = Counter()
         self._nbytes: Counter[str] = Counter()
@@ -37,11 +44,12 @@ class Parked:
     def __len__(self) -> int:
         return len(self._order)
 
-    def get(self, peer: PeerRank, key: RequestKey) -> Reserve | Abort | None:
-        return self._messages.get(key, {}).get(peer)
+    def get(self, peer: PeerRank, key: RequestKey) -> Early | None:
+        return self._messages.get(key.request_id, {}).get((peer, key))
 
-    def put(self, peer: PeerRank, key: RequestKey, message: Reserve | Abort, now: float) -> bool:
-        """Park a message. Returns whether there was room."""
+    def put(self, peer: PeerRank, key: RequestKey, message: Early, now: float) -> bool:
+        """Park a message in place of an earlier one. Returns whether there was room."""
+        self.drop(peer, key)
         whose, nbytes = peer.instance, _nbytes(message)
         if self._count[whose] >= self._limits.max_parked_reserves:
             return False
@@ -49,7 +57,7 @@ class Parked:
             return False
         self._count[whose] += 1
         self._nbytes[whose] += nbytes
-        self._messages.setdefault(key, {})[peer] = message
+        self._messages.setdefault(key.request_id, {})[peer, key] = message
         self._order[key, peer] = now + self._limits.parked_reserve_s
         return True
 
@@ -65,9 +73,23 @@ class Parked:
         retry_after_s = self._limits.busy_retry_s
         return (Busy(**ids(key), nonce=message.nonce, reason=reason, retry_after_s=retry_after_s),)
 
-    def take(self, key: RequestKey) -> list[tuple[PeerRank, Reserve | Abort]]:
-        """Take everything that is parked for a request."""
-        found = list(self._messages.get(key, {}).items())
+    def find(self, request_id: bytes, *, instance: str, attempt: int | None) -> tuple[str, RequestKey] | None:
+        """The instance and the newest attempt for which something is parked, of this instance (empty: any) and this attempt
+        (`None`: any).
+        """
+        found = [
+            (key.attempt, peer.instance)
+            for peer, key in self._messages.get(request_id, {})
+            if instance in ("", peer.instance) and attempt in (None, key.attempt)
+        ]
+        if not found:
+            return None
+        newest, whose = max(found, key=lambda each: each[0])
+        return whose, RequestKey(request_id, newest)
+
+    def take(self, key: RequestKey) -> list[tuple[PeerRank, Early]]:
+        """Take everything that is parked for an attempt."""
+        found = [(peer, message) for (peer, of), message in self._messages.get(key.request_id, {}).items() if of == key]
         for peer, _ in found:
             self.drop(peer, key)
         return found
@@ -75,9 +97,10 @@ class Parked:
     def drop(self, peer: PeerRank, key: RequestKey) -> None:
         if self._order.pop((key, peer), None) is not None:
             self._count[peer.instance] -= 1
-            self._nbytes[peer.instance] -= _nbytes(self._messages[key].pop(peer))
-            if not self._messages[key]:
-                del self._messages[key]
+            parked = self._messages[key.request_id]
+            self._nbytes[peer.instance] -= _nbytes(parked.pop((peer, key)))
+            if not parked:
+                del self._messages[key.request_id]
 
     def drop_peer(self, peer: PeerRank) -> None:
         for key, parked in [found for found in self._order if found[1] == peer]:
@@ -95,7 +118,7 @@ class Parked:
             self.drop(peer, key)
 
 
-def _nbytes(message: Reserve | Abort) -> int:
+def _nbytes(message: Early) -> int:
     """The approximate size of a parked message; page ids dominate."""
     rows = message.rows.values() if isinstance(message, Reserve) else ()
     return 512 + sum(len(row.ids) for row in rows if isinstance(row, PagesRow))

@@ -28,7 +28,8 @@ class ConnectionLimits:
     """Times of the handshake and of liveness; seconds.
 
     Every `heartbeat_s` libzmq pings each peer, and this rank renews its hello. A peer whose libzmq does not answer for
-    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`.
+    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An
+    instance that was admitted is forgotten when it has not been ready for `forget_s`.
     """
 
     hello_retry_s: float = 0.2
@@ -36,6 +37,7 @@ class ConnectionLimits:
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 8.0
     refused_retry_s: float = 30.0
+    forget_s: float = 60.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -97,6 +99,12 @@ class Disconnect(NamedTuple):
     dial: int
 
 
+class Forgotten(NamedTuple):
+    """Effect: an instance is not a peer any more."""
+
+    instance: str
+
+
 class Unanswered(NamedTuple):
     """Effect: a configured peer has not answered several hellos."""
 
@@ -124,7 +132,7 @@ class Lost(NamedTuple):
     renewed: bool = False
 
 
-PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Ready | Lost
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Ready | Lost | Forgotten
 
 
 NO_ANSWER = "no answer yet"
@@ -195,11 +203,12 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A configured peer."""
+    """A peer. One that was admitted, not configured, is forgotten at `forget_at`."""
 
     name: str
     address: str
     public_key: str | None
+    forget_at: float = NEVER
     links: dict[str, PeerConnection] = field(default_factory=dict)
     num_ranks: int | None = None
 

@@ -26,6 +26,7 @@ from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Member, R
 from disagg.protocol.peer_state import (
     ConnectionLimits,
     ConnectionState,
+    Forgotten,
     Identity,
     PeerConnection,
     PeerEffect,
@@ -48,6 +49,10 @@ MIN_RETRY_S = 0.01
 """The soonest that a busy peer gets a hello again."""
 CLOSED_GRACE_S = 0.5
 """How long a peer may take to connect again after its connection has ended."""
+MAX_ADMITTED = 1024
+"""Instances that were admitted without being configured."""
+Admit = Callable[[str, str, str], bool]
+"""Whether an instance of that name, leader's address and public key (empty: without keys) may connect."""
 WelcomeValidator = Callable[[Welcome], int]
 """Validates a welcome and returns the peer's number of ranks. Raises as a `HelloAcceptor` does."""
 
@@ -63,12 +68,14 @@ class PeerTable:
         own_key: str | None = None,
         accept_hello: HelloAcceptor,
         validate_welcome: WelcomeValidator,
+        admit: Admit | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
         self.identity = identity
         self.effects: deque[PeerEffect] = deque()
         self.members = Members(identity, own_key)
         self._validate_welcome = validate_welcome
+        self._admits = admit
         self._limits = limits or ConnectionLimits()
         self._inbound = InboundConnections()
         self.instances: dict[str, PeerInstance] = {}
@@ -80,6 +87,7 @@ class PeerTable:
             inbound=self._inbound,
             effects=self.effects,
             accept_hello=accept_hello,
+            admit=self._admit,
             hello_retry_s=self._limits.hello_retry_s,
         )
         self._siblings = PeerInstance(identity.instance, leader, own_key) if leader is not None else None
@@ -96,16 +104,49 @@ class PeerTable:
         if known is not None:
             ready = {link.epoch for link in known.links.values() if link.is_ready}
             epochs = ready if known.public_key == public_key else None
-            self.remove_peer(name, "its address was changed", epochs=epochs)
+            self._drop_instance(name, "its address was changed", epochs)
         instance = self.instances[name] = PeerInstance(name, address, public_key)
         self._links.open(instance, address, LEADER, now)
 
-    def remove_peer(self, name: str, cause: str, *, epochs: Set[int] | None = None) -> None:
-        """Forget an instance: its requests end. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
+    def remove_peer(self, name: str, cause: str) -> None:
+        """Forget an instance: its requests end, and its ranks are not accepted any more."""
+        self._drop_instance(name, cause, None)
+        self.effects.append(Forgotten(name))
+
+    def _drop_instance(self, name: str, cause: str, epochs: Set[int] | None) -> None:
+        """Close the connections to an instance. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
         instance = self.instances.pop(name)
         for link in list(instance.links.values()):
             self._links.close(instance, link, cause)
         self._inbound.forget_instance(name, epochs)
+
+    def _admit(self, hello: Hello, user: str, now: float) -> bool:
+        """Add an instance that was not configured, if the server admits it.
+
+        Raises `RemoteProtocolError` if there are too many.
+        """
+        if self._admits is None or hello.leader is None:
+            return False
+        if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
+            raise RemoteProtocolError(f"{self.identity} has admitted {MAX_ADMITTED} instances, and admits no more")
+        check_dialable(hello.leader, f"the leader of {hello.instance!r}")
+        if not self._admits(hello.instance, hello.leader, user):
+            return False
+        self.add_peer(hello.instance, hello.leader, user or None, now)
+        self.instances[hello.instance].forget_at = now + self._limits.forget_s
+        return True
+
+    def _forget_admitted(self, now: float) -> None:
+        """Forget the admitted instances that have been away for too long."""
+        for instance in [each for each in self.instances.values() if each.forget_at < NEVER]:
+            if any(link.is_ready for link in instance.links.values()):
+                instance.forget_at = now + self._limits.forget_s
+            elif now >= instance.forget_at:
+                self.remove_peer(instance.name, f"it has been away for {self._limits.forget_s} s")
+
+    def set_leader(self, address: str) -> None:
+        """The leader of this instance is known now. `join` connects to it."""
+        self._siblings = PeerInstance(self.identity.instance, address, self.members.own_key)
 
     def join(self, now: float) -> None:
         """Connect to the leader of this instance, if that is another rank."""
@@ -263,6 +304,7 @@ class PeerTable:
                 self._links.lose(link, "its connection has ended" if link.ended else silence, now)
             if now >= link.hello_at:
                 self._greet(link, now)
+        self._forget_admitted(now)
         self._links.arm_all()
 
     def next_tick(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.core.leases import Lease
 from disagg.core.rows import Rows
 from disagg.protocol.messages import (
     Abort,
@@ -61,6 +62,7 @@ class Receives:
         self._timers = timers
         self.sessions: dict[tuple[str, RequestKey], ReceiveSession] = {}
         self._ended = Tombstones(limits.max_tombstones)
+        self.forget = self._ended.forget
 
     def open(
         self,
@@ -77,6 +79,7 @@ class Receives:
         ready: bool = True,
         verify: Verify = "off",
         tag: Any = None,
+        lease: Lease | None = None,
     ) -> ReceiveSession:
         """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
 
@@ -93,6 +96,7 @@ class Receives:
         session = ReceiveSession(
             key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, ReceiveState.WAITING
         )
+        session.lease = lease or session.lease
         self.sessions[peer, key] = session
         self._timers.arm(session)
         if ready:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.core.errors import Cause, DisaggError
+from disagg.core.errors import Cause, DisaggError, RequestAborted
 from disagg.core.leases import Lease
 from disagg.protocol.messages import Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
 from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
@@ -31,11 +31,13 @@ class SendStep(State):
     QUIET = "nothing is in flight"
     OUTCOME = "the receiver's outcome arrived"
     PEER_LOST = "the peer is gone"
+    DECLINED = "the receiver needs nothing"
 
 
 SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
     (SendState.AWAITED, SendStep.RESERVED): SendState.ACTIVE,
     (SendState.AWAITED, SendStep.FAILURE): SendState.CLOSED,
+    (SendState.AWAITED, SendStep.DECLINED): SendState.CLOSED,
     (SendState.ACTIVE, SendStep.LANDED): SendState.COMPLETED,
     (SendState.ACTIVE, SendStep.FAILURE): SendState.ABORTING,
     (SendState.ACTIVE, SendStep.PEER_LOST): SendState.LOST,
@@ -91,6 +93,16 @@ class Destination:
         return self.state in (SendState.CLOSED, SendState.LOST)
 
     @property
+    def is_read_for(self) -> bool:
+        """Whether the rows may still be read for it."""
+        return self.state is SendState.ACTIVE or not self.quiet
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether nothing but this chunk, which has no checksums, is in flight to it."""
+        alone = self.in_flight == {chunk} and not self.unsettled
+        return self.state is SendState.ACTIVE and alone and self.reserved.verify == "off"
+
+    @property
     def waiting(self) -> bool:
         """Whether the last message to it awaits an answer."""
         if self.state is SendState.ABORTING:
@@ -106,14 +118,19 @@ class Destination:
 
 @dataclass
 class SendSession:
-    """One request that this rank sends: to every destination rank that it is an elected writer of."""
+    """One request that this rank sends: to every destination rank that it is an elected writer of.
+
+    It is bound to a peer from the start, or by the first message about it. Before, `expected` is `None`, `peer` may be empty
+    (any), and the attempt of `key` counts only unless `any_attempt`.
+    """
 
     key: RequestKey
     peer: str
-    expected: frozenset[int]
+    expected: frozenset[int] | None
     peer_group_size: int
     deadline: float
     tag: Any
+    any_attempt: bool = False
     destination_group: int | None = None
     destinations: dict[PeerRank, Destination] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
@@ -131,17 +148,64 @@ class SendSession:
         judged = self.deadline if self.error is None and not self.reported else NEVER
         return min(judged, *(d.retry_at for d in self.destinations.values() if d.waiting), NEVER)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether its peer and its attempt are known."""
+        return self.expected is not None
+
+    @property
+    def num_awaited(self) -> int:
+        """The number of destinations that are not known yet; 1 while the peer is not known either."""
+        return 1 if self.expected is None else len(self.expected) - len(self.destinations)
+
     def may_reserve(self, peer: PeerRank) -> bool:
         """Whether this rank writes anything to `peer`, as far as the static plan says."""
         group, rank = divmod(peer.rank, self.peer_group_size)
-        return rank in self.expected and self.destination_group in (None, group)
+        return self.expected is not None and rank in self.expected and self.destination_group in (None, group)
+
+    def reserve(self, peer: PeerRank, message: Reserve) -> Destination:
+        """A destination has reserved. Returns it."""
+        destination = self._destination(peer, "")
+        destination.step(SendStep.RESERVED)
+        destination.reserve = message
+        return destination
+
+    def decline(self, peer: PeerRank) -> None:
+        """A rank needs nothing. It may be one to which this rank writes nothing."""
+        if self.may_reserve(peer):
+            destination = self._destination(peer, "the receiver has declined the request")
+            destination.ok = destination.step(SendStep.DECLINED) or destination.ok
+
+    def end_unreserved(self, peer: PeerRank, reason: str) -> bool:
+        """A destination gave up before its reserve arrived. Returns whether that is new."""
+        return self._destination(peer, reason).step(SendStep.FAILURE)
+
+    def _destination(self, peer: PeerRank, reason: str) -> Destination:
+        self.destination_group = peer.rank // self.peer_group_size
+        return self.destinations.setdefault(peer, Destination(reason=reason))
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether every destination that is known has ended."""
+        return all(destination.ended for destination in self.destinations.values())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the rows may still be read."""
+        return any(destination.is_read_for for destination in self.destinations.values())
+
+    @property
+    def failure(self) -> RequestAborted | None:
+        """Why the first destination that failed did so."""
+        worst = next((d for d in self.destinations.values() if not d.ok), None)
+        return None if worst is None else RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
 
     def needed(self, component: str) -> TokenRange | None:
         """The union of what reserved destinations need of `component`; `None` until all have reserved."""
         needs = [
             d.reserve.need[component] for d in tuple(self.destinations.values()) if d.reserve and component in d.reserve.need
         ]
-        if len(self.destinations) < len(self.expected) or not needs:
+        if self.num_awaited > 0 or not needs:
             return None
         return min(start for start, _ in needs), max(stop for _, stop in needs)
 
@@ -166,8 +230,10 @@ class SendSession:
 
     def late_reason(self) -> str:
         """What was missing when the deadline passed."""
+        if self.expected is None:
+            return f"request {self.key}: the deadline passed; no rank of {self.peer or 'any peer'} has reserved"
         reserved = len(self.destinations)
-        if reserved < len(self.expected):
+        if self.num_awaited > 0:
             return (
                 f"request {self.key}: the deadline passed; {reserved} of {len(self.expected)} ranks of {self.peer!r} reserved"
             )

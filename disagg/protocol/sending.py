@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
+from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestTimeout
+from disagg.core.leases import Lease
 from disagg.protocol.destination_steps import DestinationSteps
-from disagg.protocol.messages import Abort, Complete, Drained, Outcome, PartialChecksums, Reserve
-from disagg.protocol.parked import CONTRADICTION, Parked, refusal
+from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve
+from disagg.protocol.parked import CONTRADICTION, Early, refusal
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
-from disagg.protocol.timers import Timers, Tombstone, Tombstones
+from disagg.protocol.send_table import Readers, SendTable
+from disagg.protocol.timers import Timers, Tombstone
 from disagg.protocol.types import (
     Chunk,
     Effect,
@@ -29,17 +32,24 @@ from disagg.protocol.types import (
 
 
 class Sends:
-    """Every request that this rank sends."""
+    """Every request that this rank sends. `readers_of` knows the instances whose messages arrive."""
 
-    def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+    def __init__(
+        self,
+        *,
+        group: int,
+        limits: Limits,
+        effects: deque[Effect],
+        timers: Timers,
+        readers_of: Callable[[str], Readers],
+    ) -> None:
         self._group = group
         self._effects = effects
         self._timers = timers
         self._steps = DestinationSteps(limits=limits, effects=effects, timers=timers)
-        self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
-        self._served: dict[RequestKey, set[str]] = {}
-        self.parked = Parked(limits)
-        self._ended = Tombstones(limits.max_tombstones)
+        self.table = SendTable(limits, readers_of)
+        self.sessions = self.table.sessions
+        self.parked = self.table.parked
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -48,28 +58,34 @@ class Sends:
         key: RequestKey,
         *,
         peer: str,
-        expected: frozenset[int],
-        peer_group_size: int,
+        expected: frozenset[int] | None = None,
+        peer_group_size: int = 1,
+        any_attempt: bool = False,
         now: float,
         deadline: float,
         tag: Any = None,
+        lease: Lease | None = None,
     ) -> SendSession:
         """Serve one request to `peer`, whose group ranks `expected` (of `peer_group_size`) have this rank as a writer.
 
-        Raises `LocalProtocolError` if this attempt was opened before.
+        With `expected=None` the first message about the request binds it to `peer` (empty: to whoever sends it), and to an
+        attempt if `any_attempt`. Raises `LocalProtocolError` if this attempt was opened before.
         """
-        if (peer, key) in self.sessions or self._ended.get(peer, key) is not None:
-            raise LocalProtocolError(f"request {key}: this attempt was already sent to {peer!r}; use a new attempt number")
-        session = SendSession(key, peer, expected, peer_group_size, deadline, tag)
-        self.sessions[peer, key] = session
-        self._served.setdefault(key, set()).add(peer)
-        for waiting, message in self.parked.take(key):
-            if isinstance(message, Reserve):
-                self.on_reserve(waiting, message, now)
-            else:
-                self.on_abort(waiting, message, now)
+        session = SendSession(key, peer, expected, peer_group_size, deadline, tag, any_attempt, lease=lease or Lease())
+        self._take(self.table.open(session), now)
         self._timers.arm(session)
         return session
+
+    def _take(self, messages: Iterable[tuple[PeerRank, Early]], now: float) -> None:
+        """Take messages that came before their session was there."""
+        for peer, message in messages:
+            match message:
+                case Reserve():
+                    self.on_reserve(peer, message, now)
+                case Decline():
+                    self.on_decline(peer, message, now)
+                case _:
+                    self.on_abort(peer, message, now)
 
     def send(self, session: SendSession, chunk: Chunk, now: float) -> None:
         """Send the rows of `chunk` to every destination: to those that have reserved now, to the others when they do.
@@ -114,9 +130,7 @@ class Sends:
         receiver has seen that. `None` if the transfer is not the last of its request, or its checksums are still missing.
         """
         session, destination = self._find(ticket.peer, ticket.key)
-        if session is None or destination is None or destination.state is not SendState.ACTIVE or not session.finished:
-            return None
-        if destination.in_flight != {ticket.chunk} or destination.unsettled or destination.reserved.verify != "off":
+        if session is None or destination is None or not session.finished or not destination.is_last(ticket.chunk):
             return None
         destination.early_complete = session.complete(destination)
         return destination.early_complete
@@ -163,8 +177,8 @@ class Sends:
 
     def on_reserve(self, peer: PeerRank, message: Reserve, now: float) -> None:
         key = key_of(message)
+        ended = self._claim(peer, key, now)
         session, known = self._find(peer, key)
-        ended = self._ended.get(peer, key) or self._ended.get(peer.instance, key)
         if known is not None:
             if known.reserve is None:
                 self._refuse(peer, message, known.reason)
@@ -176,22 +190,36 @@ class Sends:
             self._refuse(peer, message, f"expected a reserve of source group {self._group}, found {message.source_group}")
         elif session is not None:
             self._accept(session, peer, message, now)
-        elif self._served.get(key):
+        elif self.table.served.get(key):
             self._refuse(peer, message, f"the request is not served to {peer.instance}")
         else:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 
+    def on_decline(self, peer: PeerRank, message: Decline, now: float) -> None:
+        """A destination needs nothing of this rank, which may be a rank that writes nothing to its instance."""
+        key = key_of(message)
+        if message.source_group != self._group or self._claim(peer, key, now) is not None:
+            return
+        session, _ = self._find(peer, key)
+        if session is None:
+            self.parked.put(peer, key, message, now)
+            return
+        session.decline(peer)
+        self._settle(session)
+
     def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
         key = key_of(message)
+        self._claim(peer, key, now)
         session, destination = self._find(peer, key)
         if session is None or destination is None or destination.reserve is None:
-            if self._ended.get(peer, key) is None:
-                self._ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
+            if self.table.ended.get(peer, key) is None:
+                self.table.ended.put(peer, key, Tombstone(message.nonce, reason=message.reason))
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
             self.parked.drop(peer, key)
             if session is not None and session.may_reserve(peer):
-                self._end_unreserved(session, peer, message.reason)
-            elif session is None and self._ended.get(peer.instance, key) is None:
+                if session.end_unreserved(peer, message.reason):
+                    self._settle(session)
+            elif session is None and self.table.ended.get(peer.instance, key) is None:
                 self.parked.put(peer, key, message, now)
             return
         if destination.reserve.nonce != message.nonce:  # that reservation was refused, or will be
@@ -251,6 +279,13 @@ class Sends:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def _claim(self, peer: PeerRank, key: RequestKey, now: float) -> Tombstone | None:
+        """Bind an offer that fits this message. Returns how the attempt has ended, if it has; then nothing is bound."""
+        ended = self.table.has_ended(peer, key)
+        if ended is None:
+            self._take(self.table.claim(peer, key), now)
+        return ended
+
     def _find(self, peer: PeerRank, key: RequestKey) -> tuple[SendSession | None, Destination | None]:
         session = self.sessions.get((peer.instance, key))
         return session, session.destinations.get(peer) if session is not None else None
@@ -264,10 +299,7 @@ class Sends:
                 peer, message, f"{peer} of group {message.destination_group} is not a destination of this request here"
             )
             return
-        session.destination_group = message.destination_group
-        destination = session.destinations[peer] = Destination()
-        destination.step(SendStep.RESERVED)
-        destination.reserve = message
+        destination = session.reserve(peer, message)
         if session.error is not None:
             self._steps.fail(session, peer, destination, brief(session.error), now)
         else:
@@ -275,29 +307,16 @@ class Sends:
         self._steps.progress(session, peer, destination, now)
         self._settle(session)
 
-    def _end_unreserved(self, session: SendSession, peer: PeerRank, reason: str) -> None:
-        """A destination gave up before its reserve arrived."""
-        session.destination_group = peer.rank // session.peer_group_size
-        destination = session.destinations.setdefault(peer, Destination(reason=reason))
-        if destination.step(SendStep.FAILURE):
-            self._settle(session)
-
     def _settle(self, session: SendSession) -> None:
         """Release the source rows when nothing reads them any more, and report when every destination has ended."""
-        destinations = session.destinations.values()
-        if session.error is None and len(session.destinations) < len(session.expected):
+        if session.error is None and session.num_awaited > 0:
             return  # some are not known yet
-        ended, read = True, False
-        for destination in destinations:
-            ended = ended and destination.ended
-            read = read or destination.state is SendState.ACTIVE or not destination.quiet
+        ended = session.have_ended
         if ended and not session.reported:
-            worst = next((d for d in destinations if not d.ok), None)
-            if worst is not None:
-                session.error = RequestAborted(worst.reason or "a destination failed", cause=worst.cause)
+            session.error = session.failure or session.error
             if session.finished or session.error is not None:
                 self._report(session)
-        if not read and not session.released and (session.finished or session.error is not None):
+        if not session.is_read and not session.released and (session.finished or session.error is not None):
             session.released = True
             self._effects.append(ReleaseLease(session.lease))
         if session.reported and ended and session.released:
@@ -309,10 +328,5 @@ class Sends:
         self._effects.append(Event(session.key, session.peer, "send", ok, payload, session.error, session.lease, session.tag))
 
     def _bury(self, session: SendSession) -> None:
-        if self.sessions.pop((session.peer, session.key), None) is None:
-            return
-        self._timers.disarm(session)
-        self._served[session.key].discard(session.peer)
-        if not self._served[session.key]:
-            del self._served[session.key]
-        self._ended.put(session.peer, session.key, Tombstone(None, reason=brief(session.error)))
+        if self.table.remove(session, brief(session.error)):
+            self._timers.disarm(session)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from disagg.core.errors import RemoteProtocolError
 from disagg.protocol.credits import Credits, Rings
@@ -23,6 +23,7 @@ from disagg.protocol.messages import (
     Complete,
     CopyBegun,
     Credit,
+    Decline,
     Drained,
     EarlyComplete,
     Filled,
@@ -34,15 +35,17 @@ from disagg.protocol.messages import (
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
 from disagg.protocol.send_session import SendSession, SendState
+from disagg.protocol.send_table import Readers
 from disagg.protocol.sending import Sends
 from disagg.protocol.timers import Timers
-from disagg.protocol.types import Effect, Limits, PeerRank, Ticket, UnpackSlot
+from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, Ticket, UnpackSlot, ids
 
 
 class Sessions:
     """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
 
-    `rings` are what this rank grants to its writers, `draw` returns that many random bits.
+    `rings` are what this rank grants to its writers, `draw` returns that many random bits, and `readers_of` says whom of an
+    instance this rank writes to.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class Sessions:
         limits: Limits | None = None,
         rings: Rings | None = None,
         draw: Callable[[int], int] = secrets.randbits,
+        readers_of: Callable[[str], Readers] = lambda _: (frozenset(), 1),
     ) -> None:
         limits = limits or Limits()
+        self._group = group
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
         self.receives = Receives(group=group, limits=limits, effects=self.effects, timers=self._timers)
-        self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers)
+        self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
         self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
@@ -67,6 +72,8 @@ class Sessions:
         match message:
             case Reserve():
                 self.sends.on_reserve(peer, message, now)
+            case Decline():
+                self.sends.on_decline(peer, message, now)
             case SlotsFilled():
                 self.receives.answer_unknown(peer, message)
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
@@ -120,6 +127,16 @@ class Sessions:
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
         self.credits.peer_quiet(peer, epoch, renewed=renewed)
+
+    def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
+        """Tell these ranks of an instance that nothing is needed of them."""
+        message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
+        self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
+
+    def forget(self, instance: str) -> None:
+        """Forget the ended attempts of an instance."""
+        self.receives.forget(instance)
+        self.sends.table.ended.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""

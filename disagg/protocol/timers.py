@@ -44,6 +44,10 @@ class Tombstones:
         found = self._by_instance.get(_instance(peer))
         return found.get((peer, key)) if found is not None else None
 
+    def forget(self, instance: str) -> None:
+        """Forget the attempts of an instance."""
+        self._by_instance.pop(instance, None)
+
     def __len__(self) -> int:
         return sum(len(found) for found in self._by_instance.values())
 

@@ -66,6 +66,7 @@ class Stats(Work, kw_only=True):
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
     """One request that has ended on this rank. As text: `name=value` pairs, which `logging` also gets as `record.request`.
+    `label` is the server's own name of the request.
 
     `nbytes` is this rank's share, written to its receivers or received from its writers, or 0 if it failed before. Times are in
     seconds: `total_s` from the call to the end, the others summed over this rank's own transfers of the request.
@@ -73,6 +74,7 @@ class RequestRecord:
 
     rank: str
     request_id: str
+    label: str
     attempt: int
     direction: str
     peer: str
@@ -217,6 +219,6 @@ _ORDER = {state: number for number, state in enumerate(SendState)}
 
 def _send_state(session: SendSession) -> SendState:
     found = tuple(destination.state for destination in tuple(session.destinations.values()))
-    if len(found) < len(session.expected) and session.error is None:
+    if session.num_awaited > 0 and session.error is None:
         return SendState.AWAITED
     return min(found, key=_ORDER.__getitem__, default=SendState.CLOSED)

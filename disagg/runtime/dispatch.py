@@ -19,7 +19,18 @@ from disagg.protocol.messages import (
     decode,
     encode,
 )
-from disagg.protocol.peer_state import Connect, Disconnect, Lost, PeerEffect, Ready, ReplyOn, SendHello, SendTo, Unanswered
+from disagg.protocol.peer_state import (
+    Connect,
+    Disconnect,
+    Forgotten,
+    Lost,
+    PeerEffect,
+    Ready,
+    ReplyOn,
+    SendHello,
+    SendTo,
+    Unanswered,
+)
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.sessions import Sessions
@@ -65,6 +76,7 @@ class Dispatch:
         early: EarlyCompletion,
         requests: RequestTable,
         on_peers_changed: Callable[[], None],
+        on_forgotten: Callable[[str], None],
     ) -> None:
         self.channel = channel
         self._peers = peers
@@ -77,6 +89,7 @@ class Dispatch:
         self._early_completion = early
         self._requests = requests
         self._on_peers_changed = on_peers_changed
+        self._on_forgotten = on_forgotten
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
         """Receives whose rows wait for their event."""
@@ -114,10 +127,10 @@ class Dispatch:
 
     def _take_request_message(self, peer: PeerRank, message: Message, arrived: Inbound, now: float) -> None:
         if isinstance(message, CopyBegun | EarlyComplete):
-            key = key_of(message)
-            self._requests.begin(peer.instance, key)
-            is_open = (peer.instance, key) in self._sessions.receives.sessions
-            if isinstance(message, EarlyComplete) and arrived.page is not None and is_open:
+            session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
+            if session is not None:
+                self._requests.begin(session)
+            if isinstance(message, EarlyComplete) and arrived.page is not None and session is not None:
                 self._early_completion.expect(peer, message, arrived.page, now)
             self._sessions.on_message(peer, message, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
@@ -218,6 +231,8 @@ class Dispatch:
                 self._early_completion.peer_lost(lost.peer)
                 self._transfers.lost(lost.peer, lost.cause, now)
                 self._on_peers_changed()
+            case Forgotten(instance):
+                self._on_forgotten(instance)
 
     def _carry_out_sessions(self, now: float) -> None:
         effects = self._sessions.effects

@@ -90,6 +90,8 @@ class Handshake:
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._endpoint = b""
+        self.leader_address: str | None = None
+        """The control address of this instance's leader, once it is known."""
         self._placements = encode_placements(local.components)
         self._instances: dict[str, _Instance] = {}
 
@@ -118,7 +120,14 @@ class Handshake:
 
     def hello(self, dial: int, generation: int, peer_epoch: int) -> Hello:
         """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch."""
-        return Hello(**self._header(), address=self._identity.address, generation=generation, peer_epoch=peer_epoch, dial=dial)
+        return Hello(
+            **self._header(),
+            address=self._identity.address,
+            generation=generation,
+            peer_epoch=peer_epoch,
+            dial=dial,
+            leader=self.leader_address,
+        )
 
     def _header(self) -> dict[str, Any]:
         """What hello and welcome have in common."""
@@ -234,6 +243,12 @@ class Handshake:
         """Make a rank available for transfers."""
         self._instances[peer.instance].ranks[peer.rank] = rank
         logger.info("%s: %s is ready", self.me, peer)
+
+    def forget(self, instance: str) -> None:
+        """Forget an instance that has no connected ranks."""
+        found = self._instances.get(instance)
+        if found is not None and not found.ranks:
+            del self._instances[instance]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Close the engine's connection to a rank."""

@@ -48,7 +48,10 @@ def health_of(runtime: Runtime) -> Health:
     return Health(
         ok=not runtime.problem,
         problem=runtime.problem,
-        peers={name: PeerHealth(runtime.is_ready(name), runtime.peer_problem(name)) for name in list(runtime.peers.instances)},
+        peers={
+            name: PeerHealth(runtime.directory.is_ready(name), runtime.directory.problem(name))
+            for name in runtime.directory.names()
+        },
         num_receiving=len(runtime.sessions.receives.sessions),
         num_sending=len(runtime.sessions.sends.sessions),
         quarantined=counts,
@@ -60,11 +63,11 @@ def health_of(runtime: Runtime) -> Health:
 def snapshot_of(runtime: Runtime) -> Snapshot:
     """What the metrics show now. Never blocks; called in a scraper's thread."""
     sessions, stats, dispatch = runtime.sessions, runtime.stats, runtime.dispatch
-    names = list(runtime.peers.instances)
+    names = runtime.directory.names()
     rows, requests = quarantined(runtime.requests.leased_sessions(), ended=runtime.problem != "")
     return Snapshot(
         healthy=not runtime.problem,
-        peers_ready={name: runtime.is_ready(name) for name in names},
+        peers_ready={name: runtime.directory.is_ready(name) for name in names},
         peer_ranks={name: runtime.handshake.num_connected(name) for name in names},
         pack_below=dict.fromkeys(names, runtime.pack_below),
         peer_losses={name: runtime.connections.num_losses[name] for name in names},

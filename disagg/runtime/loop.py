@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError
@@ -32,6 +33,16 @@ BUSY_POLL_S, ALL_COMPLETIONS_POLL_S = 10e-6, 200e-6
 """Length of one busy poll: if Python must poll some of the work, and if native code polls all of it."""
 BUSY_POLLS = 8
 """Busy polls between two polls of the control channel."""
+
+
+class Advances(Protocol):
+    """Something with timers: `advance` does what is due, `next_tick` says when the next is."""
+
+    def advance(self, now: float) -> None: ...
+
+    @property
+    def next_tick(self) -> float: ...
+
 
 Command = tuple[Callable[[float], None], Callable[[DisaggError], None] | None]
 
@@ -80,6 +91,7 @@ class Loop:
         peers: PeerTable,
         sessions: Sessions,
         connections: Connections,
+        openings: Advances,
         early: EarlyCompletion,
         worker: TransferWorker,
         spin_s: float,
@@ -92,6 +104,7 @@ class Loop:
         self._peers = peers
         self._sessions = sessions
         self._connections = connections
+        self._openings = openings
         self._early_completion = early
         self._worker = worker
         self._spin_s = spin_s
@@ -189,6 +202,7 @@ class Loop:
             self._dispatch.carry_out_peers(now)
             self._sessions.tick(now)
             self._connections.tick(now)
+            self._openings.advance(now)
             self._dispatch.carry_out(now)
         self._due_known = False
 
@@ -222,6 +236,7 @@ class Loop:
     def _next_due(self) -> float:
         """When the next timer is due. Computed before a wait only: an iteration that has work does without."""
         if not self._due_known:
-            self._due = min(self._sessions.next_tick(), self._peers.next_tick(), self._connections.next_tick)
+            ticks = self._sessions.next_tick(), self._peers.next_tick(), self._connections.next_tick, self._openings.next_tick
+            self._due = min(ticks)
             self._due_known = True
         return self._due

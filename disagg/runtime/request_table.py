@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.leases import Lease
 from disagg.layout.agreement import LocalRank
-from disagg.protocol.types import Event, RequestKey
-from disagg.requests import Receiver, Sender
+from disagg.protocol.types import Event
+from disagg.requests import Place, Receiver, Sender
 from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
 from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
-
-Place = tuple[str, str, RequestKey]
-"""Direction, peer and attempt: the key of a request."""
 
 
 @dataclass
@@ -49,26 +46,33 @@ class RequestTable:
         self._lock = threading.Lock()
         held = local.table.ranks[group_rank].by_name
         self._sizes = {component: HeldSize(layout) for component, layout in held.items()}
-        self._requests: dict[Place, Request] = {}
+        self._requests: dict[Lease, Request] = {}
+        self._places: dict[Place, Request] = {}
         self._held_rows = HeldRows(local.placements)
         self._events: deque[Event] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._draining = False
         self.metrics: Metrics | None = None
 
     # -- the server's threads ----------------------------------------------------------------------------------------
 
     def add(self, handle: Receiver | Sender) -> None:
-        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, or another receive holds a row."""
+        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row, and
+        once the manager drains.
+        """
+        if self._draining:
+            raise LocalProtocolError("the manager is draining: it takes no new requests")
         request = Request(handle)
-        known = self._requests.setdefault(_place(handle), request)
+        known = self._places.setdefault(handle.place, request)
         if known is not request:
             state = "was already used" if known.ended else "is under way"
             raise LocalProtocolError(f"request {handle.key}: this attempt {state}; use a new attempt number")
+        self._requests[handle.lease] = request
         if isinstance(handle, Receiver):
             try:
                 request.held = self._held_rows.take(handle)
             except BaseException:
-                self._drop(_place(handle))
+                self._drop(handle.lease)
                 raise
 
     def fileno(self) -> int:
@@ -80,10 +84,19 @@ class RequestTable:
 
     def take_events(self) -> list[Event]:
         """Every event since the last call."""
-        if self._event_fd >= 0:
-            with contextlib.suppress(OSError):  # nothing to read
+        with self._lock, contextlib.suppress(OSError):  # nothing to read
+            if self._event_fd >= 0:
                 os.eventfd_read(self._event_fd)
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        for handle in self.open_handles():
+            with contextlib.suppress(TimeoutError):
+                handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+        return not self.open_handles()
 
     def open_handles(self) -> list[Receiver | Sender]:
         """Handles of the requests that have not ended."""
@@ -99,25 +112,24 @@ class RequestTable:
         """Open the session of a request, unless the request has ended meanwhile. Its record stays until the session's lease is
         released.
         """
-        place = _place(handle)
-        request = self._requests.get(place)
+        request = self._requests.get(handle.lease)
         if request is None:
             return
-        request.session = session = run()
-        session.lease.on_release(functools.partial(self._on_release, place))
+        request.session = run()
+        handle.lease.on_release(functools.partial(self._on_release, handle.lease))
 
-    def work_of(self, direction: str, session: Session) -> Work:
+    def work_of(self, session: Session) -> Work:
         """The record of a request's transfers."""
-        request = self._requests.get((direction, session.peer, session.key))
+        request = self._requests.get(session.lease)
         if request is None:
             return Work()
         if request.work is None:
             request.work = Work()
         return request.work
 
-    def begin(self, peer: str, key: RequestKey) -> None:
+    def begin(self, session: Session) -> None:
         """A copy for a received request has begun: wake its waiting threads."""
-        request = self._requests.get((Receiver.direction, peer, key))
+        request = self._requests.get(session.lease)
         if request is not None:
             request.handle.begin()
 
@@ -126,8 +138,7 @@ class RequestTable:
         ended: list[Receiver | Sender] = []
         try:
             for event in events:
-                place = event.direction, event.peer, event.key
-                request = self._requests.get(place)
+                request = self._requests.get(event.lease)
                 if request is None or not self._claim(request):
                     continue
                 try:
@@ -137,11 +148,12 @@ class RequestTable:
                     ended.append(request.handle)
                     self._events.append(event)
                     if request.session is None or event.lease.released:
-                        self._drop(place)
+                        self._drop(event.lease)
         finally:
             if ended:
-                if self._event_fd >= 0:
-                    os.eventfd_write(self._event_fd, 1)
+                with self._lock:
+                    if self._event_fd >= 0:
+                        os.eventfd_write(self._event_fd, 1)
                 for handle in ended:
                     handle.wake()
                 ended[-1].yield_to_waiter()
@@ -154,9 +166,8 @@ class RequestTable:
 
     def end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
         """A request could not be opened, so nothing ever touched its rows."""
-        lease = Lease()
-        lease.release()
-        self.end([_failed(handle, error, lease)])
+        handle.lease.release()
+        self.end([_failed(handle, error)])
 
     def fail_all(self, reason: str) -> None:
         """The manager has ended: every request fails, and leases that are not released are quarantined."""
@@ -169,7 +180,7 @@ class RequestTable:
             if request.session is None:
                 self.end_unopened(request.handle, error)
             elif not request.ended:
-                self.end([_failed(request.handle, error, request.session.lease)])
+                self.end([_failed(request.handle, error)])
 
     def release_all(self) -> None:
         """The engine's end proves all rows quiet."""
@@ -178,17 +189,19 @@ class RequestTable:
 
     def close(self) -> None:
         """Close the descriptor. Requests that end from now on are still reported by their handles."""
-        descriptor, self._event_fd = self._event_fd, -1
+        with self._lock:
+            descriptor, self._event_fd = self._event_fd, -1
         os.close(descriptor)
 
-    def _on_release(self, place: Place) -> None:
-        request = self._requests.get(place)
+    def _on_release(self, lease: Lease) -> None:
+        request = self._requests.get(lease)
         if request is not None and request.ended:
-            self._drop(place)
+            self._drop(lease)
 
-    def _drop(self, place: Place) -> None:
-        request = self._requests.pop(place, None)
+    def _drop(self, lease: Lease) -> None:
+        request = self._requests.pop(lease, None)
         if request is not None:
+            del self._places[request.handle.place]
             self._held_rows.forget(request.held)
 
     # -- accounting --------------------------------------------------------------------------------------------------
@@ -205,6 +218,7 @@ class RequestTable:
         return RequestRecord(
             rank=self._name,
             request_id=event.key.request_id.hex(),
+            label=handle.label,
             attempt=event.key.attempt,
             direction=event.direction,
             peer=event.peer,
@@ -226,9 +240,5 @@ class RequestTable:
         return sum(self._sizes[name].nbytes(need) for name, need in needs.items())
 
 
-def _place(handle: Receiver | Sender) -> Place:
-    return handle.direction, handle.peer, handle.key
-
-
-def _failed(handle: Receiver | Sender, error: DisaggError, lease: Lease) -> Event:
-    return Event(handle.key, handle.peer, handle.direction, False, b"", error, lease, handle.tag)
+def _failed(handle: Receiver | Sender, error: DisaggError) -> Event:
+    return Event(handle.key, handle.peer or "", handle.direction, False, b"", error, handle.lease, handle.tag)

@@ -21,19 +21,22 @@ from disagg.layout.agreement import LocalRank, ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Message
 from disagg.protocol.peer_state import ConnectionLimits, Identity
-from disagg.protocol.peers import PeerTable
+from disagg.protocol.peers import Admit, PeerTable
+from disagg.protocol.send_table import Readers
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Limits, PeerRank
-from disagg.requests import Receiver, Sender
-from disagg.runtime.accounting import Session, Stats
+from disagg.requests import Receiver, RequestHandle, Sender
+from disagg.runtime.accounting import Stats
 from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
+from disagg.runtime.directory import Directory
 from disagg.runtime.dispatch import Dispatch
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.lifetime import Lifetime
 from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
+from disagg.runtime.openings import Openings, OpenSession
 from disagg.runtime.peer_processes import PeerProcesses
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.transfers import Transfers
@@ -59,7 +62,10 @@ class RuntimeSettings:
     advertise: str | None
     leader: str | None
     peers: Mapping[str, tuple[str, str | None]]
+    admit: Admit | None
+    any_key: bool
     keys: KeyPair | None
+    peer_keys: frozenset[str]
     insecure: bool
     pack_below: int | None
     limits: Limits
@@ -76,9 +82,8 @@ class Runtime:
         self.local = LocalRank.of(settings.topology, components)
         self.limits = settings.limits
         self.stats = Stats()
-        self.changed = threading.Condition()
         self._configured = settings.peers
-        self.allowed_keys = {key for _, key in settings.peers.values() if key is not None}
+        self.allowed_keys = set(settings.peer_keys)
         if settings.keys is not None:
             self.allowed_keys.add(settings.keys.public)
         self._interposed = False
@@ -90,7 +95,7 @@ class Runtime:
             opened.callback(self.requests.close)
             self._open(settings, components, opened)
             self.commands = CommandQueue(self.channel)
-            self._build()
+            self._build(settings)
             self._opened = opened.pop_all()
 
     def _open(self, settings: RuntimeSettings, components: Sequence[Component], opened: contextlib.ExitStack) -> None:
@@ -104,7 +109,7 @@ class Runtime:
             settings.listen,
             keys=settings.keys,
             insecure=settings.insecure,
-            allow=self.allowed_keys.__contains__,
+            allow=(lambda _: True) if settings.any_key else self.allowed_keys.__contains__,
             polls=self.spin_s > 0,
             heartbeat_s=heartbeat.heartbeat_s,
             heartbeat_timeout_s=heartbeat.heartbeat_timeout_s,
@@ -129,11 +134,16 @@ class Runtime:
             revision=settings.model.revision,
             table=self.local.table.encode(),
             address=self.address,
-            leader=settings.leader is None,
+            leader=settings.topology.rank == 0,
         )
         self.processes = PeerProcesses(identity.instance, identity.rank, identity.epoch)
         opened.callback(self.processes.close)
-        self.sessions = Sessions(group=settings.topology.dp_rank, limits=settings.limits, rings=rings)
+        self.sessions = Sessions(
+            group=settings.topology.dp_rank,
+            limits=settings.limits,
+            rings=rings,
+            readers_of=self._readers_of,
+        )
         self.handshake = Handshake(
             identity,
             self.local,
@@ -149,12 +159,24 @@ class Runtime:
             own_key=settings.keys.public if settings.keys is not None else None,
             accept_hello=self.handshake.accept_hello,
             validate_welcome=self.handshake.validate_welcome,
+            admit=settings.admit,
             limits=settings.connection_limits,
         )
+        self.handshake.leader_address = self.address if identity.leader else settings.leader
 
-    def _build(self) -> None:
+    def _build(self, settings: RuntimeSettings) -> None:
         """Join the parts that run in threads."""
         name = str(self.handshake.me)
+        self.directory = Directory(
+            peers=self.peers,
+            handshake=self.handshake,
+            local=self.local,
+            command=self.commands.put,
+            allowed_keys=self.allowed_keys,
+            admits_unknown=settings.admit is not None,
+            has_leader=self.handshake.leader_address is not None,
+        )
+        self.openings = Openings(self.directory, self.requests, self.commands)
         self.worker = TransferWorker(
             self.backend,
             name=name,
@@ -204,7 +226,8 @@ class Runtime:
             verification=self.verification,
             early=self._early_completion,
             requests=self.requests,
-            on_peers_changed=self.notify,
+            on_peers_changed=self._on_peers_changed,
+            on_forgotten=self._on_forgotten,
         )
         self.loop = Loop(
             name=name,
@@ -214,6 +237,7 @@ class Runtime:
             peers=self.peers,
             sessions=self.sessions,
             connections=self.connections,
+            openings=self.openings,
             early=self._early_completion,
             worker=self.worker,
             spin_s=self.spin_s,
@@ -232,19 +256,23 @@ class Runtime:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
         self.commands.put(run, on_error)
 
-    def open(self, handle: Receiver | Sender, run: Callable[[float], Session]) -> None:
-        """Register a request and have its session opened by `run(now)`. A failure ends the request, also if the control thread
-        dies just now.
+    def open(self, handle: Receiver | Sender, open_session: OpenSession, *, wait_until: float | None = None) -> None:
+        """Register a request and have its session opened. With `wait_until`, the peer of a receive is waited for until then. A
+        failure ends the request, also if the control thread dies just now.
 
         Raises `LocalProtocolError` if the same attempt is under way.
         """
         self.requests.add(handle)
-        self.commands.put(
-            lambda now: self.requests.open(handle, lambda: run(now)),
-            lambda error: self.requests.end_unopened(handle, error),
-        )
+        if wait_until is not None and isinstance(handle, Receiver):
+            self.openings.put_when_ready(handle, open_session, wait_until)
+        else:
+            self.openings.put(handle, open_session)
         if self.loop.over:
             self.requests.fail_all(self.problem)
+
+    def end_unopened(self, handle: RequestHandle, error: DisaggError) -> None:
+        """End a request that has no session, in the control thread."""
+        self.openings.end(handle, error)
 
     def add_on_close(self, close: Callable[[], None]) -> None:
         """Call `close` when the runtime closes, before anything that was opened earlier."""
@@ -264,7 +292,7 @@ class Runtime:
         self.worker.stop(JOIN_TIMEOUT_S)
         self.verification.stop(JOIN_TIMEOUT_S)
         self.requests.fail_all("the manager was closed")
-        self.notify()
+        self.directory.notify()
         self._opened.close()
         if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
             self.requests.release_all()
@@ -292,23 +320,6 @@ class Runtime:
         """Why a forked child cannot use the manager; empty in the process that built it."""
         return self.lifetime.inherited
 
-    def is_ready(self, name: str) -> bool:
-        """Whether every rank of a peer instance is connected."""
-        instance = self.peers.instances.get(name)
-        return instance is not None and instance.ready and self.handshake.num_connected(name) == instance.num_ranks
-
-    def refusal(self, name: str) -> str:
-        """Why a peer instance cannot become ready before one side is started anew; empty if it can."""
-        instance = self.peers.instances.get(name)
-        return "" if instance is None else instance.refusal
-
-    def peer_problem(self, name: str) -> str:
-        """Why a peer instance is not ready; empty if it is."""
-        instance = self.peers.instances.get(name)
-        if instance is None:
-            return "it is not configured; add_peer() it"
-        return "" if self.is_ready(name) else instance.problem
-
     def queue_depths(self) -> dict[str, int]:
         """Items that wait, by queue."""
         return {
@@ -316,29 +327,39 @@ class Runtime:
             "transfers": self.worker.depth,
             "rows_not_ready": len(self.dispatch.not_ready),
             "parked_reserves": len(self.sessions.sends.parked),
+            "waiting_for_peers": len(self.openings),
             "early_transfers": self.transfers.num_unconnected,
             "sums": self.verification.depth,
             "fences": self.connections.num_fencing,
             "events": self.requests.num_events,
         }
 
-    def notify(self) -> None:
-        """Wake the threads that wait for a change of peers or health."""
-        with self.changed:
-            self.changed.notify_all()
-
     # -- the runtime's own threads -----------------------------------------------------------------------------------
 
     def _send(self, peer: PeerRank, message: Message) -> None:
         self.dispatch.send(peer, message)
 
+    def _readers_of(self, name: str) -> Readers:
+        return self.directory.readers(name)
+
     def _on_connected(self, peer: PeerRank) -> None:
         self.transfers.connected(peer)
-        self.notify()
+        self._on_peers_changed()
+
+    def _on_peers_changed(self) -> None:
+        self.openings.advance(time.monotonic())
+        self.directory.notify()
+
+    def _on_forgotten(self, name: str) -> None:
+        """A peer instance is not known any more."""
+        self.openings.fail_all(name, f"peer {name!r} was removed")
+        self.handshake.forget(name)
+        self.sessions.forget(name)
+        self.directory.notify()
 
     def _on_death(self, problem: str) -> None:
         """The control thread has died: no session changes any more."""
         try:
             self.requests.fail_all(problem)
         finally:
-            self.notify()
+            self.directory.notify()

@@ -153,7 +153,7 @@ class Transfers:
         session: ReceiveSession = slot.session
         self._stats.unpack_s += report.seconds
         if session.state is ReceiveState.OPEN:
-            self._requests.work_of("receive", session).unpack_s += report.seconds
+            self._requests.work_of(session).unpack_s += report.seconds
         self._sessions.unpacked(slot, now, error=report.error)
 
     def _take_settled(self, ticket: Ticket, report: Settled, now: float) -> None:
@@ -172,7 +172,7 @@ class Transfers:
         for report, session in self._settled:
             self._stats.add(report)
             if session is not None:
-                self._requests.work_of("send", session).add(report)
+                self._requests.work_of(session).add(report)
         self._settled.clear()
 
 

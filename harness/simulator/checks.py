@@ -38,8 +38,8 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
     sends, receives = host.sessions.sends, host.sessions.receives
     if len(sends.parked) > limits.max_parked_reserves * num_instances:
         raise Violation(f"{host.name} has {len(sends.parked)} parked reserves")
-    if max(len(sends._ended), len(receives._ended)) > limits.max_tombstones * num_instances:
-        raise Violation(f"{host.name} has {len(sends._ended)} and {len(receives._ended)} tombstones")
+    if max(len(sends.table.ended), len(receives._ended)) > limits.max_tombstones * num_instances:
+        raise Violation(f"{host.name} has {len(sends.table.ended)} and {len(receives._ended)} tombstones")
 
 
 def _states(session: ReceiveSession | SendSession) -> list[tuple[PeerRank | None, ReceiveState | SendState]]:
@@ -100,7 +100,8 @@ def check_nothing_left(hosts: Mapping[PeerRank, Host]) -> None:
     """No rank has a session, a parked reserve or a timer."""
     for host in hosts.values():
         sends, receives = host.sessions.sends, host.sessions.receives
-        left = [*sends.sessions, *receives.sessions, *sends._served, *sends.parked._order, *host.sessions._timers._heap]
+        waiting = [*sends.table.offers, *sends.table.served, *sends.parked._order]
+        left = [*sends.sessions, *receives.sessions, *waiting, *host.sessions._timers._heap]
         if left:
             raise Violation(f"{host.name} still has {left}")
 

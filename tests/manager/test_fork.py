@@ -134,7 +134,7 @@ def test_a_forked_child_leaves_its_parents_managers_alone_and_builds_its_own(eng
                 assert all(event.ok for event in own.transfer(20))
 
         runtime = instances.decode[0].manager._runtime
-        with held_by_another_thread(runtime.changed, runtime.lifetime._lock, runtime.requests._lock):
+        with held_by_another_thread(runtime.directory._changed, runtime.lifetime._lock, runtime.requests._lock):
             pid = fork(child)
         assert all(event.ok for event in instances.transfer(20))
         assert status_of(pid) == 0

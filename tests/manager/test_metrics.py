@@ -37,7 +37,17 @@ LABELS = {
     "phase": {"bind", "pack", "post", "wire", "unpack"},
     "way": {"direct", "source", "packed"},
     "what": {"connection", "hello", "message"},
-    "queue": {"commands", "transfers", "rows_not_ready", "parked_reserves", "early_transfers", "events", "sums", "fences"},
+    "queue": {
+        "commands",
+        "transfers",
+        "rows_not_ready",
+        "parked_reserves",
+        "early_transfers",
+        "events",
+        "sums",
+        "fences",
+        "waiting_for_peers",
+    },
 }
 
 
@@ -209,6 +219,7 @@ def test_a_request_is_logged_on_one_line_for_any_error_text() -> None:
     texts: dict[str, Any] = {
         "rank": "a/0",
         "request_id": "00",
+        "label": "cmpl-7",
         "direction": "send",
         "peer": 'p "q" \n=',
         "outcome": "failed",

@@ -24,6 +24,7 @@ from disagg.protocol.messages import (
     Complete,
     CopyBegun,
     Credit,
+    Decline,
     Drained,
     EarlyComplete,
     Filled,
@@ -52,7 +53,15 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 IDS: dict[str, Any] = {"request_id": bytes(range(16)), "attempt": 3}
 SAMPLES: dict[str, Message] = {
     "hello": Hello(
-        version=1, instance="decode-0", rank=1, epoch=2**62, model="m", revision="r", table=b"\x00\xff", address="tcp://h:1"
+        version=1,
+        instance="decode-0",
+        rank=1,
+        epoch=2**62,
+        model="m",
+        revision="r",
+        table=b"\x00\xff",
+        address="tcp://h:1",
+        leader="tcp://h:0",
     ),
     "welcome": Welcome(
         version=1,
@@ -78,6 +87,7 @@ SAMPLES: dict[str, Message] = {
         rows={"kv": PagesRow(b"\x01\x00\x00\x00\xff\xff\xff\xff", 16), "ssm": SlotRow(9)},
         need={"kv": (16, 40), "ssm": (0, 40)},
     ),
+    "decline": Decline(**IDS, nonce=7, source_group=1, destination_group=2),
     "busy": Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
     "busy_hello": Busy(reason="starting", retry_after_s=1.0),
     "complete": Complete(
@@ -135,7 +145,7 @@ def test_every_message_has_a_sample_and_a_golden_file() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_encoded_messages_equal_the_golden_files(name: str) -> None:
     golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     assert encode(SAMPLES[name]) == golden
     assert decode(golden) == SAMPLES[name]
 
@@ -152,7 +162,7 @@ BASE = {"request_id": st.binary(min_size=16, max_size=16), "attempt": SMALL}
 RANGE = st.tuples(TOKEN, TOKEN)
 COMMON = {"version": st.integers(0, 9), "instance": NAME, "rank": SMALL, "epoch": NONCE, "model": REASON, "revision": REASON}
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Hello, **COMMON, table=BLOB, address=st.none() | NAME),
+    st.builds(Hello, **COMMON, table=BLOB, address=st.none() | NAME, leader=st.none() | NAME),
     st.builds(
         Welcome,
         **COMMON,
@@ -185,6 +195,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Abort, **BASE, nonce=NONCE, reason=REASON, from_writer=st.booleans()),
     st.builds(Drained, **BASE, nonce=NONCE, reason=REASON),
+    st.builds(Decline, **BASE, nonce=NONCE, source_group=SMALL, destination_group=SMALL),
     st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
     st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
     st.builds(Goodbye, reason=REASON),

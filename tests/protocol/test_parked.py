@@ -215,7 +215,7 @@ def test_thousands_of_unknown_ids_stay_within_bounds_and_affect_no_request() -> 
         sessions.on_message(D1, abort(numbered(2 * number + 1)), 0.0)
         sessions.on_message(D0, Outcome(**ids(numbered(number)), ok=True), 0.0)
         assert len(sessions.sends.parked) <= 100
-        assert len(sessions.sends._ended) <= 200
+        assert len(sessions.sends.table.ended) <= 200
     answers = [type(message) for _, message in take_messages(sessions)]
     assert set(answers) == {Busy, Drained}
     sessions.sends.send(session, Chunk(0, {"kv": PAGES}, (0, 20), None), 0.0)
@@ -243,7 +243,7 @@ def test_two_senders_may_serve_the_same_request_to_two_instances() -> None:
     for session, peer, nonce in ((first, D0, 7), (second, E0, 8)):
         sessions.sends.finish(session, b"", 0.0)
         sessions.on_message(peer, Outcome(**ids(KEY, nonce), ok=True), 0.0)
-    assert (sessions.sends.sessions, sessions.sends._served) == ({}, {})
+    assert (sessions.sends.sessions, sessions.sends.table.served) == ({}, {})
 
 
 def test_bounds_hold_for_each_instance_separately() -> None:
@@ -260,7 +260,7 @@ def test_bounds_hold_for_each_instance_separately() -> None:
     assert [type(message) for _, message in take_messages(sessions)] == [Abort, Drained]
     assert sessions.sends.parked._count["D"] == 3
     assert sessions.sends.parked.get(E0, numbered(97)) is not None
-    assert sessions.sends._ended.get(D1, numbered(100)) is None
+    assert sessions.sends.table.ended.get(D1, numbered(100)) is None
 
 
 def test_the_bytes_of_parked_reserves_are_bounded() -> None:

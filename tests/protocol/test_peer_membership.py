@@ -16,6 +16,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.peer_state import (
     Connect,
     Disconnect,
+    Forgotten,
     Lost,
     SendHello,
 )
@@ -125,7 +126,8 @@ def test_removing_a_peer_drops_its_connections() -> None:
     table.on_inbound(b"c1", "", hello(), 0.0)
     take_effects(table)
     table.remove_peer("decode-0", "removed")
-    assert take_effects(table) == [Lost(PeerRank("decode-0", 0), 7, "removed"), Disconnect(0)]
+    lost = Lost(PeerRank("decode-0", 0), 7, "removed")
+    assert take_effects(table) == [lost, Disconnect(0), Forgotten("decode-0")]
     assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
     assert table.link(PeerRank("decode-0", 0)) is None
     table.tick(60.0)

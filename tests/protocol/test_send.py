@@ -202,7 +202,7 @@ def test_complete_is_sent_when_all_transfers_have_settled_and_the_outcome_ends_t
     sessions.on_message(D0, Outcome(**IDS, ok=True), 2.0)
     (event,) = take_effects(sessions)
     assert (event.ok, event.error, event.payload, event.tag, event.direction) == (True, None, b"first", "tag", "send")
-    assert (sessions.sends.sessions, sessions.sends._served) == ({}, {})
+    assert (sessions.sends.sessions, sessions.sends.table.served) == ({}, {})
 
 
 def test_complete_merges_the_written_parts_of_many_chunks() -> None:

@@ -197,12 +197,12 @@ def test_an_ended_send_does_not_change() -> None:
     settle(sessions)
     sessions.on_message(D0, Outcome(**IDS, ok=True), 2.0)
     take_effects(sessions)
-    tombstone = sessions.sends._ended.get("D", KEY)
+    tombstone = sessions.sends.table.ended.get("D", KEY)
     assert tombstone is not None
     sessions.tick(1000.0)
     sessions.sends.abort(session, FAILED, 1000.0)
     assert session.error is None
-    assert sessions.sends._ended.get("D", KEY) == tombstone
+    assert sessions.sends.table.ended.get("D", KEY) == tombstone
     assert take_effects(sessions) == []
 
 

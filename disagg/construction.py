@@ -1,0 +1,102 @@
+"""Checks of what a manager is built from, and of the peers that it is told of."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from disagg.arguments import check_text
+from disagg.backends.base import BackendOptions, Transport
+from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
+from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.core.rows import MAX_NAME
+from disagg.protocol.messages import Verify
+from disagg.protocol.peers import Admit
+from disagg.runtime.directory import Directory
+from disagg.runtime.keys import KeyPair, check_key
+
+logger = logging.getLogger(__name__)
+
+
+def backend_options(
+    listen: str, advertise: str | None, transport: str, devices: Sequence[str], require: str | None, trusted_network: bool
+) -> BackendOptions:
+    """The engine's options."""
+    host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
+    if is_wildcard(host):
+        raise ConfigError(
+            f"listen: {listen!r} is every interface; set advertise=tcp://host:port to an address that peers can reach"
+        )
+    return BackendOptions(
+        host=host,
+        transport=_transport(transport, "transport"),
+        devices=tuple(devices),
+        require=None if require is None else _transport(require, "require"),
+        trusted_network=trusted_network or is_loopback(host),
+    )
+
+
+def check_peer(name: str, address: str, public_key: str | None, *, own: str, keys: KeyPair | None) -> tuple[str, str | None]:
+    """The address and the key of a peer, checked."""
+    check_name(name, "peer")
+    dialable(address, what=f"peer {name!r}")
+    if name == own:
+        raise ConfigError(f"peer: {name!r} is this instance's own name")
+    if keys is not None and public_key is None:
+        raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
+    if public_key is not None:
+        check_key(public_key, what=f"peer {name!r}, public key")
+    return address, public_key
+
+
+def admission(admit: Literal["known", "keys", "any"] | Admit, keys: KeyPair | None) -> Admit | None:
+    """The function that admits instances, or `None`."""
+    if callable(admit):
+        return functools.partial(_ask, admit)
+    if admit not in ("known", "keys", "any"):
+        raise ConfigError(f"admit: expected 'known', 'keys', 'any' or a function, found {admit!r}")
+    if admit == "keys" and keys is None:
+        raise ConfigError("admit: 'keys' needs keys=")
+    return None if admit == "known" else lambda *_: True
+
+
+def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
+    try:
+        return bool(admit(name, address, public_key))
+    except BaseException:  # also SystemExit: it would end the manager's thread, not the process
+        logger.exception("admit: the server's function failed for %r", name)
+        return False
+
+
+def check_known(directory: Directory, peer: str, address: str | None, *, own: str, keys: KeyPair | None) -> None:
+    """Add an unknown peer, if its leader's address is given. Raises `PeerUnreachable` for one that cannot become known,
+    `LocalProtocolError` for a name that is not a text, `ConfigError` for an address that cannot be.
+    """
+    check_text(peer, "peer")
+    if directory.status(peer).state != "unknown":
+        return
+    if address is not None:
+        directory.add(peer, *check_peer(peer, address, None, own=own, keys=keys))
+    elif not directory.admits_unknown:
+        raise PeerUnreachable(f"peer {peer!r} is not ready: {directory.problem(peer)}")
+
+
+def check_name(name: object, what: str) -> str:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
+    return name
+
+
+def check_verify(value: Verify) -> Verify:
+    if value not in get_args(Verify):
+        raise ConfigError(f"verify: expected one of {', '.join(get_args(Verify))}, found {value!r}")
+    return value
+
+
+def _transport(value: str, what: str) -> Transport:
+    try:
+        return Transport(value)
+    except ValueError:
+        raise ConfigError(f"{what}: expected one of {', '.join(t.value for t in Transport)}, found {value!r}") from None

@@ -1,0 +1,94 @@
+"""The requests that one rank sends, by peer and attempt, and what has come for those that are not open yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg.core.errors import LocalProtocolError
+from disagg.protocol.parked import Early, Parked
+from disagg.protocol.send_session import SendSession
+from disagg.protocol.timers import Tombstone, Tombstones
+from disagg.protocol.types import Limits, PeerRank, RequestKey
+
+Readers = tuple[frozenset[int], int]
+"""The group ranks of an instance that this rank writes to, and the size of its groups."""
+Offer = tuple[str, bytes, int | None]
+"""The peer (empty: any), the id and the attempt (`None`: any) of a request that waits for its first message."""
+
+
+class SendTable:
+    """Sessions that are bound to a peer, offers that are not, and the memory of those that have ended.
+
+    `readers_of` knows the instances whose messages arrive.
+    """
+
+    def __init__(self, limits: Limits, readers_of: Callable[[str], Readers]) -> None:
+        self._readers_of = readers_of
+        self.sessions: dict[tuple[str, RequestKey], SendSession] = {}
+        self.offers: dict[Offer, SendSession] = {}
+        self.served: dict[RequestKey, set[str]] = {}
+        """The instances that each attempt is served to."""
+        self.parked = Parked(limits)
+        self.ended = Tombstones(limits.max_tombstones)
+
+    def open(self, session: SendSession) -> list[tuple[PeerRank, Early]]:
+        """Add a session, which is offered if it is not bound. Returns the messages that have come for it; one binds it.
+
+        Raises `LocalProtocolError` if the same is offered already, or was opened before.
+        """
+        offer = peer, request_id, attempt = _offer_of(session)
+        if offer in self.offers:
+            raise LocalProtocolError(f"request {session.key}: it is offered to {peer or 'any peer'} already")
+        used = (peer, session.key) in self.sessions or self.ended.get(peer, session.key) is not None
+        if used and attempt is not None:
+            raise LocalProtocolError(
+                f"request {session.key}: this attempt was already sent to {peer!r}; use a new attempt number"
+            )
+        if session.is_bound:
+            return self._serve(session)
+        self.offers[offer] = session
+        found = self.parked.find(request_id, instance=peer, attempt=attempt)
+        return self._bind(session, *found) if found is not None else []
+
+    def claim(self, peer: PeerRank, key: RequestKey) -> list[tuple[PeerRank, Early]]:
+        """Bind an offer that fits, if there is no session yet. Returns the messages that have come for it before."""
+        if self.offers and (peer.instance, key) not in self.sessions:
+            for whose in (peer.instance, ""):
+                for attempt in (key.attempt, None):
+                    offered = self.offers.get((whose, key.request_id, attempt))
+                    if offered is not None:
+                        return self._bind(offered, peer.instance, key)
+        return []
+
+    def remove(self, session: SendSession, reason: str) -> bool:
+        """Forget a session that has ended, for this reason. Returns whether it was there."""
+        if self.offers.pop(_offer_of(session), None) is not None:
+            return True
+        if self.sessions.pop((session.peer, session.key), None) is None:
+            return False
+        served = self.served[session.key]
+        served.discard(session.peer)
+        if not served:
+            del self.served[session.key]
+        self.ended.put(session.peer, session.key, Tombstone(None, reason=reason))
+        return True
+
+    def has_ended(self, peer: PeerRank, key: RequestKey) -> Tombstone | None:
+        """How an attempt has ended, towards that rank or towards all of its instance."""
+        return self.ended.get(peer, key) or self.ended.get(peer.instance, key)
+
+    def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
+        """The peer and the attempt of an offered request are known."""
+        del self.offers[_offer_of(session)]
+        session.peer, session.key, session.any_attempt = peer, key, False
+        session.expected, session.peer_group_size = self._readers_of(peer)
+        return self._serve(session)
+
+    def _serve(self, session: SendSession) -> list[tuple[PeerRank, Early]]:
+        self.sessions[session.peer, session.key] = session
+        self.served.setdefault(session.key, set()).add(session.peer)
+        return self.parked.take(session.key)
+
+
+def _offer_of(session: SendSession) -> Offer:
+    return session.peer, session.key.request_id, None if session.any_attempt else session.key.attempt

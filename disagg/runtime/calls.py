@@ -1,0 +1,140 @@
+"""Opens requests: what is checked in the server's thread, and what waits until the peer is known."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from disagg.arguments import Ids, check_kinds, check_needs, check_number, check_ready, check_text
+from disagg.core.events import ReadyEvent
+from disagg.core.rows import Rows, TokenRange
+from disagg.layout.agreement import Agreement
+from disagg.protocol.messages import Verify
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.send_session import SendSession
+from disagg.protocol.types import RequestKey
+from disagg.requests import Receiver, Sender
+from disagg.runtime.runtime import Runtime
+
+DECLINE_S = 60.0
+"""How long a decline waits for its peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveCall:
+    """The checked arguments of `KVManager.receiver`. A deadline of infinity is none."""
+
+    key: RequestKey
+    peer: str
+    rows: Mapping[str, Rows]
+    need: Mapping[str, TokenRange]
+    group: int
+    deadline_s: float
+    ready: ReadyEvent | None
+    verify: Verify
+    tag: Any
+    label: str
+
+
+def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
+    """Reserve rows at a peer, now or once it is ready.
+
+    Raises `LocalProtocolError` and `LayoutError` for rows and needs that cannot be. What only the peer's layouts show ends the
+    request, if the peer is not known yet.
+    """
+    check_ready(call.ready)
+    check_text(call.label, "label")
+    check_kinds(runtime.local, call.rows)
+    agreement = runtime.directory.agreement(call.peer)
+    num_groups = 2**31 if agreement is None else agreement.num_groups
+    call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
+    need, ids = _needs(runtime, call, agreement)
+    receiver = Receiver(runtime, call.key, call.peer, call.tag, label=call.label, need=need, ids=ids)
+    deadline = receiver.opened_at + call.deadline_s
+
+    def open_session(now: float) -> ReceiveSession:
+        agreed = agreement
+        if agreed is None:
+            agreed = runtime.directory.known_agreement(call.peer)
+            check_number(call.group, f"group of peer {call.peer!r}", agreed.num_groups)
+            receiver.need, _ = _needs(runtime, call, agreed)
+        return _reserve(runtime, call, agreed, receiver, now, deadline)
+
+    runtime.open(receiver, open_session, wait_until=deadline if agreement is None else None)
+    return receiver
+
+
+def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
+    """What is needed, and the ids of its rows. While the peer's layouts are not known: of all components with rows."""
+    agreed = call.rows if agreement is None else agreement.incoming.components
+    return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
+
+
+def _reserve(
+    runtime: Runtime, call: ReceiveCall, agreement: Agreement, receiver: Receiver, now: float, deadline: float
+) -> ReceiveSession:
+    """In the control thread."""
+    receives, nonce = runtime.sessions.receives, secrets.randbits(62)
+    session = receiver.session = receives.open(
+        call.key,
+        peer=call.peer,
+        nonce=nonce,
+        source_group=call.group,
+        rows=dict(call.rows),
+        need=receiver.need,
+        expected=agreement.expected(runtime.local, call.group, receiver.need),
+        now=now,
+        deadline=deadline,
+        ready=call.ready is None,
+        verify=call.verify,
+        tag=call.tag,
+        lease=receiver.lease,
+    )
+    idle = agreement.idle_writers(runtime.local, call.group)
+    runtime.sessions.decline(call.key, peer=call.peer, nonce=nonce, source_group=call.group, ranks=idle)
+    if call.ready is not None:
+        runtime.dispatch.reserve_when_ready(session, call.ready)
+    return session
+
+
+def open_sender(
+    runtime: Runtime, key: RequestKey, *, peer: str, any_attempt: bool, deadline_s: float, tag: Any, label: str
+) -> Sender:
+    """Serve a request to a peer, or to whoever reserves it first."""
+    check_text(label, "label")
+    agreement = runtime.directory.agreement(peer) if peer else None
+    sender = Sender(runtime, key, peer, tag, label=label, any_attempt=any_attempt)
+    is_bound = agreement is not None and not any_attempt
+
+    def open_session(now: float) -> SendSession:
+        session = sender.session = runtime.sessions.sends.open(
+            key,
+            peer=peer,
+            expected=agreement.readers(runtime.local) if agreement is not None and is_bound else None,
+            peer_group_size=agreement.group_size if agreement is not None else 1,
+            any_attempt=any_attempt,
+            now=now,
+            deadline=sender.opened_at + deadline_s,
+            tag=tag,
+            lease=sender.lease,
+        )
+        return session
+
+    runtime.open(sender, open_session)
+    return sender
+
+
+def decline(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None:
+    """Tell the writers of this rank that it needs nothing of a request, now or once the peer is ready."""
+    group = check_number(group, f"group of peer {peer!r}", 2**31)
+
+    def tell() -> None:
+        agreement = runtime.directory.known_agreement(peer)
+        if group < agreement.num_groups:
+            ranks = [*agreement.writers(runtime.local, group), *agreement.idle_writers(runtime.local, group)]
+            nonce = secrets.randbits(62)
+            runtime.sessions.decline(key, peer=peer, nonce=nonce, source_group=group, ranks=ranks)
+
+    runtime.command(lambda now: runtime.openings.wait(peer, None, tell, now + DECLINE_S))

@@ -1,0 +1,136 @@
+"""The peers of one manager by name: which there are, whether they are ready, and if not why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.layout.agreement import Agreement, LocalRank
+from disagg.protocol.peers import PeerTable
+from disagg.protocol.send_table import Readers
+from disagg.runtime.handshake import Handshake
+
+
+class PeerStatus(NamedTuple):
+    """The state of a peer instance, and why it is not ready."""
+
+    state: Literal["unknown", "connecting", "ready", "refused"]
+    reason: str
+
+
+class Directory:
+    """Any thread may call it. `command` runs a function in the control thread. `allowed_keys` are the public keys that may
+    connect. `admits_unknown`: so may instances that were not configured.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: PeerTable,
+        handshake: Handshake,
+        local: LocalRank,
+        command: Callable[[Callable[[float], None]], None],
+        allowed_keys: set[str],
+        admits_unknown: bool,
+        has_leader: bool,
+    ) -> None:
+        self._peers = peers
+        self._handshake = handshake
+        self._local = local
+        self._command = command
+        self._allowed_keys = allowed_keys
+        self.admits_unknown = admits_unknown
+        self._has_leader = has_leader
+        self._changed = threading.Condition()
+        self._added: set[str] = set()
+
+    def add(self, name: str, address: str, public_key: str | None) -> None:
+        """Configure an instance. The arguments are checked."""
+        if public_key is not None:
+            self._allowed_keys.add(public_key)
+        self._added.add(name)
+        self._command(lambda now: self._peers.add_peer(name, address, public_key, now))
+
+    def remove(self, name: str) -> None:
+        """Forget an instance: its requests end, and it is not accepted any more."""
+        self._added.discard(name)
+
+        def remove(_: float) -> None:
+            if name in self._peers.instances:
+                self._peers.remove_peer(name, "it was removed")
+
+        self._command(remove)
+
+    def set_leader(self, address: str) -> None:
+        """Join the own instance at its leader. Raises `ConfigError` on rank 0, and the second time."""
+        if self._has_leader:
+            raise ConfigError(f"set_leader: {self._handshake.me} is the leader, or knows it")
+        self._has_leader = True
+
+        def join(now: float) -> None:
+            self._handshake.leader_address = address
+            self._peers.set_leader(address)
+            self._peers.join(now)
+
+        self._command(join)
+
+    def names(self) -> list[str]:
+        """The instances that are configured, or were admitted."""
+        return list(self._peers.instances)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether every rank of an instance is connected."""
+        instance = self._peers.instances.get(name)
+        return instance is not None and instance.ready and self._handshake.num_connected(name) == instance.num_ranks
+
+    def refusal(self, name: str) -> str:
+        """Why an instance cannot become ready before one side is started anew; empty if it can."""
+        instance = self._peers.instances.get(name)
+        return "" if instance is None else instance.refusal
+
+    def problem(self, name: str) -> str:
+        """Why an instance is not ready; empty if it is."""
+        instance = self._peers.instances.get(name)
+        if instance is None:
+            return "it is not configured; add_peer() it, or give its address"
+        return "" if self.is_ready(name) else instance.problem
+
+    def status(self, name: str) -> PeerStatus:
+        """The state of an instance."""
+        if self.is_ready(name):
+            return PeerStatus("ready", "")
+        if refusal := self.refusal(name):
+            return PeerStatus("refused", refusal)
+        is_known = name in self._added or name in self._peers.instances
+        return PeerStatus("connecting" if is_known else "unknown", self.problem(name))
+
+    def notify(self) -> None:
+        """Wake the threads that wait for a change of peers or health."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, name: str, timeout_s: float, *, has_ended: Callable[[], object]) -> PeerStatus:
+        """Wait until an instance is ready or never will be, or the manager has ended."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_ready(name) or self.refusal(name) or has_ended(), min(timeout_s, threading.TIMEOUT_MAX)
+            )
+        return self.status(name)
+
+    def agreement(self, name: str) -> Agreement | None:
+        """The agreement with an instance, if it is ready."""
+        return self._handshake.agreement(name) if self.is_ready(name) else None
+
+    def known_agreement(self, name: str) -> Agreement:
+        """The agreement with an instance. Raises `PeerUnreachable` if there is none."""
+        agreement = self._handshake.agreement(name)
+        if agreement is None:
+            raise PeerUnreachable(f"peer {name!r} is not ready: {self.problem(name)}")
+        return agreement
+
+    def readers(self, name: str) -> Readers:
+        """Whom of an instance this rank writes to. Raises as `known_agreement` does."""
+        agreement = self.known_agreement(name)
+        return agreement.readers(self._local), agreement.group_size

@@ -1,0 +1,298 @@
+"""Peers that nobody configured, requests that do not know their peer yet, and receivers that need nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import KVManager, ModelId, Pages, new_request_id
+from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable
+from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.types import Event
+from disagg.runtime.keys import KeyPair
+from disagg.testing import reference
+from disagg.testing.reference import KVModel, PageList
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, cluster, start_side
+
+MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
+SHORT = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0, forget_s=0.5)
+TOKENS = 20
+
+
+def rows_of(rank: Rank, num_tokens: int = TOKENS) -> dict[str, Pages]:
+    return {"kv": Pages(np.arange(reference.pages_needed(rank.spec, num_tokens=num_tokens), dtype=np.int32))}
+
+
+@contextmanager
+def strangers(prefill: Side, decode: Side, **settings: Any) -> Iterator[Cluster]:
+    """Two instances that do not know each other. Prefill admits whom it does not know."""
+    instances = Cluster(MODEL)
+    try:
+        instances.prefill = start_side(MODEL, prefill, "prefill-0", num_layers=2, settings={"admit": "any", **settings})
+        instances.decode = start_side(MODEL, decode, "decode-0", num_layers=2)
+        yield instances
+    finally:
+        for rank in instances.prefill + instances.decode:
+            rank.manager.close()
+
+
+def offer(rank: Rank, request: bytes, **more: Any) -> Any:
+    """Fill the first pages of a prefill rank and send them to whoever wants them."""
+    pages = PageList(tuple(rows_of(rank)["kv"].ids.tolist()), 0)
+    reference.fill(MODEL, rank.spec, rank.pools, pages, num_tokens=TOKENS)
+    sender = rank.manager.sender(request, **{"attempt": None, "deadline_s": DEADLINE_S, **more})
+    sender.finish(rows_of(rank), payload=b"first")
+    return sender
+
+
+def want(rank: Rank, request: bytes, address: str | None, **more: Any) -> Any:
+    return rank.manager.receiver(
+        request,
+        peer="prefill-0",
+        address=address,
+        rows=rows_of(rank),
+        need={"kv": (0, TOKENS)},
+        **{"deadline_s": DEADLINE_S, **more},
+    )
+
+
+def check(rank: Rank) -> None:
+    """Every byte of a decode rank is right."""
+    pages = PageList(tuple(rows_of(rank)["kv"].ids.tolist()), 0)
+    wanted = reference.expected(MODEL, rank.spec, pages, num_tokens=TOKENS, need=(0, TOKENS))
+    assert reference.first_difference(wanted, rank.pools) is None
+
+
+@pytest.mark.parametrize(
+    "sides", [(Side(tp=2), Side(page=8)), (Side(), Side(tp=2)), (Side(tp=2, stages=((0,), (1,))), Side(tp=2))]
+)
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+def test_prefill_learns_who_decodes_from_its_reservation(first: str, sides: tuple[Side, Side]) -> None:
+    """Prefill knows neither the peer nor the attempt, and decode has only the address."""
+    with strangers(*sides) as instances:
+        request, address = new_request_id(), instances.prefill[0].manager.address
+        senders = []
+        if first == "sender":
+            senders = [offer(rank, request) for rank in instances.prefill]
+        receivers = [want(rank, request, address, attempt=3) for rank in instances.decode]
+        if first == "receiver":
+            until(lambda: instances.prefill[0].manager.peer("decode-0").state == "ready")
+            senders = [offer(rank, request) for rank in instances.prefill]
+        events: list[Event] = [handle.wait(timeout_s=DEADLINE_S) for handle in [*receivers, *senders]]
+        assert [event.error for event in events] == [None] * len(events)
+        for rank in instances.decode:
+            check(rank)
+        assert {(handle.peer, handle.key.attempt) for handle in senders} == {("decode-0", 3)}
+        assert all(handle.lease.released for handle in [*receivers, *senders])
+
+
+def test_ranks_that_write_to_nobody_end_as_well() -> None:
+    """Prefill has one head on four ranks, so for one layer three of them have nothing to write."""
+    model = KVModel(num_kv_heads=1, dims={"k": 8, "v": 6}, dtype="uint16")
+    prefill = start_side(model, Side(tp=4), "prefill-0", num_layers=1, settings={"admit": "any"})
+    decode = start_side(model, Side(), "decode-0", num_layers=1)
+    try:
+        request = new_request_id()
+        senders = [rank.manager.sender(request, deadline_s=DEADLINE_S) for rank in prefill]
+        for rank, sender in zip(prefill, senders, strict=True):
+            sender.finish(rows_of(rank))
+        (receiver,) = [want(rank, request, prefill[0].manager.address) for rank in decode]
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        assert all(sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+    finally:
+        for rank in prefill + decode:
+            rank.manager.close()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_receiver_that_declines_releases_prefills_rows(known: bool) -> None:
+    with strangers(Side(tp=2), Side(tp=2)) as instances:
+        address = instances.prefill[0].manager.address
+        if known:
+            assert [want(rank, b"first-request-id", address) for rank in instances.decode]
+            assert all(offer(rank, b"first-request-id").wait(timeout_s=DEADLINE_S).ok for rank in instances.prefill)
+        request = new_request_id()
+        senders = [offer(rank, request) for rank in instances.prefill]
+        for rank in instances.decode:
+            rank.manager.decline(request, peer="prefill-0", address=address)
+        assert all(sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+        assert all(sender.lease.released for sender in senders)
+
+
+def test_a_peer_that_is_not_admitted_is_told_so() -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    def admit(name: str, address: str, public_key: str) -> bool:
+        asked.append((name, address, public_key))
+        if len(asked) == 1:
+            raise SystemExit("of the server's own function")
+        return False
+
+    with strangers(Side(), Side(), admit=admit, connection_limits=SHORT) as instances:
+        decode, prefill = instances.decode[0].manager, instances.prefill[0].manager
+        receiver = want(instances.decode[0], new_request_id(), prefill.address, deadline_s=1.0)
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert event.error is not None
+        assert event.error.cause is Cause.DEADLINE
+        assert "is not configured at prefill-0/0" in str(event.error)
+        assert asked[0] == ("decode-0", decode.address, "")
+        assert prefill.peer("decode-0").state == "unknown"
+        assert prefill.health().ok
+        assert receiver.lease.released
+
+
+def test_an_admitted_peer_is_forgotten_once_it_has_been_away() -> None:
+    with strangers(Side(), Side(), connection_limits=SHORT) as instances:
+        decode, prefill = instances.decode[0].manager, instances.prefill[0].manager
+        decode.add_peer("prefill-0", address=prefill.address)
+        decode.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        until(lambda: prefill.peer("decode-0").state == "ready")
+        decode.close()
+        until(lambda: prefill.peer("decode-0").state == "unknown")
+        assert prefill._runtime.handshake.agreement("decode-0") is None
+        again = start_side(MODEL, Side(), "decode-0", num_layers=2)
+        try:
+            request = new_request_id()
+            receiver = want(again[0], request, prefill.address)
+            assert offer(instances.prefill[0], request).wait(timeout_s=DEADLINE_S).ok
+            assert receiver.wait(timeout_s=DEADLINE_S).ok
+        finally:
+            again[0].manager.close()
+
+
+@pytest.mark.parametrize("with_key", [True, False])
+def test_whoever_has_a_key_is_admitted(with_key: bool) -> None:
+    keys, other = KeyPair.generate(), KeyPair.generate()
+    settings = {"keys": keys, "admit": "keys", "peer_keys": {"any decode": other.public} if with_key else {}}
+    prefill = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings=settings)
+    decode = start_side(MODEL, Side(), "decode-7", num_layers=2, settings={"keys": other})
+    try:
+        decode[0].manager.add_peer("prefill-0", address=prefill[0].manager.address, public_key=keys.public)
+        if with_key:
+            decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+            until(lambda: prefill[0].manager.peer("decode-7").state == "ready")
+        else:
+            with pytest.raises(PeerUnreachable):
+                decode[0].manager.wait_ready("prefill-0", timeout_s=1.0)
+            assert prefill[0].manager.peer("decode-7").state == "unknown"
+    finally:
+        prefill[0].manager.close()
+        decode[0].manager.close()
+
+
+def test_a_removed_peer_is_refused_and_its_requests_fail() -> None:
+    with cluster(Side(), Side()) as instances:
+        decode, prefill = instances.decode[0].manager, instances.prefill[0].manager
+        open_request = decode.receiver(
+            new_request_id(), peer="prefill-0", rows=rows_of(instances.decode[0]), need={"kv": (0, TOKENS)}
+        )
+        decode.remove_peer("prefill-0")
+        event = open_request.wait(timeout_s=DEADLINE_S)
+        assert event.error is not None
+        assert event.error.cause is Cause.PEER_LOST
+        until(lambda: decode.peer("prefill-0").state == "unknown")
+        assert decode.peer("prefill-0").reason == "it is not configured; add_peer() it, or give its address"
+        with pytest.raises(PeerUnreachable, match="not configured"):
+            decode.receiver(new_request_id(), peer="prefill-0", rows={})
+        decode.remove_peer("prefill-0")
+        until(lambda: prefill.peer("decode-0").state != "ready")
+        decode.add_peer("prefill-0", address=prefill.address)
+        decode.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+
+
+def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuses() -> None:
+    with strangers(Side(), Side()) as instances:
+        decode = instances.decode[0].manager
+        gone = want(instances.decode[0], new_request_id(), "tcp://127.0.0.1:9")
+        assert decode.peer("prefill-0").state == "connecting"
+        assert not gone.lease.released
+        decode.remove_peer("prefill-0")
+        event = gone.wait(timeout_s=DEADLINE_S)
+        assert isinstance(event.error, PeerUnreachable)
+        assert "was removed" in str(event.error)
+        assert gone.lease.released
+        aborted = want(instances.decode[0], new_request_id(), "tcp://127.0.0.1:9")
+        other = decode.receiver(new_request_id(), peer="prefill-0", rows={}, deadline_s=0.2)
+        aborted.abort("the client is gone")
+        assert "the client is gone" in str(aborted.wait(timeout_s=DEADLINE_S).error)
+        late = other.wait(timeout_s=DEADLINE_S).error
+        assert late is not None
+        assert (late.cause, "did not become ready in time" in str(late)) == (Cause.DEADLINE, True)
+        assert decode._runtime.queue_depths()["waiting_for_peers"] == 0
+
+
+def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
+    with strangers(Side(), Side()) as instances:
+        receiver = want(instances.decode[0], new_request_id(), instances.prefill[0].manager.address, group=5)
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert isinstance(event.error, LocalProtocolError)
+        assert "group of peer 'prefill-0': expected 0 to 0, found 5" in str(event.error)
+
+
+def test_a_rank_is_told_its_leader_later() -> None:
+    first, second = (Side(tp=2).topology.at(rank) for rank in range(2))
+    managers = []
+    try:
+        for topology in (first, second):
+            spec = Side(tp=2).rank(topology, num_layers=2)
+            pools = reference.allocate(MODEL, spec)
+            kv = Side(tp=2).component(MODEL, topology, pools)
+            managers.append(
+                KVManager(
+                    name="prefill-0", topology=topology, components=[kv], model=ModelId("toy"), backend="local", admit="any"
+                )
+            )
+        decode = start_side(MODEL, Side(), "decode-0", num_layers=2, settings={"admit": "any"})
+        managers.append(decode[0].manager)
+        with pytest.raises(ConfigError, match="is the leader, or knows it"):
+            managers[0].set_leader("tcp://127.0.0.1:9")
+        with pytest.raises(ConfigError, match="expected tcp://host:port"):
+            managers[1].set_leader("nonsense")
+        decode[0].manager.add_peer("prefill-0", address=managers[0].address)
+        with pytest.raises(PeerUnreachable, match="1 of 2 ranks of 'prefill-0' have joined"):
+            decode[0].manager.wait_ready("prefill-0", timeout_s=1.0)
+        managers[1].set_leader(managers[0].address)
+        decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        with pytest.raises(ConfigError, match="is the leader, or knows it"):
+            managers[1].set_leader(managers[0].address)
+    finally:
+        for each in managers:
+            each.close()
+
+
+def test_an_asyncio_server_awaits_requests() -> None:
+    async def serve(instances: Cluster) -> list[Event]:
+        request = new_request_id()
+        with want(instances.decode[0], request, instances.prefill[0].manager.address, label="cmpl-7") as receiver:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(wait_for(receiver), 0.05)
+            sender = offer(instances.prefill[0], request)
+            return [await receiver, await sender, await receiver]
+
+    async def wait_for(handle: Any) -> Event:
+        event: Event = await handle
+        return event
+
+    with strangers(Side(), Side()) as instances:
+        assert all(event.ok for event in asyncio.run(serve(instances)))
+
+
+def test_an_exception_in_the_block_aborts_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    with strangers(Side(), Side()) as instances:
+        sender = instances.prefill[0].manager.sender(new_request_id(), deadline_s=None, label="cmpl-7")
+        with pytest.raises(ZeroDivisionError), sender:
+            raise ZeroDivisionError
+        event = sender.wait(timeout_s=DEADLINE_S)
+        assert "ZeroDivisionError" in str(event.error)
+        assert sender.lease.released
+        assert any("label=cmpl-7" in record.message for record in caplog.records)
+        called: list[Event] = []
+        sender.on_end(called.append)
+        sender.on_end(lambda event: event.key.missing)  # type: ignore[attr-defined]
+        assert called == [event]

@@ -1,0 +1,109 @@
+"""Instances that nobody configured: admitted, refused, forgotten; and a leader that is known late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from disagg.protocol import peers
+from disagg.protocol.messages import Hello, Reject, Welcome
+from disagg.protocol.peer_state import Connect, Disconnect, Forgotten, Lost, ReplyOn
+from disagg.protocol.peers import PeerTable
+from disagg.protocol.sessions import Sessions
+from disagg.protocol.types import PeerRank, RequestKey
+from harness.simulator.connections import welcome
+from tests.protocol.peer_table import LEADER, LIMITS, SECOND, hello, peer_table, reply, take_effects, take_reply
+
+
+def admitting(admit: Callable[[str, str, str], bool] | None) -> PeerTable:
+    table = peer_table()
+    table._admits = admit
+    return table
+
+
+def stranger(name: str = "decode-0", leader: str | None = LEADER, rank: int = 0) -> Hello:
+    return hello(name, rank, leader=leader)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_admitted_instance_is_welcomed_and_greeted_at_its_leader(rank: int) -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    def admit(name: str, address: str, public_key: str) -> bool:
+        asked.append((name, address, public_key))
+        return True
+
+    table = admitting(admit)
+    table.on_inbound(b"c1", "key", stranger(rank=rank), 0.0)
+    assert asked == [("decode-0", LEADER, "key")]
+    connect, answer = take_effects(table)
+    assert connect == Connect(0, LEADER, "key")
+    assert isinstance(answer, ReplyOn)
+    assert isinstance(answer.message, Welcome)
+    table.on_inbound(b"c1", "key", stranger(rank=rank), 1.0)
+    assert len(asked) == 1, "it is a peer now"
+
+
+@pytest.mark.parametrize(
+    ("admit", "leader"), [(None, LEADER), (lambda *_: False, LEADER), (lambda *_: True, None), (lambda *_: True, "nonsense")]
+)
+def test_others_are_refused_for_now(admit: Callable[[str, str, str], bool] | None, leader: str | None) -> None:
+    table = admitting(admit)
+    table.on_inbound(b"c1", "", stranger(leader=leader), 0.0)
+    answer = take_reply(table)
+    assert isinstance(answer, Reject)
+    assert not answer.final
+    assert table.instances == {}
+
+
+def test_the_number_of_admitted_instances_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MAX_ADMITTED", 2)
+    table = admitting(lambda *_: True)
+    table.add_peer("configured", "tcp://127.0.0.1:9000", None, 0.0)
+    for number in range(3):
+        table.on_inbound(b"c%d" % number, "", stranger(f"decode-{number}", f"tcp://127.0.0.1:{9001 + number}"), 0.0)
+    assert sorted(table.instances) == ["configured", "decode-0", "decode-1"]
+    answer = take_effects(table)[-1]
+    assert isinstance(answer, ReplyOn)
+    assert "has admitted 2 instances" in str(answer.message)
+
+
+def test_an_admitted_instance_is_forgotten_once_it_was_away() -> None:
+    table = admitting(lambda *_: True)
+    table.on_inbound(b"c1", "", stranger(), 0.0)
+    table.tick(0.0)
+    reply(table, LEADER, welcome(epoch=7), 0.0)
+    take_effects(table)
+    away = LIMITS.forget_s
+    table.tick(away - 1.0)
+    table.on_closed(b"c1", away)
+    table.tick(away + 1.0)
+    assert any(isinstance(effect, Lost) for effect in take_effects(table))
+    table.tick(2 * away - 2.0)
+    assert "decode-0" in table.instances
+    table.tick(2 * away + 1.0)
+    assert table.instances == {}
+    effects = take_effects(table)
+    assert effects[-1] == Forgotten("decode-0")
+    assert any(isinstance(effect, Disconnect) for effect in effects)
+
+
+def test_a_leader_that_is_known_late_is_joined_then() -> None:
+    table = peer_table(num_ranks=2, rank=1, leader=None, own_key="key")
+    table.join(0.0)
+    assert take_effects(table) == []
+    table.set_leader(SECOND)
+    table.join(1.0)
+    assert take_effects(table) == [Connect(0, SECOND, "key")]
+
+
+def test_the_ended_attempts_of_a_forgotten_instance_are_forgotten() -> None:
+    sessions, key = Sessions(), RequestKey(b"request-reserved", 0)
+    sent = sessions.sends.open(key, peer="D", expected=frozenset(), now=0.0, deadline=9.0)
+    sessions.receives.open(key, peer="D", nonce=1, source_group=0, rows={}, need={}, expected={}, now=0.0, deadline=9.0)
+    sessions.sends.finish(sent, b"", 0.0)
+    assert (len(sessions.sends.table.ended), len(sessions.receives._ended)) == (1, 1)
+    sessions.forget("D")
+    assert (len(sessions.sends.table.ended), len(sessions.receives._ended)) == (0, 0)
+    assert sessions.sends.table.has_ended(PeerRank("D", 0), key) is None
