@@ -17,6 +17,11 @@ from disagg.integrations.sglang.facts import Facts
 from disagg.state.window import ring_rows
 
 
+def request_id(room: int) -> bytes:
+    """The request id of a room."""
+    return room.to_bytes(16, "big")
+
+
 def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
     """Pages of which the last has the last of `num_tokens` tokens. Raises `LayoutError` for more pages than these fill."""
     listed = np.asarray(ids).reshape(-1)
