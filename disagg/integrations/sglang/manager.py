@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.config import Config
-from disagg.core.errors import DisaggError
+from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.leases import Lease
 from disagg.core.topology import Topology
 from disagg.integrations.sglang.host import Host
@@ -53,6 +53,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     supports_deferred_decode_kv_release = True
     host: ClassVar[Host]
+    local_ip: str
+    rank_port: int
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
         self.live: dict[int, Any] = {}
@@ -89,8 +91,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.facts = host.read_facts(topology)
         parts = components(args, host.gather(self.facts), pp_rank=self.pp_rank)
         config = Config.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
-        given = config.manager_arguments() | {"admit": "keys" if config.keys else "any"}
-        self.transfers = KVManager(topology=topology, components=parts, model=host.model, **given)
+        if config.keys is not None:
+            raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
+        given = config.manager_arguments()
+        self.transfers = KVManager(topology=topology, components=parts, model=host.model, admit="any", **given)
         self.components = tuple(part.name for part in parts)
         self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.leader = leader
@@ -118,8 +122,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if now < self._collect_at:
             return
         for event in self.transfers.events():
-            if event.tag is not None and event.tag is self.live.get(event.tag.bootstrap_room):
-                event.tag.ended(event)
+            owner = event.tag
+            is_live = owner is not None and self.live.get(owner.bootstrap_room) is owner
+            if is_live:
+                owner.ended(event)
         for sender in list(self.waiting.values()):
             sender.look()
         self._collect_at = time.monotonic() + COLLECT_EVERY_S

@@ -19,6 +19,7 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
     """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have."""
 
     handle: Sender | None = None
+    _early_send_wait_event: Any
 
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False

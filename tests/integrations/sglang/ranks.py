@@ -28,7 +28,7 @@ from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.manager import DisaggKVManager
 from disagg.integrations.sglang.receiver import DisaggKVReceiver
 from disagg.integrations.sglang.sender import DisaggKVSender
-from tests.integrations.sglang.memory import Memory, Model, Request
+from tests.integrations.sglang.memory import Array, Memory, Model, Request
 
 HOST = "127.0.0.1"
 NUM_AUX = 16
@@ -79,7 +79,7 @@ class RankProcess:
     ) -> None:
         self.role, self.topology, self.bootstrap = role, topology, f"{HOST}:{bootstrap_port}"
         self.memory = Memory(model, topology, page_size=page_size, num_pages=4096 // page_size)
-        self.aux = [np.zeros((NUM_AUX, 16), np.int32), np.zeros((NUM_AUX, 8), np.uint64)]
+        self.aux: list[Array] = [np.zeros((NUM_AUX, 16), np.int32), np.zeros((NUM_AUX, 8), np.uint64)]
         self.free_aux = list(range(NUM_AUX))
         self.started: dict[int, Started] = {}
         self.releasing: dict[int, Started] = {}
@@ -222,7 +222,7 @@ class RankProcess:
             "live": manager.live, "waiting": manager.waiting, "held": manager.held, "failures": manager.failure_records,
             "status": getattr(manager.request_status, "_local_map", manager.request_status), "open": self.started,
         }  # fmt: skip
-        left = {name: list(table) for name, table in tables.items() if table}
+        left: dict[str, Any] = {name: list(table) for name, table in tables.items() if table}
         if len(self.free_aux) != NUM_AUX:
             left["aux"] = len(self.free_aux)
         return left
@@ -231,7 +231,8 @@ class RankProcess:
 def _replace_context(topology: Topology, folder: Path, bootstrap_port: int) -> None:
     """What SGLang's modules ask of the process: its parallel sizes and its arguments."""
     parallel = SimpleNamespace(
-        attn_tp_size=topology.tp, attn_tp_rank=topology.tp_rank, attn_cp_size=1, attn_cp_rank=0, attn_dcp_size=1, attn_dcp_rank=0,
+        attn_tp_size=topology.tp, attn_tp_rank=topology.tp_rank, attn_cp_size=1, attn_cp_rank=0, attn_dcp_size=1,
+        attn_dcp_rank=0,
         attn_dp_size=topology.dp, attn_dp_rank=topology.dp_rank, num_dp_ranks=topology.dp, dp_size=1, pp_size=topology.pp,
         pp_group=FileGroup(folder / f"pp-{topology.dp_rank}-{topology.tp_rank}", topology.pp_rank, topology.pp),
         enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False,

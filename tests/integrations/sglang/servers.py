@@ -51,7 +51,13 @@ class Server:
             "--host", HOST, "--port", str(self.port), "--max-total-tokens", "8192", "--mem-fraction-static", "0.1",
             "--disable-overlap-schedule", *options,
         ]  # fmt: skip
-        environ = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": HOST, "OMP_NUM_THREADS": "1", **environ}
+        environ = {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_HOST_IP": HOST,
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 command, env={**os.environ, **environ}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -90,7 +96,9 @@ class Server:
         self.process.wait()
 
 
-def route(prefill: Server, decode: Server, bootstrap_port: int, room: int, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+def route(
+    prefill: Server, decode: Server, bootstrap_port: int, room: int, prompt: list[int], num_tokens: int
+) -> dict[str, Any]:
     """What SGLang's router does: the request goes to both at once, and decode answers."""
     where = {"bootstrap_host": HOST, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
     answers: dict[str, dict[str, Any]] = {}

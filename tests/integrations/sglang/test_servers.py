@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integrations.sglang.servers import HOST, Server, free_port, route, write_llama
+from tests.integrations.sglang.servers import Server, free_port, route, write_llama
 
 NUM_TOKENS = 16
 LENGTHS = (7, 16, 33, 250, 700, 1100)
@@ -25,7 +27,7 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
 
 
-def read(answer: dict) -> tuple[list[int], list[float]]:
+def read(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
     assert "error" not in answer, answer
     logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     return answer["output_ids"], logprobs
@@ -58,6 +60,8 @@ def decode(model: Path, expected: Answers, tmp_path_factory: pytest.TempPathFact
 
 
 def prefill(model: Path, log: Path, port: int, *options: str, **environ: str) -> Server:
+    cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
+    environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(itertools.islice(cores, 2 if "--tp" in options else 1))
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
     return Server(model, log, *mode, *BACKEND, "--chunked-prefill-size", "256", *options, **environ)
 
@@ -84,7 +88,9 @@ def test_tokens_of_a_pair_equal_one_server(model: Path, expected: Answers, decod
             thread.start()
         for thread in threads:
             thread.join()
-        check([at_once[number] for number in range(20)], [expected[number % len(LENGTHS)] for number in range(20)], server, decode)
+        check(
+            [at_once[number] for number in range(20)], [expected[number % len(LENGTHS)] for number in range(20)], server, decode
+        )
     finally:
         server.stop()
 
@@ -110,7 +116,9 @@ def test_without_the_bytes_the_tokens_differ(model: Path, expected: Answers, dec
     (package / "lossy-1.dist-info" / "entry_points.txt").write_text("[disagg.backends]\nlossy = lossy:start\n")
     (package / "lossy.py").write_text(LOSSY)
     port = free_port()
-    server = prefill(model, tmp_path / "prefill", port, DISAGG_BACKEND="lossy", PYTHONPATH=f"{package}:{os.environ['PYTHONPATH']}")
+    server = prefill(
+        model, tmp_path / "prefill", port, DISAGG_BACKEND="lossy", PYTHONPATH=f"{package}:{os.environ['PYTHONPATH']}"
+    )
     try:
         server.wait()
         decode.wait()
