@@ -52,7 +52,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 @pytest.fixture(scope="module")
 def decode(model: Path, expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A decode server, started once the undivided server has ended."""
-    server = Server(model, tmp_path_factory.mktemp("decode") / "log", *DECODE, *BACKEND)
+    server = Server(model, tmp_path_factory.mktemp("decode") / "log", *DECODE, *BACKEND, DISAGG_BACKEND="nixl")
     try:
         yield server
     finally:
@@ -68,7 +68,7 @@ def prefill(model: Path, log: Path, port: int, *options: str, **environ: str) ->
 
 def test_tokens_of_a_pair_equal_one_server(model: Path, expected: Answers, decode: Server, tmp_path: Path) -> None:
     port = free_port()
-    server = prefill(model, tmp_path / "prefill", port, "--tp", "2")
+    server = prefill(model, tmp_path / "prefill", port, "--tp", "2", DISAGG_BACKEND="nixl")
     try:
         server.wait()
         decode.wait()
@@ -104,7 +104,7 @@ def check(found: Answers, expected: Answers, *servers: Server) -> None:
 LOSSY = """
 from disagg.testing.backend_faults import BackendFaults, inject
 
-start = inject("cma", BackendFaults(lose=1.0))  # an engine that says that bytes have landed, and sends none
+start = inject("nixl", BackendFaults(lose=1.0))  # an engine that says that bytes have landed, and sends none
 """
 
 
