@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +37,10 @@ test-vllm: ## Run the tests of the vLLM connector on real engines, in an environ
 
 demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, and a proxy in front of them
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo
+
+test-sglang: setup ## Test the integration with SGLang, real servers included, in an environment of its own (PYTEST_ARGS=...)
+	@python=$$(scripts/sglang_env.sh) && TEST_REQUIRE_SGLANG=1 $$python -m pytest -p no:cacheprovider -W ignore --durations 5 \
+	  tests/integrations/sglang $(PYTEST_ARGS)
 
 check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)

@@ -314,6 +314,19 @@ class Sender(RequestHandle):
         self._sent = _SentTokens()
         self._finished = False
 
+    @property
+    def readers(self) -> frozenset[int] | None:
+        """The ranks of the peer's group that this rank writes to, perhaps none; `None` while the peer is not known."""
+        return None if self.session is None else self.session.expected
+
+    @property
+    def is_declined(self) -> bool:
+        """Whether all `readers` have left before they reserved. False if there are none."""
+        session = self.session
+        if session is None or session.num_awaited or not session.expected:
+            return False
+        return all(each.ended and each.reserve is None for each in tuple(session.destinations.values()))
+
     def needed(self, component: str) -> TokenRange | None:
         """The tokens `[start, stop)` of `component` that the receivers need; `None` until all of them have reserved."""
         check_process(self._control)

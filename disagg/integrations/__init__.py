@@ -1,1 +1,1 @@
-"""Inference servers that run on this library. Importing one of these packages imports the server."""
+"""Inference servers that run on this library. Importing this package imports no server."""

@@ -11,8 +11,10 @@ from typing import Any
 from disagg.core.errors import ConfigError
 from disagg.layout.agreement import ModelId
 
-_IGNORED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
-"""Fields that do not change the state of a request, or that the layouts already compare. So are all `*_token_id`."""
+_IGNORED = frozenset({
+    "_commit_hash", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Fields that do not change the state of a request, or that the layouts already compare. So are the ids of tokens."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def model_id(config: Mapping[str, Any]) -> ModelId:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: each for key, each in value.items() if key not in _IGNORED and not key.endswith("_token_id")}
+        kept = {key: each for key, each in value.items() if key not in _IGNORED and not key.endswith(("_token_id", "_token_ids"))}
         return {key: _described(each) for key, each in kept.items()}
     return [_described(each) for each in value] if isinstance(value, list) else value
 

@@ -1,0 +1,81 @@
+"""What SGLang's `KVArgs` do not say about a rank's memory, and what its pools do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.core.memory import CPU, Device
+from disagg.core.topology import Topology
+from disagg.state.declare import Block
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageFacts:
+    """Paged tensors of one pool. `layers` are this rank's, by their numbers in the whole model, in the order of the pool.
+
+    With `num_kv_heads` there are a K and a V per layer, of `dims` elements per head; these are the model's heads, not this
+    rank's. Without (`None`) there is one latent per layer, of `dims[0]` elements.
+    """
+
+    layers: tuple[int, ...]
+    dtype: str
+    dims: tuple[int, ...]
+    num_kv_heads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotFacts:
+    """One tensor of recurrent state: one layer, with a slot per request.
+
+    `axes` and `shape` describe a slot on this rank. The axis `sharded` is divided over tensor-parallel ranks, each of `blocks`
+    by itself. `None`: every rank has the same bytes.
+    """
+
+    role: str
+    layer: int
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    sharded: str | None = None
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexFacts:
+    """Index keys of sparse attention: one key per `tokens_per_key` tokens, of `key_dim` elements in FP8 with a 4-byte scale.
+
+    `tail` is the number of tokens in a request's ring of tokens that have no key yet, 0 without one.
+    """
+
+    layers: tuple[int, ...]
+    key_dim: int
+    tokens_per_key: int = 1
+    tail: int = 0
+    tail_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingFacts:
+    """Rows of a window that are addressed by request and position: `row_nbytes` bytes a token, the same on every rank."""
+
+    layers: tuple[int, ...]
+    row_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything about one rank's pools that its `KVArgs` lack.
+
+    `window` is the number of tokens before the next one that sliding layers need.
+    """
+
+    topology: Topology
+    device: Device = CPU
+    kv: PageFacts | None = None
+    draft: PageFacts | None = None
+    window_kv: PageFacts | None = None
+    window: int | None = None
+    slots: tuple[SlotFacts, ...] = ()
+    index: IndexFacts | None = None
+    draft_index: IndexFacts | None = None
+    ring: RingFacts | None = None

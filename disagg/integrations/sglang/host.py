@@ -1,0 +1,88 @@
+"""What the manager asks of the SGLang process that it lives in: pools, the ranks of its instance, the lengths of requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.core.topology import Topology
+from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.pools import Pools, read_facts
+from disagg.layout.agreement import ModelId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
+    `from_leader` returns what rank 0 of the instance gives. `num_tokens` says how many tokens a receiver's request has.
+    """
+
+    model: ModelId
+    read_facts: Callable[[Topology], Facts]
+    gather: Callable[[Any], list[Any]]
+    from_leader: Callable[[Any], Any]
+    num_tokens: Callable[[Any], int]
+
+
+def host_of(queue: Any) -> Host:
+    """The host of a scheduler's `PrefillBootstrapQueue` or `DecodePreallocQueue`.
+
+    Decode keeps the pages of a failed request until disagg says that nothing can write there: SGLang's own 30 seconds would
+    prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import get_parallel
+
+    scheduler, parallel = queue.scheduler, get_parallel()
+    _check_options(scheduler, parallel)
+    transfers = getattr(queue, "transfer_queue", None)
+    if transfers is not None:
+        transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
+    config = scheduler.model_config
+    pools = Pools(
+        kv=queue.token_to_kv_pool,
+        draft=queue.draft_token_to_kv_pool,
+        requests=scheduler.req_to_token_pool,
+        config=config,
+        recurrent_config=mambaish_config(config),
+        window=getattr(scheduler, "sliding_window_size", None),
+    )
+
+    def num_tokens(receiver: Any) -> int:
+        request = next(each.req for each in queue.queue if each.kv_receiver is receiver)
+        return int(queue._rebootstrap_prefill_len(request))
+
+    return Host(
+        model=model_id(read_config(_config_file(config.model_path, getattr(config, "revision", None)))),
+        read_facts=lambda topology: read_facts(pools, topology),
+        gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
+        from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),
+        num_tokens=num_tokens,
+    )
+
+
+def _config_file(path: str, revision: str | None) -> Path:
+    """The model's `config.json`, in its folder or in the cache of downloaded models."""
+    if Path(path).is_dir():
+        return Path(path, "config.json")
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, "config.json", revision=revision))
+
+
+def _check_options(scheduler: Any, parallel: Any) -> None:
+    refused = {
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
+        "--enable-cp-tp-group-sharing": parallel.enable_cp_tp_group_sharing,
+        "--dcp-size": parallel.attn_dcp_size > 1,
+        "--enable-hisparse": scheduler.enable_hisparse,
+    }
+    found = [option for option, given in refused.items() if given]
+    if found:
+        raise ConfigError(f"transfer backend disagg: expected no {found[0]}, which it does not support")

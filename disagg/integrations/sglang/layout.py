@@ -1,0 +1,251 @@
+"""SGLang's `KVArgs` and `Facts` as components.
+
+`KVArgs` list addresses, lengths and sizes of rows: K of all layers, then V, then draft layers; and the same for each kind of
+state in `state_types`. Every size is compared with the facts, so that a misread layout is an error and not damage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from disagg.core.errors import ConfigError
+from disagg.core.memory import ITEMSIZE, RawTensor
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.layout.placement import Component
+from disagg.state import paged, sparse
+from disagg.state.declare import Inner, Role, State, blocks_by_tp, by_tp, whole
+
+SUPPORTED = ("mamba", "swa", "swa_ring", "dsa", "dsa_tail")
+"""The values of `state_types` that can be moved."""
+
+
+class KVArgs(Protocol):
+    """The fields of SGLang's `KVArgs` that say where memory is. State lists have one list per kind in `state_types`."""
+
+    page_size: int
+    kv_data_ptrs: list[int]
+    kv_data_lens: list[int]
+    kv_item_lens: list[int]
+    num_draft_entries: int
+    state_types: list[Any]
+    state_data_ptrs: list[list[int]]
+    state_data_lens: list[list[int]]
+    state_item_lens: list[list[int]]
+    state_dim_per_tensor: list[list[int]]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One buffer: `nbytes` from `pointer`, in rows of `row_nbytes`. `what` names its field of `KVArgs`."""
+
+    what: str
+    pointer: int
+    nbytes: int
+    row_nbytes: int
+
+    def rows(self, expected_nbytes: int) -> int:
+        """The number of rows. Raises `ConfigError` if a row is not of that size."""
+        if self.row_nbytes != expected_nbytes:
+            raise ConfigError(f"{self.what}: expected {expected_nbytes} bytes a row, found {self.row_nbytes}")
+        return self.nbytes // self.row_nbytes
+
+
+def components(kv_args: KVArgs, stages: Sequence[Facts], *, pp_rank: int = 0) -> list[Component]:
+    """The components of one rank: `stages[pp_rank]` describes it, the others the other stages of its pipeline.
+
+    Raises `ConfigError` that names the field of `KVArgs` for a kind of state that cannot be moved, and where sizes contradict
+    the facts.
+    """
+    own = stages[pp_rank]
+    states = _state_entries(kv_args)
+    num_draft = kv_args.num_draft_entries
+    entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
+    split = len(entries) - num_draft
+    found: list[Component | None] = [
+        _pages("kv", [s.kv for s in stages], own.kv, entries[:split], kv_args.page_size, own),
+        _pages("draft", [s.draft for s in stages], own.draft, entries[split:], kv_args.page_size, own, optional=True),
+        _pages("window", [s.window_kv for s in stages], own.window_kv, states.pop("swa", []), kv_args.page_size, own),
+        _slots([s.slots for s in stages], own, states.pop("mamba", [])),
+        *_index(stages, own, states.pop("dsa", []), kv_args.page_size),
+        _index_tail([s.index for s in stages], own, states.pop("dsa_tail", [])),
+        _ring([s.ring for s in stages], own, states.pop("swa_ring", [])),
+    ]
+    return [component for component in found if component is not None]
+
+
+def _entries(what: str, pointers: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> list[_Entry]:
+    return [_Entry(f"{what}_item_lens[{i}]", *each) for i, each in enumerate(zip(pointers, lengths, rows, strict=True))]
+
+
+def _state_entries(kv_args: KVArgs) -> dict[str, list[_Entry]]:
+    """The buffers of each kind of state, without the empty ones: layers that use another layer's index keys have such.
+
+    Raises `ConfigError` for a kind that is not supported, or that comes twice.
+    """
+    found: dict[str, list[_Entry]] = {}
+    for i, kind in enumerate(kv_args.state_types):
+        name = str(getattr(kind, "value", kind))
+        if name not in SUPPORTED or name in found:
+            raise ConfigError(f"state_types[{i}]: expected one each of {', '.join(SUPPORTED)}, found {name!r}")
+        lists = kv_args.state_data_ptrs[i], kv_args.state_data_lens[i], kv_args.state_item_lens[i]
+        found[name] = [entry for entry in _entries(f"state_item_lens[{i}]", *lists) if entry.row_nbytes]
+    return found
+
+
+def _stages(facts: Sequence[Any]) -> tuple[Any, list[tuple[int, ...]]]:
+    """The facts of any stage that has some, and the layers of each stage."""
+    return next((each for each in facts if each is not None), None), [each.layers if each is not None else () for each in facts]
+
+
+def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
+    if len(entries) != expected:
+        raise ConfigError(f"component {name!r}: expected {expected} buffers in KVArgs, found {len(entries)}")
+
+
+def _pages(
+    name: str,
+    stages: Sequence[PageFacts | None],
+    own: PageFacts | None,
+    entries: Sequence[_Entry],
+    page_size: int,
+    rank: Facts,
+    *,
+    optional: bool = False,
+) -> Component | None:
+    """Paged K and V, or latents."""
+    any_facts, layers = _stages(stages)
+    own_layers = own.layers if own is not None else ()
+    if any_facts is None:
+        _check_count(name, entries, 0)
+        return None
+    given: dict[str, Any] = {"layers_by_stage": layers, "name": name, "topology": rank.topology, "optional": optional}
+    if any_facts.num_kv_heads is None:
+        _check_count(name, entries, len(own_layers))
+        (dim,) = any_facts.dims
+        tensors = {
+            layer: _paged(entry, (page_size, dim), any_facts.dtype, rank)
+            for layer, entry in zip(own_layers, entries, strict=True)
+        }
+        return paged.mla(tensors, dim=dim, dtype=any_facts.dtype, **given)
+    _check_count(name, entries, 2 * len(own_layers))
+    heads = by_tp(any_facts.num_kv_heads).local_size(rank.topology)
+    pairs = {
+        layer: tuple(
+            _paged(entry, (page_size, heads, dim), any_facts.dtype, rank)
+            for entry, dim in zip((entries[i], entries[len(own_layers) + i]), any_facts.dims, strict=True)
+        )
+        for i, layer in enumerate(own_layers)
+    }
+    return paged.gqa(
+        pairs,
+        axes=paged.ORDERS["nhd"],
+        num_kv_heads=any_facts.num_kv_heads,
+        dims=any_facts.dims,
+        dtype=any_facts.dtype,
+        **given,
+    )
+
+
+def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:
+    """The buffer as contiguous rows of that shape."""
+    rows = entry.rows(math.prod(shape) * ITEMSIZE[dtype])
+    strides = [1]
+    for size in reversed(shape):
+        strides.append(strides[-1] * size)
+    return RawTensor(entry.pointer, (rows, *shape), tuple(reversed(strides)), dtype, rank.device)
+
+
+def _slots(stages: Sequence[Sequence[SlotFacts]], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+    """Recurrent state: the facts are in the order of the buffers."""
+    _check_count("ssm", entries, len(own.slots))
+    all_facts = [slot for stage in stages for slot in stage]
+    if not all_facts:
+        return None
+    roles: dict[str, Role] = {}
+    tensors: dict[str, dict[int, RawTensor]] = {}
+    for slot in all_facts:
+        if slot.role not in roles:
+            roles[slot.role] = _slot_role(slot)
+            tensors[slot.role] = {}
+    for slot, entry in zip(own.slots, entries, strict=True):
+        tensors[slot.role][slot.layer] = _paged(entry, slot.shape, slot.dtype, own)
+    layers = [tuple(dict.fromkeys(slot.layer for slot in stage)) for stage in stages]
+    state = State(name="ssm", rows="slot", layers=(), roles=tuple(roles.values()))
+    return state.component(tensors, topology=own.topology, layers_by_stage=layers)
+
+
+def _slot_role(slot: SlotFacts) -> Role:
+    inner: dict[str, Inner] = {axis: whole(size) for axis, size in zip(slot.axes, slot.shape, strict=True)}
+    if slot.sharded is not None:
+        inner[slot.sharded] = blocks_by_tp(slot.blocks)
+    return Role(name=slot.role, axes=" ".join(("slot", *slot.axes)), inner=inner, dtype=slot.dtype)
+
+
+def _index(stages: Sequence[Facts], own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
+    """Index keys of the model, and of its draft layers."""
+    num_own = len(own.index.layers) if own.index is not None else 0
+    parts = (
+        ("index", [s.index for s in stages], own.index, entries[:num_own]),
+        ("draft_index", [s.draft_index for s in stages], own.draft_index, entries[num_own:]),
+    )
+    found = []
+    for name, by_stage, facts, buffers in parts:
+        any_facts, layers = _stages(by_stage)
+        own_layers = facts.layers if facts is not None else ()
+        _check_count(name, buffers, len(own_layers))
+        if any_facts is None:
+            continue
+        shape = (page_size // any_facts.tokens_per_key * (any_facts.key_dim + 4),)
+        found.append(
+            sparse.index_keys(
+                {layer: _paged(buffer, shape, "uint8", own) for layer, buffer in zip(own_layers, buffers, strict=True)},
+                page_size=page_size,
+                topology=own.topology,
+                key_nbytes=any_facts.key_dim,
+                tokens_per_key=any_facts.tokens_per_key,
+                name=name,
+                layers_by_stage=layers,
+            )
+        )
+    return found
+
+
+def _index_tail(stages: Sequence[IndexFacts | None], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+    """The rings of tokens that have no index key yet: all keys, then all scores."""
+    facts, layers = _stages(stages)
+    if facts is None or not facts.tail:
+        _check_count("index_tail", entries, 0)
+        return None
+    own_layers = own.index.layers if own.index is not None else ()
+    _check_count("index_tail", entries, 2 * len(own_layers))
+    roles = [
+        Role(name=name, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
+        for name in ("key", "score")
+    ]
+    halves = entries[: len(own_layers)], entries[len(own_layers) :]
+    tensors = {
+        role.name: {
+            layer: _paged(entry, (facts.tail, facts.key_dim), facts.tail_dtype, own)
+            for layer, entry in zip(own_layers, half, strict=True)
+        }
+        for role, half in zip(roles, halves, strict=True)
+    }
+    state = State(name="index_tail", rows="pages", layers=(), roles=tuple(roles))
+    return state.component(tensors, topology=own.topology, layers_by_stage=layers)
+
+
+def _ring(stages: Sequence[RingFacts | None], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+    """Rows of one token each, addressed by request and position."""
+    facts, layers = _stages(stages)
+    own_layers = own.ring.layers if own.ring is not None else ()
+    _check_count("ring", entries, len(own_layers))
+    if facts is None:
+        return None
+    role = Role(name="row", axes="page token byte", inner={"byte": whole(facts.row_nbytes)}, dtype="uint8")
+    shape = (1, facts.row_nbytes)
+    tensors = {layer: _paged(entry, shape, "uint8", own) for layer, entry in zip(own_layers, entries, strict=True)}
+    state = State(name="ring", rows="pages", layers=(), roles=(role,))
+    return state.component({"row": tensors}, topology=own.topology, layers_by_stage=layers)

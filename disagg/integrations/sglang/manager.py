@@ -1,0 +1,228 @@
+"""The manager of one SGLang rank: joins SGLang's table of rooms and its bootstrap server with a `KVManager`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import requests
+import sglang
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from disagg.config import Config
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.leases import Lease
+from disagg.core.topology import Topology
+from disagg.integrations.sglang.host import Host
+from disagg.integrations.sglang.layout import components
+from disagg.integrations.sglang.payload import MetadataBuffers
+from disagg.integrations.sglang.rows import request_id
+from disagg.manager import KVManager
+
+logger = logging.getLogger(__name__)
+
+ENGINE = f"sglang {sglang.__version__}"
+COLLECT_EVERY_S = 200e-6
+"""The scheduler polls every request in each step. Between two looks at the events at least this time passes."""
+NUM_ROOMS = 1 << 16
+"""How many rooms are remembered, for the number of their attempts."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prefill instance as decode finds it through the bootstrap server. `group` is the data-parallel group of a request."""
+
+    name: str
+    address: str
+    group: int
+
+
+class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
+    """One rank. `host` is set before SGLang builds it.
+
+    The control address of rank 0 stands for the instance. It is what every prefill rank registers with the bootstrap server,
+    and its host and port are the instance's name, so decode needs nothing else to find a prefill instance. Prefill learns
+    about decode from the reservation.
+    """
+
+    supports_deferred_decode_kv_release = True
+    host: ClassVar[Host]
+    local_ip: str
+    rank_port: int
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
+        self.live: dict[int, Any] = {}
+        self.waiting: dict[int, Any] = {}
+        self.held: dict[int, list[Lease]] = {}
+        self._attempts: OrderedDict[int, int] = OrderedDict()
+        self._prefills: dict[tuple[str, int], Prefill] = {}
+        self._seen: set[str] = set()
+        self._gone: dict[str, str] = {}
+        self._collect_at = 0.0
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.enable_deferred_decode_kv_release = True
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._start()
+        else:
+            self.is_dummy_cp_rank = False  # every rank of a context-parallel group has all tokens, and they share the work
+
+    def _start(self) -> None:
+        """Build the `KVManager` at the port that SGLang has reserved for this rank's control messages."""
+        args, host = self.kv_args, self.host
+        self._zmq_ctx.destroy(linger=0)
+        own = _tcp(self.local_ip, self.rank_port)
+        leader = host.from_leader(own)
+        topology = Topology(
+            dp=self.attn_dp_size,
+            pp=self.pp_size,
+            cp=self.attn_cp_size,
+            tp=self.attn_tp_size,
+            dp_rank=self.attn_dp_rank,
+            pp_rank=self.pp_rank,
+            cp_rank=self.attn_cp_rank,
+            tp_rank=self.attn_tp_rank,
+        )
+        self.facts = host.read_facts(topology)
+        parts = components(args, host.gather(self.facts), pp_rank=self.pp_rank)
+        config = Config.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
+        if config.keys is not None:
+            raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
+        given = config.manager_arguments()
+        self.transfers = KVManager(topology=topology, components=parts, model=host.model, admit="any", **given)
+        self.components = tuple(part.name for part in parts)
+        self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
+        self.leader = leader
+
+    def register_to_bootstrap(self) -> None:
+        """Register rank 0's control address, on every rank. SGLang calls this on prefill, while it builds the manager."""
+        self._start()
+        self.local_ip, port = self.leader.removeprefix("tcp://").rsplit(":", 1)
+        self.rank_port = int(port)
+        super().register_to_bootstrap()
+
+    # -- rooms -------------------------------------------------------------------------------------------------------
+
+    def check_status(self, bootstrap_room: int) -> Any:
+        self.collect()
+        return super().check_status(bootstrap_room)
+
+    def check_status_pp_consensus(self, bootstrap_room: int) -> Any:
+        self.collect()
+        return super().check_status_pp_consensus(bootstrap_room)
+
+    def collect(self) -> None:
+        """Bring the table of rooms up to date."""
+        now = time.monotonic()
+        if now < self._collect_at:
+            return
+        for event in self.transfers.events():
+            owner = event.tag
+            is_live = owner is not None and self.live.get(owner.bootstrap_room) is owner
+            if is_live:
+                owner.ended(event)
+        for sender in list(self.waiting.values()):
+            sender.look()
+        self._collect_at = time.monotonic() + COLLECT_EVERY_S
+
+    def fail(self, room: int, error: DisaggError | str) -> None:
+        self.record_failure(room, str(error))
+        self.update_status(room, KVPoll.Failed)
+
+    def next_attempt(self, room: int) -> int:
+        """How often this room was used before. All ranks of a group create the receivers of a room in the same order."""
+        attempt = self._attempts[room] = self._attempts.pop(room, -1) + 1
+        if len(self._attempts) > NUM_ROOMS:
+            self._attempts.popitem(last=False)
+        return attempt
+
+    # -- release of decode's pages -----------------------------------------------------------------------------------
+
+    def hold(self, room: int, lease: Lease) -> None:
+        """Keep the pages of a failed request until nothing can write there."""
+        self.held.setdefault(room, []).append(lease)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  SGLang's name
+        """Whether nothing can write to the pages that failed requests of this room had. SGLang's count is not used."""
+        return all(lease.released for lease in self.held.get(bootstrap_room, ()))
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self.held.pop(bootstrap_room, None)
+
+    # -- prefill instances, as decode finds them ---------------------------------------------------------------------
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the bootstrap server has described its instance. Layouts are compared by the handshake, not here."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        every = {"prefill_dp_rank": -1, "prefill_cp_rank": -1, "target_tp_rank": -1, "target_pp_rank": -1}
+        try:
+            answer = requests.get(f"http://{bootstrap_addr}/route", params=every, timeout=5)
+            answer.raise_for_status()
+            info = PrefillServerInfo(**answer.json())
+        except (requests.RequestException, TypeError, ValueError) as error:
+            logger.warning("bootstrap server %s: %s", bootstrap_addr, error)
+            return False
+        self._resolve_rank_mapping(info)
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Which rank sends what is decided by the plans."""
+        info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    def locate(self, receiver: Any) -> Prefill | None:
+        """The instance that serves a receiver's request, from the bootstrap server if it is not known yet."""
+        key = receiver.bootstrap_addr, receiver.prefill_dp_rank
+        if key not in self._prefills:
+            addresses = []
+            for dp_rank in sorted({0, receiver.prefill_dp_rank}):
+                found = receiver._get_bootstrap_info_from_server(dp_rank, 0, 0, 0)
+                if found is None:
+                    return None
+                addresses.append(_tcp(found["rank_ip"], found["rank_port"]))
+            address = addresses[-1]
+            # Attention data parallelism: groups of one instance. SGLang's other kind: an instance for each rank.
+            group = receiver.prefill_dp_rank if addresses[0] == address else 0
+            prefill = self._prefills[key] = Prefill(_name(address), address, group)
+            gone = self._gone.pop(receiver.bootstrap_addr, prefill.name)
+            if gone != prefill.name:
+                self.transfers.remove_peer(gone)
+        return self._prefills[key]
+
+    def decline(self, receiver: Any) -> None:
+        """Tell prefill that a request is not wanted, for which nothing was reserved."""
+        to = receiver.prefill
+        try:
+            self.transfers.decline(
+                request_id(receiver.bootstrap_room), peer=to.name, address=to.address, group=to.group, attempt=receiver.attempt
+            )
+        except DisaggError as error:
+            logger.warning("room %s: %s", receiver.bootstrap_room, error)
+
+    def check_prefill(self, bootstrap_addr: str) -> None:
+        """Forget an instance that was ready and is not any more: the bootstrap server may know its successor."""
+        for key, prefill in list(self._prefills.items()):
+            if key[0] != bootstrap_addr:
+                continue
+            if self.transfers.peer(prefill.name).state == "ready":
+                self._seen.add(prefill.name)
+            elif prefill.name in self._seen:
+                self._seen.discard(prefill.name)
+                self._gone[bootstrap_addr] = prefill.name
+                del self._prefills[key]
+                self.prefill_info_table.pop(bootstrap_addr, None)
+
+
+def _tcp(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _name(address: str) -> str:
+    return address.removeprefix("tcp://")

@@ -1,0 +1,78 @@
+"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each of its processes, before it reads its arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.integrations.sglang import TESTED
+
+NAME = "disagg"
+ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
+
+
+def register() -> None:
+    """Make `--disaggregation-transfer-backend disagg` known to this process.
+
+    Raises `ConfigError` for a version of SGLang that was not tested; SGLang logs it and goes on without the backend.
+    """
+    import sglang
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if sglang.__version__ not in TESTED and os.environ.get(ANY_VERSION) != "1":
+        raise ConfigError(
+            f"SGLang {sglang.__version__}: expected {' or '.join(TESTED)}, which were tested; {ANY_VERSION}=1 tries it"
+        )
+    if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    add_disagg_transfer_backend_choices([NAME])
+    _add_member(TransferBackend)
+    utils, queues = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation"
+    HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
+    for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
+        HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
+
+
+def _add_member(backends: Any) -> None:
+    """Add a member to SGLang's enumeration of backends, which has no way to do so."""
+    member = object.__new__(backends)
+    member._name_, member._value_ = NAME.upper(), NAME
+    backends._member_map_[member._name_] = member
+    backends._member_names_.append(member._name_)
+    backends._value2member_map_[NAME] = member
+
+
+def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """`get_kv_class`, which SGLang calls for each class of a transfer backend."""
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    if transfer_backend.value != NAME or class_type == KVClassType.KVARGS:
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+
+    from disagg.integrations.sglang.manager import DisaggKVManager
+    from disagg.integrations.sglang.receiver import DisaggKVReceiver
+    from disagg.integrations.sglang.sender import DisaggKVSender
+
+    classes = {
+        KVClassType.MANAGER: DisaggKVManager,
+        KVClassType.SENDER: DisaggKVSender,
+        KVClassType.RECEIVER: DisaggKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer,
+    }
+    return classes.get(class_type)
+
+
+def _init_kv_manager(original: Callable[[Any], Any], queue: Any) -> Any:
+    """The scheduler's queue builds the manager: it also has the pools, which `KVArgs` describe only in part."""
+    if queue.transfer_backend.value != NAME:
+        return original(queue)
+    from disagg.integrations.sglang.host import host_of
+    from disagg.integrations.sglang.manager import DisaggKVManager
+
+    DisaggKVManager.host = host_of(queue)
+    return original(queue)

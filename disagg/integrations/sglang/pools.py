@@ -1,0 +1,183 @@
+"""Reads `Facts` from SGLang's pools. Needs no import of SGLang: pools are known by the names of their classes.
+
+Only classes whose memory is known are read. Everything else is refused by name, because a wrong guess would damage requests
+without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.core.memory import Device
+from disagg.core.topology import Topology
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, SlotFacts
+from disagg.state.declare import Block, blocks_by_tp, by_tp
+
+HEADS = "MHATokenToKVPool"
+LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool")
+WINDOWS = "SWAKVPool"
+RECURRENT = "HybridLinearKVPool"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens."""
+
+    kv: Any
+    draft: Any = None
+    requests: Any = None
+    config: Any
+    recurrent_config: Any = None
+    window: int | None = None
+
+
+def read_facts(pools: Pools, topology: Topology) -> Facts:
+    """The facts of this rank. Raises `ConfigError` that names the pool and its field for memory that is not known."""
+    full, layers = _full(pools.kv)
+    heads = pools.config.get_total_num_kv_heads() if _name(full) == HEADS else None
+    found: dict[str, Any] = {
+        "device": _device(full),
+        "kv": _pages("token_to_kv_pool", full, layers, heads, topology),
+        "index": _index(full, layers),
+    }
+    if pools.draft is not None:
+        draft, draft_layers = _full(pools.draft)
+        # The draft model's own number of heads is not known here: it must be the model's.
+        found["draft"] = _pages("draft_token_to_kv_pool", draft, draft_layers, heads, topology)
+        found["draft_index"] = _index(draft, draft_layers)
+    if _name(pools.kv) == WINDOWS:
+        window = pools.kv.swa_kv_pool
+        total = _window_heads(pools.config) if _name(window) == HEADS else None
+        found["window_kv"] = _pages("swa_kv_pool", window, _by_kind(pools.kv, window=True), total, topology)
+        found["window"] = pools.window
+    mamba = getattr(pools.kv, "mamba_pool", None) or getattr(pools.requests, "mamba_pool", None)
+    if mamba is not None:
+        found["slots"] = _slots(mamba, pools.recurrent_config, topology)
+    return Facts(topology=topology, **found)
+
+
+def _name(pool: Any) -> str:
+    return type(pool).__name__
+
+
+def _full(pool: Any) -> tuple[Any, tuple[int, ...]]:
+    """The pool of full attention, and the layers in it by their numbers in the model."""
+    if _name(pool) == WINDOWS:
+        return pool.full_kv_pool, _by_kind(pool, window=False)
+    if _name(pool) == RECURRENT:
+        return pool.full_kv_pool, tuple(pool.full_attention_layer_id_mapping)
+    if _name(pool) in (HEADS, *LATENTS):
+        return pool, tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    raise ConfigError(
+        f"token_to_kv_pool: expected {HEADS}, {', '.join(LATENTS)}, {WINDOWS} or {RECURRENT}, found {_name(pool)}"
+    )
+
+
+def _by_kind(pool: Any, *, window: bool) -> tuple[int, ...]:
+    """The layers of one half of an `SWAKVPool`, in the order of their memory."""
+    found = [(index, layer) for layer, (index, is_window) in pool.layers_mapping.items() if is_window is window]
+    return tuple(layer for _, layer in sorted(found))
+
+
+def _device(pool: Any) -> Device:
+    buffers = pool.k_buffer if _name(pool) == HEADS else pool.kv_buffer
+    return Device.parse(str(buffers[0].device)) if len(buffers) else Device.parse(str(pool.device))
+
+
+def _pages(what: str, pool: Any, layers: tuple[int, ...], heads: int | None, topology: Topology) -> PageFacts:
+    if _name(pool) in LATENTS:
+        dtype = pool.store_dtype if pool.dsa_kv_cache_store_fp8 else pool.dtype  # packed: bytes of several kinds
+        return PageFacts(layers=layers, dtype=_dtype(dtype), dims=(int(pool.kv_cache_dim),))
+    if _name(pool) != HEADS or heads is None:
+        raise ConfigError(f"{what}: expected {HEADS} or {', '.join(LATENTS)}, found {_name(pool)}")
+    if pool.kv_cache_layout != "nhd":
+        raise ConfigError(f"{what}, kv_cache_layout: expected 'nhd', found {pool.kv_cache_layout!r}")
+    if pool.is_quantized_kv_cache:
+        raise ConfigError(f"{what}, quant_method: expected none, found {type(pool.quant_method).__name__}")
+    local = by_tp(heads).local_size(topology)
+    if pool.head_num != local:
+        raise ConfigError(
+            f"{what}, head_num: expected {local} of {heads} KV heads with attention TP {topology.tp}, found {pool.head_num}"
+        )
+    return PageFacts(layers=layers, dtype=_dtype(pool.dtype), dims=(pool.head_dim, pool.v_head_dim), num_kv_heads=heads)
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _window_heads(config: Any) -> int:
+    """KV heads of sliding layers in the whole model, which may differ from those of the others."""
+    text = config.hf_text_config
+    other = getattr(text, "attention_other_setting", None)
+    if other is not None:
+        return int(other["num_attention_groups"])
+    return int(getattr(text, "swa_num_key_value_heads", None) or config.get_total_num_kv_heads())
+
+
+def _index(pool: Any, layers: tuple[int, ...]) -> IndexFacts | None:
+    if _name(pool) != "DSATokenToKVPool":
+        return None
+    own = tuple(layer for layer, skipped in zip(layers, pool.skip_topk_layers, strict=True) if not skipped)
+    tail = pool.index_kpool + pool.tail_extra_slots if pool.kpool_use_compress else 0
+    return IndexFacts(layers=own, key_dim=pool.index_head_dim, tokens_per_key=pool.index_kpool, tail=tail)
+
+
+def _slots(mamba: Any, config: Any, topology: Topology) -> tuple[SlotFacts, ...]:
+    """The tensors of recurrent state, in the order in which `KVArgs` list them, with their axes in the order of memory."""
+    found = []
+    for role, tensor, axis, layer in mamba._iter_transfer_state_entries():
+        what = f"mamba_pool, {role} of layer {layer}"
+        shape, strides = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+        axes = _slot_axes(role, len(shape), axis, grouped=mamba.conv_shard_groups is not None)
+        blocks: tuple[Block, ...] = ()
+        if axis is not None:
+            blocks = _conv_blocks(config, what) if role == "conv" else (Block(shape[axis] * topology.tp, 1),)
+            local = blocks_by_tp(blocks).local_size(topology)
+            if local != shape[axis]:
+                raise ConfigError(
+                    f"{what}, axis {axes[axis]}: expected {local} with attention TP {topology.tp}, found {shape[axis]}"
+                )
+        order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+        if [strides[i] for i in order] != [math.prod(shape[j] for j in order[at + 1 :]) for at in range(len(order))]:
+            raise ConfigError(f"{what}: expected a slot without gaps, found strides {strides} of shape {shape}")
+        found.append(
+            SlotFacts(
+                role=role,
+                layer=layer,
+                axes=tuple(axes[i] for i in order),
+                shape=tuple(shape[i] for i in order),
+                dtype=_dtype(tensor.dtype),
+                sharded=None if axis is None else axes[axis],
+                blocks=blocks,
+            )
+        )
+    return tuple(found)
+
+
+def _slot_axes(role: str, num_axes: int, sharded: int | None, *, grouped: bool) -> tuple[str, ...]:
+    """Names of a slot's axes. SGLang's own order is `channel width`, in Kimi's models `width channel`."""
+    if role == "conv" and num_axes == 2:
+        return ("channel", "width") if sharded == 0 else ("width", "channel")
+    if num_axes == 3:
+        return ("head", "value_dim", "key_dim") if grouped else ("head", "head_dim", "state")
+    return tuple(f"axis{i}" for i in range(num_axes))
+
+
+def _conv_blocks(config: Any, what: str) -> tuple[Block, ...]:
+    """The blocks of a convolution's channels in the whole model, each divided over ranks by itself."""
+    shape = config.mamba2_cache_params.shape if config is not None else None
+    if shape is None:
+        raise ConfigError(f"{what}: expected a configuration of recurrent layers, found none")
+    if shape.conv_shard_groups is not None:
+        return tuple(Block(size, 1) for size in shape.conv_shard_groups)
+    if shape.conv_dim == shape.intermediate_size:
+        return (Block(shape.intermediate_size, 1),)
+    groups = next((getattr(config, name) for name in ("mamba_n_groups", "n_groups") if hasattr(config, name)), None)
+    if groups is None or shape.intermediate_size != shape.num_heads * shape.head_dim:
+        raise ConfigError(f"{what}, conv_shard_groups: expected the blocks of {shape.conv_dim} channels, found none")
+    shared = Block(int(groups), shape.state_size, groups=True)
+    return (Block(shape.num_heads, shape.head_dim), shared, shared)

@@ -1,0 +1,105 @@
+"""The receiver of one request on one decode rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from disagg.core.errors import DisaggError
+from disagg.integrations.sglang.manager import ENGINE, Prefill
+from disagg.integrations.sglang.rows import full_pages, needs, request_id, state_rows
+from disagg.protocol.types import Event
+from disagg.requests import Receiver
+
+
+class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+    """Reserves the pages of a room at the instance that the bootstrap server names."""
+
+    handle: Receiver | None = None
+    prefill: Prefill | None = None
+    bootstrap_infos: list[dict[str, Any]] | None = None
+    declined = False
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        mgr.check_prefill(bootstrap_addr)
+        mgr.live[bootstrap_room] = self
+        self.attempt = mgr.next_attempt(bootstrap_room)
+
+    def _setup_bootstrap_infos(self) -> None:
+        """SGLang's `init`: find the instance. `bootstrap_infos` must not be empty once it is found."""
+        self.prefill = self.kv_mgr.locate(self)
+        if self.prefill is None:
+            self.kv_mgr.fail(self.bootstrap_room, f"bootstrap server {self.bootstrap_addr} did not name a prefill instance")
+            self.conclude_state = KVPoll.Failed
+        else:
+            self.bootstrap_infos = [{"address": self.prefill.address, "is_dummy": False}]
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,
+    ) -> None:
+        """Reserve pages, for the tokens from `decode_prefix_len` on, and rows of state."""
+        mgr, prefix = self.kv_mgr, decode_prefix_len or 0
+        if self.prefill is None or destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+            mgr.fail(self.bootstrap_room, "expected pages of the device's own pools, after init()")
+            return
+        self.aux_index = aux_index
+        kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, mgr.host.num_tokens(self)
+        try:
+            rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
+            rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, page_size=page_size, facts=mgr.facts)
+            self.handle = mgr.transfers.receiver(
+                request_id(self.bootstrap_room),
+                peer=self.prefill.name,
+                address=self.prefill.address,
+                group=self.prefill.group,
+                attempt=self.attempt,
+                rows=rows,
+                need=needs(rows, num_tokens=num_tokens, prefix=prefix, facts=mgr.facts),
+                deadline_s=None,
+                tag=self,
+                label=f"room {self.bootstrap_room}",
+            )
+        except DisaggError as error:
+            mgr.fail(self.bootstrap_room, error)
+        else:
+            self.init_time = time.time()
+
+    def ended(self, event: Event) -> None:
+        if not event.ok:
+            self.kv_mgr.fail(self.bootstrap_room, event.error or "the transfer failed")
+            return
+        try:
+            self.kv_mgr.metadata.write(self.aux_index, event.payload, engine=ENGINE)
+        except DisaggError as error:
+            self.kv_mgr.fail(self.bootstrap_room, error)
+        else:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """End the request, here and on prefill. SGLang then waits for `is_abort_release_safe`, if pages were reserved."""
+        if self.handle is not None:
+            super().ensure_abort_notified(force_arm=force_arm)
+        elif self.prefill is not None and not self.declined:
+            self.declined = True
+            self.kv_mgr.decline(self)
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002  SGLang's name
+        assert self.handle is not None
+        self.kv_mgr.hold(self.bootstrap_room, self.handle.lease)
+        self.handle.abort("aborted by decode's scheduler")
+
+    def _clear(self) -> None:
+        super()._clear()
+        if self.kv_mgr.live.get(self.bootstrap_room) is self:
+            del self.kv_mgr.live[self.bootstrap_room]

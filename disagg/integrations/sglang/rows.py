@@ -1,0 +1,86 @@
+"""SGLang's lists of pages and state indices as rows, and as the tokens that decode needs.
+
+SGLang's lists carry no positions. Those of windows and index keys end at the last page of the request; so do ring rows at its
+last token. The number of tokens therefore says where a list starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages, Rows, Slot, TokenRange
+from disagg.integrations.sglang.facts import Facts
+from disagg.state.window import ring_rows
+
+
+def request_id(room: int) -> bytes:
+    """The request id of a room."""
+    return room.to_bytes(16, "big")
+
+
+def to_the_end(ids: Any, num_tokens: int, *, page_size: int) -> Pages:
+    """Pages of which the last has the last of `num_tokens` tokens. Raises `LayoutError` for more pages than these fill."""
+    listed = np.asarray(ids).reshape(-1)
+    first_page = -(-num_tokens // page_size) - len(listed)
+    if first_page < 0:
+        raise LayoutError(f"state list: expected at most {-(-num_tokens // page_size)} pages for {num_tokens} tokens of "
+                          f"{page_size} a page, found {len(listed)}")  # fmt: skip
+    return Pages(listed, first_token=first_page * page_size)
+
+
+def state_rows(
+    kinds: Sequence[Any], lists: Sequence[Any] | None, *, num_tokens: int, page_size: int, facts: Facts
+) -> dict[str, Rows]:
+    """The rows of one request's state, by component, from one list for each of `kinds`.
+
+    Raises `LayoutError` if a list is missing, or cannot belong to a request of `num_tokens` tokens.
+    """
+    if len(kinds) != len(lists or ()):
+        raise LayoutError(f"state lists: expected {len(kinds)}, one for each kind of state, found {len(lists or ())}")
+    rows: dict[str, Rows] = {}
+    for kind, listed in zip(kinds, lists or (), strict=True):
+        name = str(getattr(kind, "value", kind))
+        if listed is None:
+            raise LayoutError(f"state list of {name!r}: expected indices, found none")
+        if name == "mamba":
+            rows["ssm"] = Slot(int(np.asarray(listed).reshape(-1)[0]))
+        elif name == "swa":
+            rows["window"] = to_the_end(listed, num_tokens, page_size=page_size)
+        elif name == "swa_ring":
+            rows["ring"] = to_the_end(listed, num_tokens, page_size=1)
+        elif name == "dsa":
+            rows["index"] = to_the_end(listed, num_tokens, page_size=page_size)
+            if facts.draft_index is not None:
+                rows["draft_index"] = rows["index"]
+        elif name == "dsa_tail" and facts.index is not None:
+            need = num_tokens - num_tokens % facts.index.tokens_per_key, num_tokens
+            rows["index_tail"] = ring_rows(int(listed[0]) if len(listed) else 0, need=need, stride=facts.index.tail)
+    return rows
+
+
+def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
+    """The tokens `[start, stop)` that decode needs of each component of pages, if it has the first `prefix` tokens."""
+    found: dict[str, TokenRange] = {}
+    for name, each in rows.items():
+        if isinstance(each, Slot):
+            continue
+        start = max(prefix, each.first_token)
+        if name == "window" and facts.window is not None:
+            start = max(start, num_tokens - facts.window)
+        elif name == "ring":
+            start = each.first_token  # a ring is never a prefix
+        elif name == "index_tail" and facts.index is not None:
+            start = num_tokens - num_tokens % facts.index.tokens_per_key
+        found[name] = (min(start, num_tokens), num_tokens)
+    return found
+
+
+def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
+    """The pages of full attention from `first_token` on: the model's, and those of its draft layers, which share the ids."""
+    pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
+    found = {"kv": facts.kv, "draft": facts.draft}
+    return {name: pages for name, each in found.items() if each is not None and each.layers}

@@ -1,0 +1,110 @@
+"""The sender of one request on one prefill rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from disagg.core.errors import DisaggError
+from disagg.integrations.sglang.manager import ENGINE
+from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
+from disagg.protocol.types import Event
+from disagg.requests import Sender
+
+
+class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
+    """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have."""
+
+    handle: Sender | None = None
+    _early_send_wait_event: Any
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self.next_token = 0
+        if mgr.request_status.get(bootstrap_room) != KVPoll.Bootstrapping:
+            return
+        mgr.live[bootstrap_room] = self
+        label = f"room {bootstrap_room}"
+        try:
+            self.handle = mgr.transfers.sender(
+                request_id(bootstrap_room), peer=None, attempt=None, deadline_s=None, tag=self, label=label
+            )
+        except DisaggError as error:
+            mgr.fail(bootstrap_room, error)
+        else:
+            mgr.waiting[bootstrap_room] = self
+
+    def look(self) -> None:
+        """Go on to `WaitingForInput` once decode has reserved. Then it is known which tokens decode has already."""
+        mgr, room, handle = self.kv_mgr, self.bootstrap_room, self.handle
+        if handle is None or handle.readers is None:
+            return
+        found = {name: handle.needed(name) for name in mgr.components}
+        if handle.is_declined:
+            del mgr.waiting[room]
+            mgr.fail(room, "decode does not want the request")
+            return
+        if handle.readers and all(need is None for need in found.values()):
+            return
+        del mgr.waiting[room]
+        need, page_size = found.get("kv"), mgr.kv_args.page_size
+        mgr.req_to_decode_prefix_len[room] = need[0] // page_size * page_size if need else 0
+        mgr.update_status(room, KVPoll.WaitingForInput)
+
+    def pop_decode_prefix_len(self) -> int:
+        self.next_token = int(super().pop_decode_prefix_len())
+        return self.next_token
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """Send the next `num_kv_tokens` tokens. The last chunk has a list of state indices, perhaps an empty one."""
+        if self.conclude_state is not None or self.handle is None:
+            return
+        mgr, start = self.kv_mgr, self.next_token
+        stop = self.next_token = start + (len(kv_indices) * mgr.kv_args.page_size if num_kv_tokens is None else num_kv_tokens)
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        try:
+            rows = full_pages(np.asarray(kv_indices), start, facts=mgr.facts)
+            if rows and start < stop:
+                self.handle.send(rows, tokens=(start, stop), ready=ready)
+            if state_indices is not None:
+                kinds, page_size = mgr.kv_args.state_types, mgr.kv_args.page_size
+                states = state_rows(kinds, state_indices, num_tokens=stop, page_size=page_size, facts=mgr.facts)
+                payload = mgr.metadata.read(self.aux_index, engine=ENGINE, num_tokens=stop)
+                self.handle.finish(states, payload=payload)
+                mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
+        except DisaggError as error:
+            mgr.fail(self.bootstrap_room, error)
+            self.handle.abort(str(error))
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def ended(self, event: Event) -> None:
+        if event.ok and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+        else:
+            self.kv_mgr.fail(self.bootstrap_room, event.error or "the request ended before it was sent")
+
+    def abort(self) -> None:
+        super().abort()
+        self._leave("aborted by prefill's scheduler")
+
+    def clear(self) -> None:
+        super().clear()
+        self._leave("prefill has given up the request")
+
+    def _leave(self, reason: str) -> None:
+        """The scheduler has no more interest in the request."""
+        self.kv_mgr.waiting.pop(self.bootstrap_room, None)
+        if self.kv_mgr.live.get(self.bootstrap_room) is self:
+            del self.kv_mgr.live[self.bootstrap_room]
+        if self.handle is not None and self.handle.poll() is None:
+            self.handle.abort(reason)

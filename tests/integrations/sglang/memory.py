@@ -1,0 +1,306 @@
+"""Memory of one SGLang rank in NumPy, laid out as SGLang's pools do it, with its `KVArgs`; and what a request must have there.
+
+The contents of a request are whole arrays of the undivided model. Each rank's share is cut from them by plain slicing, which
+shares no code with the package under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg import Topology
+from disagg.integrations.sglang.facts import Facts, IndexFacts, PageFacts, RingFacts, SlotFacts
+from disagg.state.declare import Block
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model by its state. Layers are (pages, recurrent); `stages` gives the layers of each pipeline stage."""
+
+    layers: tuple[int, ...] = (0, 1, 2)
+    heads: int | None = 4  # None: latents
+    dims: tuple[int, ...] = (8, 8)
+    draft_layers: tuple[int, ...] = ()
+    window_layers: tuple[int, ...] = ()
+    window_heads: int = 4
+    window: int = 24
+    slot_layers: tuple[int, ...] = ()
+    conv_blocks: tuple[Block, ...] = ()
+    conv_axes: tuple[str, str] = ("channel", "width")
+    temporal: tuple[int, int, int] = (4, 4, 4)
+    index_layers: tuple[int, ...] = ()
+    tokens_per_key: int = 1
+    tail: int = 0
+    ring_layers: tuple[int, ...] = ()
+    ring: int = 32
+
+    def stage(self, layers: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
+        """The layers of this pipeline stage: even cuts, the remainder to later stages."""
+        low, more = divmod(max(self.all_layers) + 1, topology.pp)
+        sizes = [low + (stage >= topology.pp - more) for stage in range(topology.pp)]
+        start = sum(sizes[: topology.pp_rank])
+        return tuple(layer for layer in layers if start <= layer < start + sizes[topology.pp_rank])
+
+    @property
+    def all_layers(self) -> tuple[int, ...]:
+        return self.layers + self.window_layers + self.slot_layers + self.index_layers + self.ring_layers
+
+
+def share(total: int, topology: Topology) -> slice:
+    """The heads of a rank: an equal part, or one head that several ranks hold."""
+    if total >= topology.tp:
+        size = total // topology.tp
+        return slice(topology.tp_rank * size, (topology.tp_rank + 1) * size)
+    head = topology.tp_rank // (topology.tp // total)
+    return slice(head, head + 1)
+
+
+def channels(blocks: tuple[Block, ...], topology: Topology) -> Array:
+    """The channels of a fused axis that a rank has, block by block."""
+    found, start = [], 0
+    for block in blocks:
+        units = np.arange(start, start + block.units * block.width).reshape(block.units, block.width)
+        found.append(units[share(block.units, topology)].reshape(-1))
+        start += block.size
+    return np.concatenate(found)
+
+
+def contents(model: Model, seed: int, num_tokens: int) -> dict[tuple[str, int, str], Array]:
+    """A request's state, undivided, by component, layer and role."""
+    random = np.random.default_rng(seed)
+    found: dict[tuple[str, int, str], Array] = {}
+
+    def put(component: str, layers: tuple[int, ...], role: str, shape: tuple[int, ...]) -> None:
+        for layer in layers:
+            found[component, layer, role] = random.standard_normal(shape).astype(np.float32)
+
+    for component, layers, heads in (
+        ("kv", model.layers, model.heads),
+        ("draft", model.draft_layers, model.heads),
+        ("window", model.window_layers, model.window_heads),
+    ):
+        for role, dim in zip(("latent",) if heads is None else ("k", "v"), model.dims, strict=False):
+            put(component, layers, role, (num_tokens, dim) if heads is None else (num_tokens, heads, dim))
+    if model.slot_layers:
+        sizes = {"channel": sum(block.size for block in model.conv_blocks), "width": 3}
+        put("ssm", model.slot_layers, "conv", (sizes[model.conv_axes[0]], sizes[model.conv_axes[1]]))
+        put("ssm", model.slot_layers, "temporal", model.temporal)
+    for layer in model.index_layers:
+        keys = num_tokens // model.tokens_per_key
+        found["index", layer, "key"] = random.integers(1, 255, (keys, 128), dtype=np.uint8)
+        found["index", layer, "scale"] = random.integers(1, 255, (keys, 4), dtype=np.uint8)
+        if model.tail:
+            found["index_tail", layer, "key"] = random.integers(1, 255, (num_tokens, 256), dtype=np.uint8)
+            found["index_tail", layer, "score"] = random.integers(1, 255, (num_tokens, 256), dtype=np.uint8)
+    for layer in model.ring_layers:
+        found["ring", layer, "row"] = random.integers(1, 255, (num_tokens, 48), dtype=np.uint8)
+    return found
+
+
+@dataclass
+class Request:
+    """Where one request is on one rank, in SGLang's terms: page ids for all its tokens, a row of the request pool."""
+
+    num_tokens: int
+    pages: Array
+    window_pages: Array
+    slot: int
+    prefix: int = 0
+
+
+@dataclass
+class Memory:
+    """One rank's pools."""
+
+    model: Model
+    topology: Topology
+    page_size: int = 16
+    num_pages: int = 64
+    num_slots: int = 8
+    buffers: dict[tuple[str, int, str], Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model, rank = self.model, self.topology
+        for component, layers, heads in (
+            ("kv", model.stage(model.layers, rank), model.heads),
+            ("draft", model.draft_layers, model.heads),
+            ("window", model.stage(model.window_layers, rank), model.window_heads),
+        ):
+            for layer in layers:
+                if heads is None:
+                    self._add(component, layer, "latent", (self.num_pages * self.page_size, model.dims[0]))
+                    continue
+                local = len(range(*share(heads, rank).indices(heads)))
+                for role, dim in zip("kv", model.dims, strict=True):
+                    self._add(component, layer, role, (self.num_pages * self.page_size, local, dim))
+        for layer in model.stage(model.slot_layers, rank):
+            sizes = {"channel": len(channels(model.conv_blocks, rank)), "width": 3}
+            self._add("ssm", layer, "conv", (self.num_slots, sizes[model.conv_axes[0]], sizes[model.conv_axes[1]]))
+            heads, *rest = model.temporal
+            self._add("ssm", layer, "temporal", (self.num_slots, heads // rank.tp, *rest))
+        for layer in model.stage(model.index_layers, rank):
+            keys = self.page_size // model.tokens_per_key
+            self._add("index", layer, "page", (self.num_pages, keys * 132), np.uint8)
+            for role in ("key", "score") if model.tail else ():
+                self._add("index_tail", layer, role, (self.num_slots, model.tail, 256), np.uint8)
+        for layer in model.stage(model.ring_layers, rank):
+            self._add("ring", layer, "row", (self.num_slots * model.ring, 48), np.uint8)
+
+    def _add(self, component: str, layer: int, role: str, shape: tuple[int, ...], dtype: type = np.float32) -> None:
+        self.buffers[component, layer, role] = np.zeros(shape, dtype)
+
+    # -- what SGLang says of it --------------------------------------------------------------------------------------
+
+    def facts(self, pp_rank: int | None = None) -> Facts:
+        """The facts of this rank, or of the rank at the same place in another stage."""
+        model = self.model
+        rank = self.topology if pp_rank is None else self.topology.at(pp_rank * self.topology.tp + self.topology.tp_rank)
+
+        def pages(layers: tuple[int, ...], heads: int | None) -> PageFacts | None:
+            return PageFacts(layers=layers, dtype="float32", dims=model.dims, num_kv_heads=heads) if layers else None
+
+        slots = []
+        for role in ("conv", "temporal"):
+            for layer in model.stage(model.slot_layers, rank):
+                if role == "conv":
+                    sizes = {"channel": len(channels(model.conv_blocks, rank)), "width": 3}
+                    shape = tuple(sizes[axis] for axis in model.conv_axes)
+                    slots.append(SlotFacts(role=role, layer=layer, axes=model.conv_axes, shape=shape, dtype="float32",
+                                           sharded="channel", blocks=model.conv_blocks))  # fmt: skip
+                else:
+                    heads, *rest = model.temporal
+                    slots.append(SlotFacts(role=role, layer=layer, axes=("head", "row", "column"), dtype="float32",
+                                           shape=(heads // rank.tp, *rest), sharded="head",
+                                           blocks=(Block(heads, 1),)))  # fmt: skip
+        index = model.stage(model.index_layers, rank)
+        ring = model.stage(model.ring_layers, rank)
+        return Facts(
+            topology=rank,
+            kv=pages(model.stage(model.layers, rank), model.heads),
+            draft=pages(model.draft_layers, model.heads),
+            window_kv=pages(model.stage(model.window_layers, rank), model.window_heads),
+            window=model.window,
+            slots=tuple(slots),
+            index=IndexFacts(layers=index, key_dim=128, tokens_per_key=model.tokens_per_key, tail=model.tail)
+            if index
+            else None,
+            ring=RingFacts(layers=ring, row_nbytes=48) if ring else None,
+        )
+
+    def stages(self) -> list[Facts]:
+        return [self.facts(stage) for stage in range(self.topology.pp)]
+
+    def kv_args(self, **changes: Any) -> SimpleNamespace:
+        """`KVArgs` over these pools: K of all layers, then V, then draft layers; states in SGLang's order."""
+        kv = self._buffers("kv", "latent") + self._buffers("kv", "k") + self._buffers("kv", "v")
+        draft = self._buffers("draft", "latent") + self._buffers("draft", "k") + self._buffers("draft", "v")
+        args = SimpleNamespace(
+            page_size=self.page_size,
+            kv_data_ptrs=[b.ctypes.data for b in kv + draft],
+            kv_data_lens=[b.nbytes for b in kv + draft],
+            kv_item_lens=[b[0].nbytes * self.page_size for b in kv + draft],
+            num_draft_entries=len(draft),
+            state_types=[], state_data_ptrs=[], state_data_lens=[], state_item_lens=[], state_dim_per_tensor=[],
+        )  # fmt: skip
+        for kind, buffers, rows in (
+            ("swa", self._buffers("window", "k") + self._buffers("window", "v"), self.page_size),
+            ("swa_ring", self._buffers("ring", "row"), 1),
+            ("mamba", self._buffers("ssm", "conv") + self._buffers("ssm", "temporal"), 1),
+            ("dsa", self._buffers("index", "page"), 1),
+            ("dsa_tail", self._buffers("index_tail", "key") + self._buffers("index_tail", "score"), 1),
+        ):
+            if buffers:
+                args.state_types.append(kind)
+                args.state_data_ptrs.append([b.ctypes.data for b in buffers])
+                args.state_data_lens.append([b.nbytes for b in buffers])
+                args.state_item_lens.append([b[0].nbytes * rows for b in buffers])
+                args.state_dim_per_tensor.append([b.shape[1] for b in buffers])
+        return SimpleNamespace(**{**vars(args), **changes})
+
+    def _buffers(self, component: str, role: str) -> list[Array]:
+        return [buffer for (name, _, each), buffer in self.buffers.items() if (name, each) == (component, role)]
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def kv_list(self, request: Request, start: int, stop: int) -> Array:
+        """The page ids that the scheduler sends for tokens `[start, stop)`."""
+        return request.pages[start // self.page_size : -(-stop // self.page_size)].astype(np.int32)
+
+    def state_lists(self, request: Request) -> list[Any]:
+        """One list for each kind of state, as the scheduler makes them for the last chunk."""
+        model, n, size = self.model, request.num_tokens, self.page_size
+        found: list[Any] = []
+        for kind in self.kv_args().state_types:
+            if kind == "mamba":
+                found.append([np.array(request.slot)])
+            elif kind == "swa":
+                start = max(request.prefix, n - model.window) // size
+                found.append(request.window_pages[start : -(-n // size)].astype(np.int32))
+            elif kind == "swa_ring":
+                positions = np.arange(max(0, n - model.window), n)
+                found.append((request.slot * model.ring + positions % model.ring).astype(np.int32))
+            elif kind == "dsa":
+                found.append(request.pages[request.prefix // size : -(-n // size)].astype(np.int32))
+            else:
+                live = n % model.tokens_per_key
+                start = (n - live) % model.tail
+                first = min(live, model.tail - start)
+                found.append([request.slot, start, first, 0, live - first, model.tail] if live else [])
+        return found
+
+    def views(self, request: Request, whole: dict[tuple[str, int, str], Array]) -> list[tuple[str, Array, Array, Any]]:
+        """For every piece of a request that decode needs: its name, what it must be, the buffer, and the index there."""
+        found: list[tuple[str, Array, Array, Any]] = []
+        n, rank, model = request.num_tokens, self.topology, self.model
+        for (component, layer, role), buffer in self.buffers.items():
+            name = f"{component} layer {layer} {role}"
+            if component == "ssm":
+                part = whole[component, layer, role]
+                if role == "temporal":
+                    part = part[share(model.temporal[0], rank)]
+                else:
+                    part = np.take(part, channels(model.conv_blocks, rank), axis=model.conv_axes.index("channel"))
+                found.append((name, part, buffer, (request.slot,)))
+                continue
+            start = {"window": max(request.prefix, n - model.window), "ring": max(0, n - model.window),
+                     "index_tail": n - n % model.tokens_per_key}.get(component, request.prefix)  # fmt: skip
+            tokens = np.arange(start, n)
+            if component == "index":
+                keys = np.arange(request.prefix // model.tokens_per_key, n // model.tokens_per_key)
+                per_page = self.page_size // model.tokens_per_key
+                page, at = request.pages[keys // per_page], keys % per_page
+                for half, first, width in (("key", 0, 128), ("scale", per_page * 128, 4)):
+                    columns = first + at[:, None] * width + np.arange(width)
+                    found.append((f"{name} {half}", whole[component, layer, half][keys], buffer, (page[:, None], columns)))
+            elif component == "index_tail":
+                found.append((name, whole[component, layer, role][tokens], buffer, (request.slot, tokens % model.tail)))
+            elif component == "ring":
+                found.append((name, whole[component, layer, role][tokens], buffer,
+                              (request.slot * model.ring + tokens % model.ring,)))  # fmt: skip
+            else:
+                pages = request.window_pages if component == "window" else request.pages
+                heads = model.window_heads if component == "window" else model.heads
+                part = whole[component, layer, role][tokens]
+                if heads is not None:
+                    part = part[:, share(heads, rank)]
+                found.append(
+                    (name, part, buffer, (pages[tokens // self.page_size] * self.page_size + tokens % self.page_size,))
+                )
+        return found
+
+    def fill(self, request: Request, seed: int) -> None:
+        """Write the request's state, as a prefill engine computes it."""
+        for _, value, buffer, where in self.views(request, contents(self.model, seed, request.num_tokens)):
+            buffer[where] = value
+
+    def differences(self, request: Request, seed: int) -> list[str]:
+        """The pieces that are not what they must be."""
+        views = self.views(request, contents(self.model, seed, request.num_tokens))
+        return [name for name, value, buffer, where in views if not np.array_equal(buffer[where], value)]

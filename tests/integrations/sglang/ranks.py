@@ -1,0 +1,312 @@
+"""SGLang ranks as processes: the transfer backend's classes, driven as SGLang's scheduler drives them, over memory in NumPy.
+
+Everything of SGLang is real but the scheduler, its process groups and the model: each rank is told what to do through a pipe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from disagg import ModelId, Topology
+from disagg.integrations.sglang.host import Host
+from disagg.integrations.sglang.manager import DisaggKVManager
+from disagg.integrations.sglang.receiver import DisaggKVReceiver
+from disagg.integrations.sglang.sender import DisaggKVSender
+from tests.integrations.sglang.memory import Array, Memory, Model, Request
+
+HOST = "127.0.0.1"
+NUM_AUX = 16
+
+
+class FileGroup:
+    """A process group whose ranks exchange objects through files."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = folder, rank, size
+        self._numbers = itertools.count()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def all_gather_object(self, own: Any) -> list[Any]:
+        number = next(self._numbers)
+        paths = [self.folder / f"{number}-{rank}" for rank in range(self.size)]
+        part = paths[self.rank].with_suffix(".part")
+        part.write_bytes(pickle.dumps(own))
+        part.rename(paths[self.rank])
+        while not all(path.exists() for path in paths):
+            time.sleep(0.005)
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+    def broadcast_object(self, own: Any, src: int = 0) -> Any:
+        return self.all_gather_object(own)[src]
+
+
+@dataclass
+class Started:
+    """One request on a rank: what the scheduler keeps of it."""
+
+    room: int
+    request: Request
+    seed: int
+    sender: Any = None
+    receiver: Any = None
+    chunks: list[int] = field(default_factory=list)
+    held: bool = False
+    aux: int = 0
+    begun: bool = False
+
+
+class RankProcess:
+    """Runs in the child: a scheduler's loop for one rank."""
+
+    def __init__(
+        self, role: str, model: Model, topology: Topology, *, folder: Path, bootstrap_port: int, page_size: int
+    ) -> None:
+        self.role, self.topology, self.bootstrap = role, topology, f"{HOST}:{bootstrap_port}"
+        self.memory = Memory(model, topology, page_size=page_size, num_pages=4096 // page_size)
+        self.aux: list[Array] = [np.zeros((NUM_AUX, 16), np.int32), np.zeros((NUM_AUX, 8), np.uint64)]
+        self.free_aux = list(range(NUM_AUX))
+        self.started: dict[int, Started] = {}
+        self.releasing: dict[int, Started] = {}
+        _replace_context(topology, folder / role, bootstrap_port)
+        mode = DisaggregationMode.PREFILL if role == "prefill" else DisaggregationMode.DECODE
+        if role == "prefill" and topology.rank == 0:
+            self.server = conn.CommonKVBootstrapServer(HOST, bootstrap_port)
+        stage = FileGroup(folder / f"{role}-stages-{topology.dp_rank}-{topology.tp_rank}", topology.pp_rank, topology.pp)
+        world = FileGroup(folder / f"{role}-world", topology.rank, topology.num_ranks)
+        DisaggKVManager.host = Host(
+            model=ModelId("test"),
+            read_facts=lambda _: self.memory.facts(),
+            gather=stage.all_gather_object,
+            from_leader=world.broadcast_object,
+            num_tokens=lambda receiver: self.started[receiver.bootstrap_room].request.num_tokens,
+        )
+        self.manager = DisaggKVManager(self._kv_args(), mode, SimpleNamespace(), model.heads is None)
+
+    def _kv_args(self) -> SimpleNamespace:
+        return self.memory.kv_args(
+            aux_data_ptrs=[a.ctypes.data for a in self.aux],
+            aux_data_lens=[a.nbytes for a in self.aux],
+            aux_item_lens=[a[0].nbytes for a in self.aux],
+            engine_rank=self.topology.tp_rank, pp_rank=self.topology.pp_rank, system_dp_rank=0, rust_http_port=None,
+            kv_cache_dtype_str="float32", kv_layout=None, kv_layer_ids=[], swa_kv_cache_layout=None, gpu_id=0, ib_device=None,
+        )  # fmt: skip
+
+    def step(self, say: Callable[..., None]) -> None:
+        """One iteration of the scheduler."""
+        for started in list(self.started.values()):
+            try:
+                self._prefill(started, say) if self.role == "prefill" else self._decode(started, say)
+            except Exception as error:  # noqa: BLE001  told to the test
+                say(room=started.room, status="error", reason=f"{error!r} {traceback.format_exc()}")
+                self.started.pop(started.room, None)
+        for room in list(self.releasing):
+            if self.manager.is_abort_release_safe(room, 1):
+                self.manager.clear_deferred_abort_state(room)
+                self.free_aux.append(self.releasing.pop(room).aux)
+                say(room=room, released=True)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, room: int, request: Request, seed: int, *, chunks: tuple[int, ...] = (), held: bool = False) -> None:
+        """Serve a room. It is sent up to each token of `chunks`, then to the end; `held`: not until `go`."""
+        sender = DisaggKVSender(self.manager, self.bootstrap, room)
+        self.started[room] = Started(room, request, seed, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
+
+    def go(self, room: int) -> None:
+        self.started[room].held = False
+
+    def _prefill(self, started: Started, say: Callable[..., None]) -> None:
+        sender, request = started.sender, started.request
+        poll = sender.poll()
+        if poll == KVPoll.WaitingForInput and not started.begun:
+            started.begun = True
+            request.prefix = sender.pop_decode_prefix_len()
+            started.aux = self.free_aux.pop()
+            size = self.memory.page_size
+            sender.init(-(-(request.num_tokens - request.prefix) // size), started.aux)
+            started.chunks = [stop for stop in started.chunks if stop > request.prefix or stop == request.num_tokens]
+            self.memory.fill(request, started.seed)
+            say(room=started.room, status="reserved", prefix=request.prefix)
+        if started.begun and not started.held and started.chunks:
+            self._send(started, started.chunks.pop(0))
+        if poll in (KVPoll.Success, KVPoll.Failed):
+            self._end(started, poll, say)
+
+    def _send(self, started: Started, stop: int) -> None:
+        """Send up to token `stop`; a chunk that is not the last ends with a whole page, as SGLang's do."""
+        sender, request, size = started.sender, started.request, self.memory.page_size
+        last = not started.chunks
+        stop = stop if last else stop // size * size
+        start = sender.next_token
+        if last:
+            self.aux[0][started.aux] = np.arange(16) + started.seed
+            self.aux[1][started.aux, 0] = started.room
+        pages = self.memory.kv_list(request, start, stop)
+        if sender.should_send_kv_chunk(len(pages), last):
+            sender.send(pages, self.memory.state_lists(request) if last else None, num_kv_tokens=stop - start)
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def decode(self, room: int, request: Request, seed: int, *, group: int = 0) -> None:
+        receiver = DisaggKVReceiver(self.manager, self.bootstrap, room)
+        self.started[room] = Started(room, request, seed, receiver=receiver, aux=group)
+
+    def _decode(self, started: Started, say: Callable[..., None]) -> None:
+        receiver, request = started.receiver, started.request
+        if (
+            receiver.prefill is None
+            and receiver.conclude_state is None
+            and self.manager.try_ensure_parallel_info(self.bootstrap)
+        ):
+            receiver.init(started.aux)
+        poll = receiver.poll()
+        if poll == KVPoll.WaitingForInput and not started.begun and not started.held:
+            started.begun = True
+            started.aux = self.free_aux.pop()
+            pages = self.memory.kv_list(request, request.prefix, request.num_tokens)
+            receiver.send_metadata(pages, started.aux, self.memory.state_lists(request), decode_prefix_len=request.prefix)
+        if poll == KVPoll.Success and not self.aux[1][started.aux, 0]:
+            return  # SGLang's gate: metadata are not written yet
+        if poll in (KVPoll.Success, KVPoll.Failed):
+            self._end(started, poll, say)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def abort(self, room: int) -> None:
+        started = self.started[room]
+        (started.sender or started.receiver).abort()
+
+    def _end(self, started: Started, poll: int, say: Callable[..., None]) -> None:
+        either, reason, differences = started.sender or started.receiver, "", []
+        if poll == KVPoll.Failed:
+            try:
+                either.failure_exception()
+            except conn.KVTransferError as error:
+                reason = error.failure_reason
+        elif started.receiver is not None:
+            differences = self.memory.differences(started.request, started.seed)
+            if self.aux[0][started.aux].tolist() != list(range(started.seed, started.seed + 16)):
+                differences.append("metadata")
+        del self.started[started.room]
+        self.aux[1][started.aux] = 0
+        if poll == KVPoll.Failed and started.receiver is not None:
+            either.ensure_abort_notified(force_arm=True)
+            if either.abort_notified:
+                self.releasing[started.room] = started
+        either.clear()
+        if started.begun and started.room not in self.releasing:
+            self.free_aux.append(started.aux)
+        status = "ok" if poll == KVPoll.Success else "failed"
+        say(room=started.room, status=status, reason=reason, differences=differences)
+
+    def idle(self) -> dict[str, Any]:
+        """What is left over: empty when nothing is open."""
+        manager = self.manager
+        tables = {
+            "live": manager.live, "waiting": manager.waiting, "held": manager.held, "failures": manager.failure_records,
+            "status": getattr(manager.request_status, "_local_map", manager.request_status), "open": self.started,
+        }  # fmt: skip
+        left: dict[str, Any] = {name: list(table) for name, table in tables.items() if table}
+        if len(self.free_aux) != NUM_AUX:
+            left["aux"] = len(self.free_aux)
+        return left
+
+
+def _replace_context(topology: Topology, folder: Path, bootstrap_port: int) -> None:
+    """What SGLang's modules ask of the process: its parallel sizes and its arguments."""
+    parallel = SimpleNamespace(
+        attn_tp_size=topology.tp, attn_tp_rank=topology.tp_rank, attn_cp_size=1, attn_cp_rank=0, attn_dcp_size=1,
+        attn_dcp_rank=0,
+        attn_dp_size=topology.dp, attn_dp_rank=topology.dp_rank, num_dp_ranks=topology.dp, dp_size=1, pp_size=topology.pp,
+        pp_group=FileGroup(folder / f"pp-{topology.dp_rank}-{topology.tp_rank}", topology.pp_rank, topology.pp),
+        enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False,
+        dist_init_addr=None, nnodes=1, load_balance_method="follow_bootstrap_room",
+    )  # fmt: skip
+    conn.get_parallel = lambda: parallel
+    conn.linear_attn_tp_size = lambda: topology.tp
+    conn.get_serving = lambda: SimpleNamespace(host=HOST, port=0)
+    conn.get_observability = lambda: SimpleNamespace(enable_trace=False)
+    conn.get_disagg = lambda: SimpleNamespace(
+        disaggregation_bootstrap_port=bootstrap_port, disaggregation_decode_allocation_policy="early"
+    )
+
+
+def _run(pipe: Connection, log: Path, environ: dict[str, str], **arguments: Any) -> None:
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+    rank = RankProcess(**arguments)
+    pipe.send({"ready": rank.manager.leader})
+    while True:
+        while pipe.poll(0.001):
+            name, args, kwargs = pipe.recv()
+            if name == "idle":
+                pipe.send({"idle": rank.idle()})
+            else:
+                getattr(rank, name)(*args, **kwargs)
+        rank.step(lambda **found: pipe.send(found))
+
+
+class Rank:
+    """A rank process, as the test sees it."""
+
+    def __init__(self, role: str, model: Model, topology: Topology, *, folder: Path, bootstrap_port: int, page_size: int,
+                 environ: dict[str, str], log: str) -> None:  # fmt: skip
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.role, self.topology, self.log = role, topology, folder / log
+        arguments = {"role": role, "model": model, "topology": topology, "folder": folder, "bootstrap_port": bootstrap_port,
+                     "page_size": page_size}  # fmt: skip
+        self.process = context.Process(target=_run, args=(theirs, self.log, environ), kwargs=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.heard: list[dict[str, Any]] = []
+        self.num_given = self.num_pages_given = 0
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.pipe.send((name, args, kwargs))
+
+    def wait(self, timeout_s: float = 30.0, **wanted: Any) -> dict[str, Any]:
+        """The first message that was not taken yet with these values (`...`: any value)."""
+        until = time.monotonic() + timeout_s
+        while True:
+            for message in self.heard:
+                if all(key in message and value in (..., message[key]) for key, value in wanted.items()):
+                    self.heard.remove(message)
+                    return message
+            if not self.pipe.poll(max(0.0, until - time.monotonic())):
+                raise TimeoutError(
+                    f"{self.role} {self.topology}: no {wanted} in {timeout_s} s, heard {self.heard}\n{self.tail()}"
+                )
+            try:
+                self.heard.append(self.pipe.recv())
+            except EOFError:
+                raise AssertionError(f"{self.role} {self.topology} has ended\n{self.tail()}") from None
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-30:])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()

@@ -1,0 +1,129 @@
+"""`KVArgs` and facts as components, without SGLang: every byte of a request between two ranks' memories."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from disagg import ConfigError, Topology
+from disagg.integrations.sglang.layout import components
+from disagg.integrations.sglang.rows import full_pages, needs, state_rows
+from disagg.layout.agreement import LocalRank
+from disagg.layout.binding import bind
+from disagg.layout.election import elect
+from disagg.layout.plan import make_plan
+from disagg.state.declare import Block
+from tests.integrations.sglang.memory import Memory, Model, Request
+
+GDN = Model(layers=(1, 3), heads=2, slot_layers=(0, 2), conv_blocks=(Block(4, 4), Block(4, 4), Block(8, 2)), temporal=(8, 2, 4))
+MAMBA2 = replace(GDN, conv_blocks=(Block(8, 4), Block(1, 6, groups=True), Block(1, 6, groups=True)), temporal=(8, 4, 6))
+KDA = replace(GDN, conv_axes=("width", "channel"))
+DSA = Model(heads=None, dims=(24,), index_layers=(0, 2), tokens_per_key=4, tail=6)
+MODELS = {
+    "heads": Model(dims=(8, 4)),
+    "latents": Model(heads=None, dims=(24,)),
+    "draft": Model(draft_layers=(0,)),
+    "window": Model(layers=(0,), window_layers=(1, 2), window_heads=2),
+    "ring": Model(heads=None, dims=(24,), ring_layers=(0, 1)),
+    "gdn": GDN,
+    "mamba2": MAMBA2,
+    "kda": KDA,
+    "index": DSA,
+}
+
+
+def request(memory: Memory, num_tokens: int, *, seed: int, prefix: int = 0) -> Request:
+    random = np.random.default_rng(seed)
+    pages, window_pages = random.permutation(memory.num_pages), random.permutation(memory.num_pages)
+    return Request(num_tokens, pages, window_pages, int(random.integers(memory.num_slots)), prefix)
+
+
+def rank(memory: Memory) -> LocalRank:
+    return LocalRank.of(memory.topology, components(memory.kv_args(), memory.stages(), pp_rank=memory.topology.pp_rank))
+
+
+def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence[Request], to: Sequence[Request]) -> None:
+    """Carry out the plans between all ranks."""
+    ranks = [rank(m) for m in sources], [rank(m) for m in destinations]
+    election = elect(ranks[0][0].table, ranks[1][0].table)
+    for source, local, here in zip(sources, ranks[0], at, strict=True):
+        for destination, remote, there in zip(destinations, ranks[1], to, strict=True):
+            plan = make_plan(
+                election,
+                source=(source.topology.group_rank, local.table, local.placements),
+                destination=(destination.topology.group_rank, remote.table, remote.placements),
+            )
+            rows = [
+                full_pages(m.kv_list(r, r.prefix, r.num_tokens), r.prefix, facts=m.facts())
+                | state_rows(m.kv_args().state_types, m.state_lists(r), num_tokens=r.num_tokens, page_size=m.page_size,
+                             facts=m.facts())
+                for m, r in ((source, here), (destination, there))
+            ]  # fmt: skip
+            need = needs(rows[1], num_tokens=there.num_tokens, prefix=there.prefix, facts=destination.facts())
+            for name, component in plan.components.items():
+                copies = bind(component, source=rows[0][name], destination=rows[1][name], tokens=need.get(name, (0, 1)))
+                for read, write, nbytes in zip(copies.source, copies.destination, copies.nbytes, strict=True):
+                    ctypes.memmove(int(write), int(read), int(nbytes))
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_every_byte_of_a_request(name: str, tp: tuple[int, int]) -> None:
+    sources, destinations = (
+        [Memory(MODELS[name], Topology(tp=size, tp_rank=r), page_size=page) for r in range(size)]
+        for size, page in zip(tp, (16, 32 if name != "index" else 16), strict=True)
+    )
+    for num_tokens, prefix in ((1, 0), (64, 0), (117, 0), (117, 64)):
+        at = [request(m, num_tokens, seed=1, prefix=prefix) for m in sources]
+        to = [request(m, num_tokens, seed=2, prefix=prefix) for m in destinations]
+        for memory, each in zip(sources, at, strict=True):
+            memory.fill(each, seed=num_tokens + prefix)
+        missing = [memory.differences(each, seed=num_tokens + prefix) for memory, each in zip(destinations, to, strict=True)]
+        assert all(missing), "the destinations have the bytes before they are copied"
+        copy(sources, destinations, at, to)
+        for memory, each in zip(destinations, to, strict=True):
+            assert memory.differences(each, seed=num_tokens + prefix) == []
+
+
+def test_two_pipeline_stages_to_one() -> None:
+    model = replace(MODELS["window"], layers=(0, 3), window_layers=(1, 2))
+    sources = [Memory(model, Topology(pp=2, pp_rank=stage), page_size=16) for stage in range(2)]
+    (destination,) = (Memory(model, Topology(), page_size=64, num_pages=16),)
+    at, to = [request(m, 100, seed=1) for m in sources], request(destination, 100, seed=2)
+    for memory, each in zip(sources, at, strict=True):
+        memory.fill(each, seed=5)
+    copy(sources, [destination], at, [to])
+    assert destination.differences(to, seed=5) == []
+
+
+def test_draft_layers_on_one_side_only() -> None:
+    source = Memory(MODELS["draft"], Topology())
+    destination = Memory(replace(MODELS["draft"], draft_layers=()), Topology())
+    at, to = request(source, 40, seed=1), request(destination, 40, seed=2)
+    source.fill(at, seed=5)
+    copy([source], [destination], [at], [to])
+    assert destination.differences(to, seed=5) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state_types": ["minimax_index_k"]}, r"state_types\[0\]: expected one each of mamba, .* found 'minimax_index_k'"),
+        ({"state_types": ["dsa", "dsa"]}, r"state_types\[1\]: .* found 'dsa'"),
+        ({"kv_item_lens": [1024] * 6}, r"kv_item_lens\[0\]: expected 2048 bytes a row, found 1024"),
+        ({"num_draft_entries": 2}, r"component 'kv': expected 6 buffers in KVArgs, found 4"),
+        ({"state_types": ["swa"]}, r"component 'window': expected 0 buffers in KVArgs, found 6"),
+    ],
+)
+def test_what_contradicts_the_facts_is_refused(changes: dict[str, object], message: str) -> None:
+    memory = Memory(Model(), Topology())
+    args = memory.kv_args()
+    lists = [[*args.kv_data_ptrs], [*args.kv_data_lens], [*args.kv_item_lens]]
+    states = {f"state_{name}": [each] * 2 for name, each in zip(("data_ptrs", "data_lens", "item_lens"), lists, strict=True)}
+    with pytest.raises(ConfigError, match=message):
+        components(SimpleNamespace(**{**vars(args), **states, **changes}), memory.stages())

@@ -1,0 +1,46 @@
+"""How SGLang finds the transfer backend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+import sglang
+from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from disagg import ConfigError
+from disagg.integrations.sglang import TESTED, plugin
+from disagg.integrations.sglang.sender import DisaggKVSender
+
+
+def test_importing_disagg_imports_no_engine() -> None:
+    code = "import disagg, disagg.integrations.sglang, sys; sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_entry_point_registers_the_backend() -> None:
+    (entry,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name="disagg")
+    assert entry.load() is plugin.register
+    for _ in range(2):  # SGLang calls it in each process; twice changes nothing
+        plugin.register()
+    HookRegistry.apply_hooks()
+    assert DISAGG_TRANSFER_BACKEND_CHOICES.count("disagg") == 1
+    backend = utils.TransferBackend("disagg")
+    assert utils.get_kv_class(backend, utils.KVClassType.SENDER) is DisaggKVSender
+    assert utils.get_kv_class(backend, utils.KVClassType.BOOTSTRAP_SERVER) is CommonKVBootstrapServer
+    fake = utils.get_kv_class(utils.TransferBackend.FAKE, utils.KVClassType.SENDER)
+    assert fake.__name__ == "FakeKVSender"  # others are as they were
+
+
+def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sglang.__version__ in TESTED
+    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.99: expected 0\.5\.23"):
+        plugin.register()
+    monkeypatch.setenv(plugin.ANY_VERSION, "1")
+    plugin.register()

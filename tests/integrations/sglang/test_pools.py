@@ -1,0 +1,196 @@
+"""SGLang's own pools and `setup_state_kv_args`: what is read from them, and every byte of a request between two such ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.configs.mamba_utils import (
+    KimiLinearCacheParams,
+    KimiLinearStateShape,
+    Mamba2CacheParams,
+    Mamba2StateDType,
+    Mamba2StateShape,
+)
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import setup_state_kv_args
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
+
+from disagg import ConfigError, Topology
+from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.pools import Pools, read_facts
+from tests.integrations.sglang.memory import Memory, Model
+from tests.integrations.sglang.test_layout import GDN, KDA, MAMBA2, copy, request
+
+HEADS, PAGE, PAGES = 4, 16, 12
+FLOATS = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+
+
+def config(**text: Any) -> SimpleNamespace:
+    """The parts of SGLang's `ModelConfig` that are read."""
+    return SimpleNamespace(hf_text_config=SimpleNamespace(**text), get_total_num_kv_heads=lambda: HEADS)
+
+
+def paged_args(tp: int, page: int = PAGE) -> dict[str, Any]:
+    return {"page_size": page, "dtype": torch.float32, "head_num": HEADS // tp, "head_dim": 8, "device": "cpu"}
+
+
+class RealMemory(Memory):
+    """The same requests and expectations over the buffers of SGLang's pools, with its own `KVArgs`."""
+
+    def __init__(self, model: Model, topology: Topology, pools: Pools, *, page_size: int = PAGE) -> None:
+        self.pools = pools
+        super().__init__(model, topology, page_size=page_size, num_pages=PAGES + 1)
+        full = getattr(pools.kv, "full_kv_pool", pools.kv)
+        self._take("kv", model.layers, full)
+        if pools.draft is not None:
+            self._take("draft", model.draft_layers, pools.draft)
+        if model.window_layers:
+            self._take("window", model.window_layers, pools.kv.swa_kv_pool)
+        for role, tensor, _, layer in pools.kv.mamba_pool._iter_transfer_state_entries() if model.slot_layers else ():
+            self.buffers["ssm", layer, role] = tensor.numpy()
+        for layer in model.index_layers:
+            self.buffers["index", layer, "page"] = full.index_k_with_scale_buffer[layer].numpy()
+
+    def _take(self, component: str, layers: tuple[int, ...], pool: Any) -> None:
+        for number, layer in enumerate(layers):
+            if hasattr(pool, "kv_buffer"):
+                self.buffers[component, layer, "latent"] = pool.kv_buffer[number].numpy()[:, 0]
+            else:
+                self.buffers[component, layer, "k"] = pool.k_buffer[number].numpy()
+                self.buffers[component, layer, "v"] = pool.v_buffer[number].numpy()
+
+    def facts(self, pp_rank: int | None = None) -> Facts:
+        assert pp_rank in (None, 0)
+        return read_facts(self.pools, self.topology)
+
+    def kv_args(self, **changes: Any) -> Any:
+        args: Any = KVArgs()
+        args.page_size = self.page_size
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pools.kv.get_contiguous_buf_infos()
+        if self.pools.draft is not None:
+            pointers, lengths, rows = self.pools.draft.get_contiguous_buf_infos()
+            args.kv_data_ptrs, args.kv_data_lens = args.kv_data_ptrs + pointers, args.kv_data_lens + lengths
+            args.kv_item_lens, args.num_draft_entries = args.kv_item_lens + rows, len(rows)
+        setup_state_kv_args(args, self.pools.kv, self.pools.draft)
+        return args
+
+
+def heads(tp: int) -> tuple[Model, Pools]:
+    pool = MHATokenToKVPool(size=PAGE * PAGES, layer_num=3, v_head_dim=4, enable_memory_saver=False, **paged_args(tp))
+    draft = MHATokenToKVPool(size=PAGE * PAGES, layer_num=1, v_head_dim=4, enable_memory_saver=False, **paged_args(tp))
+    return Model(dims=(8, 4), draft_layers=(0,)), Pools(kv=pool, draft=draft, config=config())
+
+
+def latents(tp: int) -> tuple[Model, Pools]:
+    pool = MLATokenToKVPool(size=PAGE * PAGES, page_size=PAGE, dtype=torch.float32, kv_lora_rank=16, qk_rope_head_dim=8,
+                            layer_num=3, device="cpu", enable_memory_saver=False)  # fmt: skip
+    return Model(heads=None, dims=(24,)), Pools(kv=pool, config=config())
+
+
+def window(tp: int) -> tuple[Model, Pools]:
+    pool = SWAKVPool(size=PAGE * PAGES, size_swa=PAGE * PAGES, swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1],
+                     swa_head_num=2 // tp, **paged_args(tp))  # fmt: skip
+    model = Model(layers=(1,), dims=(8, 8), window_layers=(0, 2), window_heads=2)
+    return model, Pools(kv=pool, config=config(swa_num_key_value_heads=2), window=model.window)
+
+
+def hybrid(model: Model, tp: int, params: Any, settings: Any) -> tuple[Model, Pools]:
+    mamba = MambaPool(size=7, spec_state_size=0, cache_params=params, mamba_layer_ids=list(model.slot_layers), device="cpu")
+    pool = HybridLinearKVPool(
+        size=PAGE * PAGES, full_attention_layer_ids=list(model.layers), mamba_pool=mamba, **paged_args(tp)
+    )
+    return replace(model, heads=HEADS), Pools(kv=pool, config=config(), recurrent_config=settings)
+
+
+def recurrent(model: Model, tp: int, *, groups: int, **shape: Any) -> tuple[Model, Pools]:
+    made = Mamba2StateShape.create(tp_world_size=tp, n_groups=groups, num_heads=8, conv_kernel=4, **shape)
+    params = Mamba2CacheParams(shape=made, layers=list(model.slot_layers), dtype=FLOATS)
+    return hybrid(model, tp, params, SimpleNamespace(mamba2_cache_params=params, mamba_n_groups=groups))
+
+
+def gdn(tp: int) -> tuple[Model, Pools]:
+    return recurrent(GDN, tp, groups=4, intermediate_size=16, head_dim=2, state_size=4, conv_shard_groups=[16, 16, 16])
+
+
+def mamba2(tp: int) -> tuple[Model, Pools]:
+    return recurrent(MAMBA2, tp, groups=1, intermediate_size=32, head_dim=4, state_size=6)
+
+
+def kda(tp: int) -> tuple[Model, Pools]:
+    shape = KimiLinearStateShape.create(tp_world_size=tp, num_heads=8, head_dim=4, conv_kernel_size=4)
+    params = KimiLinearCacheParams(shape=shape, layers=list(KDA.slot_layers), dtype=FLOATS)
+    blocks = tuple(replace(block, units=8, width=4) for block in KDA.conv_blocks)
+    model = replace(KDA, conv_blocks=blocks, temporal=(8, 4, 4))
+    return hybrid(model, tp, params, SimpleNamespace(mamba2_cache_params=params))
+
+
+def index(tp: int) -> tuple[Model, Pools]:
+    with get_parallel().override(attn_dcp_size=1):
+        pool = DSATokenToKVPool(size=64 * PAGES, page_size=64, kv_lora_rank=16, dtype=torch.float32, qk_rope_head_dim=8,
+                                layer_num=3, device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=24,
+                                skip_topk_layers=[False, True, False])  # fmt: skip
+    return Model(heads=None, dims=(24,), index_layers=(0, 2)), Pools(kv=pool, config=config())
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("build", [heads, latents, window, gdn, mamba2, kda, index])
+def test_every_byte_between_real_pools(build: Any, tp: tuple[int, int]) -> None:
+    sides = []
+    for size in tp:
+        made = [build(size) for _ in range(size)]
+        sides.append(
+            [
+                RealMemory(model, Topology(tp=size, tp_rank=rank), pools, page_size=pools.kv.page_size)
+                for rank, (model, pools) in enumerate(made)
+            ]
+        )
+    for num_tokens, prefix in ((117, 0), (150, 64)):
+        at, to = ([request(m, num_tokens, seed=number, prefix=prefix) for m in side] for number, side in enumerate(sides))
+        for memory, each in zip(sides[0], at, strict=True):
+            memory.fill(each, seed=num_tokens)
+        assert all(memory.differences(each, seed=num_tokens) for memory, each in zip(sides[1], to, strict=True))
+        copy(sides[0], sides[1], at, to)
+        for memory, each in zip(sides[1], to, strict=True):
+            assert memory.differences(each, seed=num_tokens) == []
+
+
+def test_pools_that_are_not_known_are_refused() -> None:
+    rank = Topology(tp=2)
+    _, pools = heads(2)
+    with pytest.raises(ConfigError, match="head_num: expected 4 of 4 KV heads with attention TP 1, found 2"):
+        read_facts(pools, Topology())
+    pools.kv.kv_cache_layout = "vectorized_5d"
+    with pytest.raises(ConfigError, match="token_to_kv_pool, kv_cache_layout: expected 'nhd', found 'vectorized_5d'"):
+        read_facts(pools, rank)
+    unknown = object.__new__(MHATokenToKVPoolMXFP8)
+    with pytest.raises(ConfigError, match="found MHATokenToKVPoolMXFP8"):
+        read_facts(Pools(kv=unknown, config=config()), rank)
+    _, pools = mamba2(2)
+    del pools.recurrent_config.mamba_n_groups
+    with pytest.raises(ConfigError, match="mamba_pool, conv of layer 0, conv_shard_groups: expected the blocks of 56 channels"):
+        read_facts(pools, rank)
+
+
+def test_what_is_read_is_what_sglang_says() -> None:
+    _, pools = gdn(2)
+    facts = read_facts(pools, Topology(tp=2))
+    assert facts.kv is not None
+    assert facts.kv.layers == (1, 3)
+    dims = [slot.shape[slot.axes.index(slot.sharded)] for slot in facts.slots if slot.sharded]
+    assert dims == pools.kv.mamba_pool.get_state_dim_per_tensor()
+    assert [slot.layer for slot in facts.slots] == pools.kv.mamba_pool.get_state_layer_ids()
+    assert np.prod(facts.slots[0].shape) * 4 == pools.kv.mamba_pool.get_contiguous_buf_infos()[2][0]

@@ -1,0 +1,236 @@
+"""The transfer backend between rank processes, driven as SGLang's scheduler drives it, faults included."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg import Topology
+from tests.integrations.sglang.memory import Model, Request
+from tests.integrations.sglang.ranks import HOST, Rank
+from tests.integrations.sglang.test_layout import GDN, MAMBA2, MODELS
+
+ROOMS = itertools.count(2**62 + 7)
+
+
+class Pair:
+    """A prefill and a decode instance."""
+
+    def __init__(self, folder: Path, model: Model, prefill: Topology, decode: Topology, *, page_sizes: tuple[int, int],
+                 **environ: str) -> None:  # fmt: skip
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.model, self.page_sizes = folder, model, page_sizes
+        self.environ = {"SGLANG_HOST_IP": HOST, **environ}
+        self.ranks: list[Rank] = []
+        self.starts = itertools.count()
+        self.prefill, self.decode = self.start("prefill", prefill), self.start("decode", decode)
+
+    def start(self, role: str, topology: Topology) -> list[Rank]:
+        number = next(self.starts)
+        ranks = [
+            Rank(role, self.model, topology.at(rank), folder=self.folder / str(number), bootstrap_port=self.port,
+                 page_size=self.page_sizes[role == "decode"], environ=self.environ, log=f"{role}-{rank}.log")
+            for rank in range(topology.num_ranks)
+        ]  # fmt: skip
+        self.ranks += ranks
+        for rank in ranks:
+            rank.wait(ready=...)
+        return ranks
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def request(self, rank: Rank, num_tokens: int, prefix: int) -> Request:
+        """The request on a rank, at scattered pages that the requests before it do not have."""
+        size = self.page_sizes[rank.role == "decode"]
+        random = np.random.default_rng((rank.topology.rank, rank.role == "decode"))
+        order = np.roll(random.permutation(4096 // size), -rank.num_pages_given)
+        rank.num_pages_given += -(-num_tokens // size)
+        rank.num_given += 1
+        return Request(num_tokens, order, np.roll(order, 3), rank.num_given % 8, prefix)
+
+    def begin(self, num_tokens: int, *, room: int | None = None, prefix: int = 0, group: int = 0, decode: bool = True,
+              prefill: bool = True, **options: Any) -> int:  # fmt: skip
+        """Give a request to all ranks of a prefill group and to all of decode. Returns its room."""
+        room = next(ROOMS) if room is None else room
+        seed = room % 1000
+        for rank in self.prefill if prefill else ():
+            if rank.topology.dp_rank == group:
+                rank.call("prefill", room, self.request(rank, num_tokens, 0), seed, **options)
+        for rank in self.decode if decode else ():
+            rank.call("decode", room, self.request(rank, num_tokens, prefix), seed, group=group)
+        return room
+
+    def expect(self, room: int, *, group: int = 0, status: str = "ok") -> list[dict[str, Any]]:
+        """The ends of a request on all ranks, prefill first; every byte on decode is right."""
+        ranks = [*(rank for rank in self.prefill if rank.topology.dp_rank == group), *self.decode]
+        ends = []
+        for rank in ranks:
+            end = rank.wait(room=room, status=...)
+            while end["status"] == "reserved":
+                end = rank.wait(room=room, status=...)
+            assert end["status"] == status, (rank.role, rank.topology, end, rank.tail())
+            assert end["differences"] == []
+            ends.append(end)
+        return ends
+
+    def check_idle(self) -> None:
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                rank.call("idle")
+                assert rank.wait(idle=...)["idle"] == {}, (rank.role, rank.topology)
+
+
+@contextmanager
+def running(folder: Path, model: Model, prefill: Topology, decode: Topology, *, page_sizes: tuple[int, int] = (16, 16),
+            **environ: str) -> Iterator[Pair]:  # fmt: skip
+    pair = Pair.__new__(Pair)
+    pair.ranks = []
+    try:
+        pair.__init__(folder, model, prefill, decode, page_sizes=page_sizes, **environ)  # type: ignore[misc]
+        yield pair
+        pair.check_idle()
+    finally:
+        pair.close()
+
+
+HYBRID_WINDOW = Model(layers=(1, 3), window_layers=(0, 2), window_heads=2)
+CASES = {
+    "heads 2 to 1": (MODELS["heads"], 2, 1, (16, 16)),
+    "heads 1 to 2, pages 16 to 64": (MODELS["heads"], 1, 2, (16, 64)),
+    "latents 2 to 1": (replace(MODELS["latents"], layers=(0,)), 2, 1, (16, 16)),
+    "latents 1 to 2": (MODELS["latents"], 1, 2, (32, 16)),
+    "gdn 2 to 1": (GDN, 2, 1, (16, 16)),
+    "gdn 1 to 2": (GDN, 1, 2, (16, 16)),
+    "mamba2 2 to 1": (MAMBA2, 2, 1, (16, 16)),
+    "window 2 to 1, pages 64 to 16": (HYBRID_WINDOW, 2, 1, (64, 16)),
+    "index keys and tails": (MODELS["index"], 1, 1, (16, 16)),
+    "ring": (MODELS["ring"], 1, 1, (16, 16)),
+    "draft": (MODELS["draft"], 1, 1, (16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte(name: str, tmp_path: Path) -> None:
+    model, prefill, decode, page_sizes = CASES[name]
+    with running(tmp_path, model, Topology(tp=prefill), Topology(tp=decode), page_sizes=page_sizes) as pair:
+        rooms = [pair.begin(117), pair.begin(1), pair.begin(300, chunks=(128, 256)), pair.begin(200, prefix=64, chunks=(130,))]
+        for room in rooms:
+            pair.expect(room)
+
+
+def test_two_pipeline_stages_to_one(tmp_path: Path) -> None:
+    with running(tmp_path, HYBRID_WINDOW, Topology(pp=2), Topology()) as pair:
+        for room in [pair.begin(117), pair.begin(300, chunks=(128, 256), prefix=64)]:
+            pair.expect(room)
+
+
+def test_attention_data_parallelism(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(dp=2), Topology()) as pair:
+        rooms = [2**61 + 2 * number for number in range(2)]
+        for group in (1, 0):
+            pair.begin(100, room=rooms[0] + group, group=group)
+            pair.expect(rooms[0] + group, group=group)
+
+
+def test_a_prefix_of_40_pages_with_chunks(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        room = pair.begin(1000, prefix=640, chunks=(256, 512, 768))
+        assert [rank.wait(room=room, status="reserved")["prefix"] for rank in pair.prefill] == [640, 640]
+        pair.expect(room)
+
+
+def test_many_requests_at_once_in_either_order(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        rooms = [next(ROOMS) for _ in range(12)]
+        for room in rooms:
+            pair.begin(90, room=room, prefill=room % 2 == 0, decode=room % 2 == 1)
+        for room in rooms:
+            pair.begin(90, room=room, prefill=room % 2 == 1, decode=room % 2 == 0)
+        for room in rooms:
+            pair.expect(room)
+
+
+def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        room = pair.begin(100)
+        pair.expect(room)
+        pair.begin(100, room=room)  # after a success
+        pair.expect(room)
+        pair.begin(100, room=room, held=True)
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+        pair.decode[0].call("abort", room)  # decode leaves before anything is sent
+        ends = pair.expect(room, status="failed")
+        assert ends[-1]["reason"] == "Aborted by AbortReq."
+        assert all("decode's scheduler" in end["reason"] for end in ends[:-1])
+        pair.decode[0].wait(room=room, released=True)
+        pair.begin(100, room=room, held=True)
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+            rank.call("abort", room)
+        ends = pair.expect(room, status="failed")
+        assert "prefill's scheduler" in ends[-1]["reason"]
+        pair.decode[0].wait(room=room, released=True)
+        pair.begin(100, room=room)
+        pair.expect(room)
+
+
+def test_prefill_that_nobody_asks_gives_up(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="1") as pair:
+        room = pair.begin(100, decode=False)
+        end = pair.prefill[0].wait(room=room, status=...)
+        assert end["status"] == "failed"
+        assert "KVPoll.Bootstrapping" in end["reason"]
+
+
+def test_prefill_is_killed_and_replaced(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), DISAGG_BACKEND="cma") as pair:
+        pair.expect(pair.begin(100))
+        room = pair.begin(600, chunks=(320,), held=True)
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+        for rank in pair.prefill:
+            rank.kill()
+        end = pair.decode[0].wait(room=room, status=...)
+        assert end["status"] == "failed"
+        assert "gone" in end["reason"]
+        pair.decode[0].wait(room=room, released=True)
+        pair.prefill = pair.start("prefill", Topology(tp=2))
+        room = pair.begin(100)
+        pair.expect(room)
+
+
+def test_decode_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        room = pair.begin(600, held=True)
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+        pair.decode[0].kill()
+        for rank in pair.prefill:
+            end = rank.wait(room=room, status=...)
+            assert end["status"] == "failed"
+            assert "gone" in end["reason"]
+        pair.decode = pair.start("decode", Topology())
+        pair.expect(pair.begin(100))
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        pair.model = replace(MODELS["heads"], dims=(8, 16))
+        pair.decode = pair.start("decode", Topology())
+        room = pair.begin(100, prefill=False)
+        end = pair.decode[0].wait(room=room, status=...)
+        assert end["status"] == "failed"
+        assert "axis 'dim'" in end["reason"]
