@@ -12,7 +12,7 @@ import enum
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.config import Config  # noqa: E402
 from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
+from disagg.models.decoders import MULTIMODAL, REFUSED  # noqa: E402
+from disagg.models.families import FAMILIES  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
 from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
@@ -33,6 +35,7 @@ from disagg.settings import Setting, is_list, is_table, names_of, settings  # no
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
 from tests.support import grid  # noqa: E402
+from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -174,6 +177,38 @@ def sides() -> Iterator[str]:
             yield f"| `{ours}` → `{theirs}` | {model} | {engines} |"
 
 
+def described() -> Iterator[str]:
+    """The model types that are described, by how they are tested."""
+    own = {*CASES, *IN_EXAMPLES}
+    known = {*FAMILIES, *MULTIMODAL}
+    nested = {name: text for name, text in NESTED.items() if name not in own}
+    by_decoder: dict[str, list[str]] = {}
+    for name, text in sorted(nested.items()):
+        by_decoder.setdefault(text, []).append(f"`{name}`")
+    yield f"**Described and tested** ({len(own)}): {_names(own)}."
+    yield ""
+    yield (
+        f"**Described and tested by their decoder** ({len(nested)}): "
+        + "; ".join(f"{', '.join(names)} (`{text}`)" for text, names in by_decoder.items())
+        + "."
+    )
+    yield ""
+    rest = known - own - set(nested)
+    yield f"**Described** ({len(rest)}): {_names(rest)}."
+
+
+def refused() -> Iterator[str]:
+    """The model types that are refused, by reason."""
+    yield "| refused | why |"
+    yield "|---|---|"
+    for reason in dict.fromkeys(REFUSED.values()):
+        yield f"| {_names(name for name, why in REFUSED.items() if why == reason)} | {reason} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
 def real_models() -> Iterator[str]:
     """A table of architectures whose real code runs divided and undivided."""
     yield "| architecture | state | prefill → decode | engines |"
@@ -213,7 +248,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
-        sides, real_models, source,
+        sides, real_models, described, refused, source,
     )
 }  # fmt: skip
 

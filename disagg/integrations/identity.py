@@ -41,7 +41,9 @@ def model_id(config: Mapping[str, Any]) -> ModelId:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: each for key, each in value.items() if key not in _IGNORED and not key.endswith(("_token_id", "_token_ids"))}
+        kept = {
+            key: each for key, each in value.items() if key not in _IGNORED and not key.endswith(("_token_id", "_token_ids"))
+        }
         return {key: _described(each) for key, each in kept.items()}
     return [_described(each) for each in value] if isinstance(value, list) else value
 

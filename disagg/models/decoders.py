@@ -11,11 +11,13 @@ from disagg.core.errors import ConfigError
 from disagg.models.fields import Fields
 
 MULTIMODAL = frozenset({
-    "aria", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid",
+    "aria", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+    "deepseek_vl", "deepseek_vl_hybrid",
     "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu", "gemma3", "gemma3n", "gemma4",
     "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision",
     "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3",
-    "instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4",
+    "instructblip", "instructblipvideo", "internvl", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl",
+    "lighton_ocr", "llama4",
     "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
     "minimax_m3_vl", "mistral3", "mistral_large4", "molmo2", "moss_transcribe_diarize", "muse_glimmer", "muse_spark",
     "nemo_speechlm", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table",
@@ -49,16 +51,15 @@ REFUSED: Mapping[str, str] = {
          "udop", "vision-encoder-decoder", "whisper"),
         _CROSS,
     ),
-    **dict.fromkeys(("evolla", "idefics", "mllama"), "cross-attention to images keeps states that are not described"),
+    **dict.fromkeys(("evolla", "idefics", "mllama"), "its cross-attention keeps states that are not described"),
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"), "a draft model that reads its target's KV and keeps none"
     ),
     "diffusion_gemma": "it generates whole blocks by diffusion, not token by token",
     "blt": "it keeps states of bytes and of patches, whose borders depend on the text",
-    "moshi": "its states of audio and text advance at different rates",
-    "kyutai_speech_to_text": "its states of audio and text advance at different rates",
+    **dict.fromkeys(("kyutai_speech_to_text", "moshi"), "its audio codec keeps states of its own, which are not described"),
+    "cpmant": "it keeps KV of prompt tokens that are not in the request",
     "pi0": "it generates actions by flow matching over a prefix, not token by token",
-    "git": "it is an encoder of images with a text decoder that sees all image tokens in each step",
     "reformer": "hashed attention keeps buckets, which are not described",
     "xlnet": "memories of segments are not described",
     "openai-gpt": "it keeps no KV between steps",

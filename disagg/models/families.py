@@ -81,6 +81,8 @@ _TIED = {"tie_word_embeddings": True}
 _GEMMA2 = {**_TIED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GPT = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 _MPT = {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"}
+_GPT_NEO = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
+_KOSMOS = {"num_hidden_layers": "layers", "num_attention_heads": "attention_heads", "hidden_size": "embed_dim"}
 _MAMBA = {"mamba_d_state": "state_size", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand"}
 _MAMBA_HEADS = {**_MAMBA, "mamba_n_heads": "num_heads", "mamba_d_head": "head_dim", "mamba_n_groups": "n_groups"}
 _NEMOTRON = {
@@ -140,6 +142,9 @@ FAMILIES: Mapping[str, Family] = {
     **_each(replace(_PLAIN, defaults=_TIED), "ernie4_5", "gemma", "paddleocr_vl_text"),
     **_each(_ALL_HEADS, "gpt_neox", "persimmon"),
     **_each(replace(_ALL_HEADS, defaults=_TIED), "biogpt", "gpt_neox_japanese", "opt"),
+    "git": _ALL_HEADS,
+    "gpt_neo": replace(_ALL_HEADS, rule=rules.gpt_neo, names=_GPT_NEO, defaults=_TIED),
+    **_each(replace(_ALL_HEADS, names=_KOSMOS, defaults=_TIED), "kosmos_2_5_text_model", "kosmos_2_text_model"),
     **_each(replace(_ALL_HEADS, names=_GPT), "codegen", "gptj"),
     **_each(replace(_ALL_HEADS, names=_GPT, defaults=_TIED), "ctrl", "gpt-sw3", "gpt2"),
     "bloom": replace(_ALL_HEADS, names={**_GPT, "hidden_size": "hidden_size"}, defaults=_TIED),
@@ -163,6 +168,7 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2_moe": replace(_LISTED, defaults=_TIED),
     "cohere_compass_text": Family(states=_KV_OR_WINDOW_BY_HEADS, rule=rules.every_layer(FULL), defaults=_TIED),
     "flint": Family(states=_KV_OR_WINDOW, rule=rules.by_position(lambda i, n: i < 2 or i % 4 == 1 or i == n - 1)),
+    "beam": Family(states=_KV_OR_WINDOW, rule=rules.by_position(lambda i, n: i % 6 == 5 or i == n - 1)),
     "kolibri1": Family(states=_KV_OR_WINDOW, rule=rules.full_every_nth(SLIDING, default=5)),
     **_each(Family(states=_KV_OR_WINDOW, rule=rules.by_position(lambda i, n: (n - 1 - i) % 4 == 0)), "muse_glimmer_text",
             "muse_spark_text"),

@@ -89,7 +89,13 @@ _STATE_FIELDS = {
 """Fields that mean state, and what they mean."""
 
 _HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1, "use_bidirectional_attention": "vision"}
-"""Values of such fields that mean no state of their own. Tokens of an image that attend to each other have ordinary KV."""
+"""Values of such fields that mean no state of their own. Tokens of an image that attend to each other have ordinary KV.
+
+An `attn_type_list` of ones is attention in all layers.
+"""
+
+_SWITCHES = {"cla_share_factor": "use_cla"}
+"""Flags without which such a field means nothing."""
 
 _PATTERN_FIELDS = (
     "sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers", "attention_chunk_size",
@@ -204,11 +210,19 @@ class Fields:
         """Mark the fields that give layers their kind as read: a list of kinds has already said it."""
         self._read.update(self._name(key) for key in _PATTERN_FIELDS)
 
+    def _is_harmless(self, key: str, value: Any) -> bool:
+        switch = _SWITCHES.get(key)
+        return (
+            _HARMLESS.get(key) == value
+            or (key == "attn_type_list" and isinstance(value, list) and all(kind == 1 for kind in value))
+            or (switch is not None and self._values.get(switch) is False)
+        )
+
     def check_all_read(self) -> None:
         """Raise `ConfigError` if a field that means state is set and was never read."""
         for key, meaning in _STATE_FIELDS.items():
             value = self._values.get(key)
-            if value and key not in self._read and _HARMLESS.get(key) != value:
+            if value and key not in self._read and not self._is_harmless(key, value):
                 raise ConfigError(
                     f"model {self.model!r}, {key}: {meaning} is not supported in a {self.model_type!r} model, "
                     f"found {reprlib.repr(value)}"

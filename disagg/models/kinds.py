@@ -88,6 +88,12 @@ def by_position(full: Callable[[int, int], bool], other: str = SLIDING) -> Layer
     return lambda _, num_layers: [FULL if full(layer, num_layers) else other for layer in range(num_layers)]
 
 
+def gpt_neo(fields: Fields, num_layers: int) -> Sequence[str]:
+    """GPT-Neo: local layers attend to `window_size` tokens, but transformers keeps all."""
+    fields.raw("window_size")
+    return [FULL] * num_layers
+
+
 def exaone(fields: Fields, num_layers: int) -> Sequence[str]:
     """Exaone 4: full attention in every `sliding_window_pattern`-th layer; in all layers if `sliding_window` is null."""
     if fields.has("sliding_window") and fields.raw("sliding_window") is None:
@@ -210,6 +216,7 @@ def lfm3(_: Fields, num_layers: int) -> Sequence[str]:
 def mimo(fields: Fields, num_layers: int) -> Sequence[str]:
     """MiMo-V2: windows where `hybrid_layer_pattern` has a 1; without it, except in layer 0 and every sixth one."""
     pattern = fields.items("hybrid_layer_pattern", of=int)
+    fields.raw("attention_chunk_size")  # in published files; the model does not use it
     if pattern is None:
         return [SLIDING if layer and (layer + 1) % 6 else FULL for layer in range(num_layers)]
     return [SLIDING if windowed else FULL for windowed in pattern]

@@ -1,150 +1,20 @@
-"""Models by name: presets, and `config.json` files.
-
-A preset is a published `config.json` cut down to the fields that determine the state. `tiny` is for experiments.
-"""
+"""Models by name: presets, `config.json` files, models in the local Hugging Face cache, and bare shapes."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.models.describe import from_config
+from disagg.models.published import PUBLISHED
 from disagg.models.spec import ModelSpec, first_layers
-
-_QWEN_NEXT: Mapping[str, Any] = {
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-}
-
-# Only the fields that determine the state.
-# Checked field by field against public copies of the published files: kimi-linear-48b, falcon-h1-7b, jamba-mini (1.5); and
-# nemotron-h-8b in part, its head and state sizes against Megatron-Bridge's description.
-# Checked against model cards and transformers' defaults only: llama-3-8b, llama-3-70b, qwen3-32b, qwen3-next-80b,
-# qwen3.5-397b-a17b (its one draft layer: from smaller models of the family), gpt-oss-120b.
-# Checked against its repository's inference configuration: deepseek-v3.2 (its draft layer: against deepseek_v3's default).
-_PRESET_CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "llama-3-8b": {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "llama-3-70b": {
-        "model_type": "llama",
-        "num_hidden_layers": 80,
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-32b": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3-next-80b": {
-        **_QWEN_NEXT,
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "linear_num_value_heads": 32,
-    },
-    "qwen3.5-397b-a17b": {
-        **_QWEN_NEXT,
-        "model_type": "qwen3_5_moe_text",
-        "num_hidden_layers": 60,
-        "num_attention_heads": 32,
-        "linear_num_value_heads": 64,
-        "mtp_num_hidden_layers": 1,
-    },
-    "gpt-oss-120b": {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-    },
-    "deepseek-v3.2": {
-        "model_type": "deepseek_v32",
-        "num_hidden_layers": 61,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "num_nextn_predict_layers": 1,
-    },
-    "kimi-linear-48b": {
-        "model_type": "kimi_linear",
-        "num_hidden_layers": 27,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "linear_attn_config": {
-            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-            "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
-            "head_dim": 128,
-            "num_heads": 32,
-            "short_conv_kernel_size": 4,
-        },
-    },
-    "nemotron-h-8b": {
-        "model_type": "nemotron_h",
-        "num_hidden_layers": 52,
-        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "attention_head_dim": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-    },
-    "falcon-h1-7b": {
-        "model_type": "falcon_h1",
-        "num_hidden_layers": 44,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "mamba_d_ssm": 3072,
-        "mamba_n_heads": 24,
-        "mamba_d_head": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-    },
-    "jamba-mini": {
-        "model_type": "jamba",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "attn_layer_period": 8,
-        "attn_layer_offset": 4,
-        "mamba_expand": 2,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-}
 
 
 class _Presets(Mapping[str, ModelSpec]):
@@ -154,15 +24,15 @@ class _Presets(Mapping[str, ModelSpec]):
         return _preset(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_PRESET_CONFIGS)
+        return iter(PUBLISHED)
 
     def __len__(self) -> int:
-        return len(_PRESET_CONFIGS)
+        return len(PUBLISHED)
 
 
 @functools.cache
 def _preset(name: str) -> ModelSpec:
-    return from_config(_PRESET_CONFIGS[name], name=name)
+    return from_config(PUBLISHED[name], name=name)
 
 
 PRESETS: Mapping[str, ModelSpec] = _Presets()
@@ -178,13 +48,16 @@ def load_model(
     ssm_dtype: str | None = None,
     draft_layers: bool = False,
 ) -> ModelSpec:
-    """The preset `name`, or the model of the `config.json` (or folder with one) at that path.
+    """The model of that name: a preset, a path, a model in the local cache, or a shape.
 
-    `num_layers` keeps only the first layers. The other arguments are those of `from_config`. Raises `ConfigError`, listing the
-    presets, for an unknown name, and as `from_config` does.
+    A path is that of a `config.json` or of a folder with one. `Qwen/Qwen3-8B` is looked up in the cache that Hugging Face's
+    tools fill (`HF_HUB_CACHE`, `HF_HOME`); nothing is downloaded. A shape is `32x8x128`: layers, KV heads of the whole model
+    and elements per head, in bfloat16, for a model of plain attention that none of the others describes.
+
+    `num_layers` keeps only the first layers. The other arguments are those of `from_config`. Raises `ConfigError`, with similar
+    names, for an unknown name, and as `from_config` does.
     """
-    known = _PRESET_CONFIGS.get(name)
-    config, short = (known, name) if known is not None else _read(name)
+    config, short = _find(name)
     spec = from_config(
         config,
         name=short,
@@ -196,14 +69,60 @@ def load_model(
     return spec if num_layers is None else first_layers(spec, num_layers)
 
 
-def _read(name: str) -> tuple[Any, str]:
-    """The JSON of a file or of a folder's `config.json`, and a name for the model."""
+_SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def _find(name: str) -> tuple[Any, str]:
+    """The config of a model, and a short name for it."""
+    if name in PUBLISHED:
+        return PUBLISHED[name], name
+    shape = _SHAPE.fullmatch(name)
+    if shape is not None:
+        num_layers, heads, dim = map(int, shape.groups())
+        fields = {"num_hidden_layers": num_layers, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim}
+        return {"model_type": "llama", **fields}, name
     try:
-        path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        path = _path(Path(name))
+        if path is None and _HUB_ID.fullmatch(name):
+            path = _in_cache(name)
+        config = None if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: expected a JSON file, found {name!r}: {error}") from error
-    if not path.is_file():
-        presets = ", ".join(_PRESET_CONFIGS)
-        raise ConfigError(f"model: expected one of {presets}, or the path of a config.json, found {name!r}")
-    return config, path.parent.name or path.stem
+    if path is None:
+        raise _unknown(name)
+    return config, name if _HUB_ID.fullmatch(name) and not Path(name).exists() else path.parent.name or path.stem
+
+
+def _path(path: Path) -> Path | None:
+    """The file at `path`, or the `config.json` in that folder; `None` if there is none."""
+    path = path / "config.json" if path.is_dir() else path
+    return path if path.is_file() else None
+
+
+def _cache() -> Path:
+    """The folder in which Hugging Face's tools keep models."""
+    given = os.environ.get
+    home = Path(given("HF_HOME") or Path(given("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(given("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def _in_cache(hub_id: str) -> Path | None:
+    """The `config.json` of a cached model, at its main revision if that is cached; `None` if there is none."""
+    folder = _cache() / f"models--{hub_id.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    revisions = [folder / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
+    found = (_path(revision) for revision in (*revisions, *sorted((folder / "snapshots").glob("*"))) if revision.is_dir())
+    return next((path for path in found if path is not None), None)
+
+
+def _unknown(name: str) -> ConfigError:
+    """The error for a name that nothing has: similar names, or all presets."""
+    cached = [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in _cache().glob("models--*--*")]
+    lowered = {known.lower(): known for known in (*PUBLISHED, *cached)}
+    similar = [lowered[match] for match in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]
+    hint = f"similar names: {', '.join(similar)}" if similar else f"presets: {', '.join(PUBLISHED)}"
+    return ConfigError(
+        f"model: expected a preset, the path of a config.json, a model in {_cache()} or a shape such as 32x8x128, "
+        f"found {name!r}; {hint}"
+    )

@@ -88,8 +88,8 @@ def _window(fields: Fields) -> int:
 
 def mimo_window(fields: Fields) -> int:
     """MiMo-V2: a `sliding_window_size` counts only the tokens before the one that attends."""
-    before = fields.raw("sliding_window_size")
-    return _window(fields) if before is None else fields.size("sliding_window_size") + 1
+    fields.raw("sliding_window")
+    return _window(fields) if fields.raw("sliding_window_size") is None else fields.size("sliding_window_size") + 1
 
 
 def chunk(fields: Fields) -> int:

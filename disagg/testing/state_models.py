@@ -228,6 +228,11 @@ def mamba1(
     return StateModel(name=name, tensors=(_conv("conv", per_head(inner), kernel, dtypes[0]), temporal))
 
 
+def convolution(*, channels: int, kernel: int, dtype: str = "uint16", name: str = "conv") -> StateModel:
+    """A gated short convolution: `conv` by channel."""
+    return StateModel(name=name, tensors=(_conv("conv", per_head(channels), kernel, dtype),))
+
+
 def lightning(
     *, num_heads: int, key_head_dim: int, value_head_dim: int, dtype: str = "float32", name: str = "ssm"
 ) -> StateModel:

@@ -131,8 +131,9 @@ def test_bytes_runs_and_descriptors_match_a_run(
     assert by_way == row.ways
 
 
-def test_the_json_of_both_commands_agrees(tmp_path: Path) -> None:
-    same = ["--model", "tiny", "--tokens", "100", "--prefill", "tp=4", "--decode", "tp=2,page=64", "--backend", "local"]
+@pytest.mark.parametrize("model", [("--model", "tiny"), ("--layers", "4", "--kv-heads", "4", "--head-dim", "64")])
+def test_the_json_of_both_commands_agrees(tmp_path: Path, model: tuple[str, ...]) -> None:
+    same = [*model, "--tokens", "100", "--prefill", "tp=4", "--decode", "tp=2,page=64", "--backend", "local"]
     rows, explained = tmp_path / "rows.json", tmp_path / "explained.json"
     bench = [sys.executable, "-m", "disagg.commands.bench", *same, "--repeat", "1", "--no-ceiling", "--json", str(rows)]
     subprocess.run(bench, check=True, capture_output=True, timeout=60)
@@ -253,6 +254,10 @@ TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "t
         ((*TINY, "--decode-model", "llama-3-8b"), ("'kv'", "'dim'", "64", "128")),
         ((*TINY, "--decode-model", "deepseek-v3.2"), ("required", "does not have it")),
         ((*TINY, "--backend", "pigeon"), ("'pigeon'", "nixl")),
+        ((*TINY, "--model", "lama-3-8b"), ("'lama-3-8b'", "similar names: llama-3-8b")),
+        ((*TINY, "--kv-heads", "4"), ("--model, or --layers, --kv-heads and --head-dim",)),
+        ((*TINY[2:], "--layers", "4", "--kv-heads", "4"), ("--layers, --kv-heads and --head-dim together",)),
+        (TINY[2:], ("--model", "--head-dim")),
         ((*TINY, "--backend", "mooncake", "--transport", "shm"), ("'shm'", "tcp, rdma")),
         ((*TINY, "--transport", "rdma", "--gbps", "40"), ("--piece-us", "--gbps")),
         ((*TINY, "--prefix-hit", "64"), ("0 to 63", "64")),

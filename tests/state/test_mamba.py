@@ -20,7 +20,7 @@ from disagg.testing import state_models
 from disagg.testing.reference_states import Form
 from disagg.testing.state_models import Part, Place
 from tests.support.instances import InstanceSpec
-from tests.support.kinds import Kind, Pools, gdn_kind, kda_kind, lightning_kind, mamba1_kind, mamba2_kind
+from tests.support.kinds import Kind, Pools, convolution_kind, gdn_kind, kda_kind, lightning_kind, mamba1_kind, mamba2_kind
 from tests.support.states import Scene, moved, tp_pairs
 
 CHANNELS_FIRST, WIDTH_FIRST = "slot channel width", "slot width channel"
@@ -31,6 +31,7 @@ FAMILIES: dict[str, Callable[[int], Kind]] = {
     "kda in four tensors": lambda heads: kda_kind(num_heads=heads, separate=True),
     "mamba2": lambda heads: mamba2_kind(num_heads=heads, num_groups=2),
     "mamba1": lambda heads: mamba1_kind(inner=2 * heads),
+    "convolution": lambda heads: convolution_kind(channels=2 * heads),
     "lightning": lambda heads: lightning_kind(num_heads=heads),
 }
 """A model with this number of heads, by family."""

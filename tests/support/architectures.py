@@ -44,6 +44,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "axk2": {**LATENT, **INDEXED},
     "bailing_hybrid": {**LATENT, "short_conv_kernel_size": 4, "linear_head_dim": 10, "head_dim": 10, "layer_group_size": 3},
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 4]},
+    "beam": {**EXPERTS, **WINDOW, "layer_types": KINDS},
     "biogpt": BY_HIDDEN,
     "bitnet": BY_HIDDEN,
     "bloom": BY_HIDDEN,
@@ -108,6 +109,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "attention_k_eq_v": True,
     },
     "gemma4_unified_text": {**WINDOW, "global_head_dim": 24, "num_global_key_value_heads": 1},
+    "git": {**BY_HIDDEN, "vision_config": TOWER},
     "glm": {},
     "glm4": {},
     "glm4_moe": EXPERTS,
@@ -122,6 +124,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr_text": {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
     "gpt2": GPT,
     "gpt_bigcode": GPT,
+    "gpt_neo": {**BY_HIDDEN, "attention_types": [[["global", "local"], 3]], "window_size": 4},
     "gpt_neox": BY_HIDDEN,
     "gpt_neox_japanese": BY_HIDDEN,
     "gpt_oss": {**EXPERTS, **WINDOW},
@@ -167,6 +170,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "kolibri1": {**EXPERTS, **WINDOW},
+    "kosmos_2_5_text_model": {**BY_HIDDEN, "ffn_dim": 32},
+    "kosmos_2_text_model": {**BY_HIDDEN, "ffn_dim": 32},
     "laguna": {**EXPERTS, **WINDOW, "layer_types": KINDS},
     "lfm2": {**BY_HIDDEN, "conv_L_cache": 4, "full_attn_idxs": [1, 4], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 3, "conv_L_cache": 4, "head_dim": None},
@@ -271,6 +276,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 NESTED = {
+    "cosmos3_edge": "cosmos3_edge_text", "cosmos3_omni": "qwen3_vl_text", "kosmos-2": "kosmos_2_text_model",
+    "kosmos-2.5": "kosmos_2_5_text_model",
     "aria": "aria_text", "aya_vision": "cohere2", "blip-2": "opt", "cohere2_vision": "cohere2", "cohere_compass":
     "cohere_compass_text", "deepseek_ocr2": "deepseek_ocr2_text", "deepseek_vl": "llama", "deepseek_vl_hybrid": "llama",
     "emu3": "emu3_text_model", "ernie4_5_vl_moe": "ernie4_5_vl_moe_text", "exaone4_5": "exaone4", "fast_vlm": "qwen2",
@@ -294,6 +301,8 @@ NESTED = {
     "llama", "vipllava": "llama", "voxtral": "llama", "voxtral_realtime": "voxtral_realtime_text",
 }  # fmt: skip
 """Multimodal models and their decoders."""
+IN_EXAMPLES = ("deepseek_v4", "minimax", "minimax_m3_vl_text")
+"""Architectures with caches of their own, which `examples/transformers_pd` compares instead."""
 OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},
     "granite_docling": {"vision_config": {"out_hidden_size": 48}},

@@ -40,8 +40,12 @@ LOCAL_PRESETS = [
     ("nemotron-h-8b", 8, "tp=2", "tp=4,page=8,layout=hnd"),
     ("falcon-h1-7b", 2, "tp=1", "tp=2,pp=2,page=8"),
     ("jamba-mini", 5, "tp=4", "tp=2,page=64"),
+    ("llama-4-scout", 4, "tp=2", "tp=4,page=64"),
+    ("deepseek-v3", 2, "tp=2", "tp=1,page=64"),
+    ("glm-5", 2, "tp=1,pp=2", "tp=2,page=64"),
+    ("mimo-v2-flash", 2, "tp=4", "tp=2,page=64,layout=hnd"),
 ]
-"""Every preset with the number of layers up to the first of its rarest kind, and a pair of sides."""
+"""Presets of every kind with the number of layers up to the first of its rarest kind, and a pair of sides."""
 
 _SHAPES = [("tp=4", "tp=2,page=64"), ("tp=2,page=64", "tp=4,layout=hnd"), ("tp=1,pp=2", "tp=2,page=8")]
 _HYBRIDS = [("qwen3-next-80b", 4), ("gpt-oss-120b", 2), ("deepseek-v3.2", 2), ("falcon-h1-7b", 2), ("jamba-mini", 5)]

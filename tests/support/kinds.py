@@ -148,6 +148,11 @@ def mamba1_kind(*, inner: int = 8, state_size: int = 3, kernel: int = 4, **more:
     return slot_kind(model, roles, **more)
 
 
+def convolution_kind(*, channels: int = 8, kernel: int = 4, **more: Any) -> Kind:
+    model = state_models.convolution(channels=channels, kernel=kernel, name=more.pop("name", "conv"))
+    return slot_kind(model, mamba.convolution_roles(channels=channels, kernel=kernel, dtype="uint16"), **more)
+
+
 def lightning_kind(*, num_heads: int = 8, dims: tuple[int, int] = (2, 3), **more: Any) -> Kind:
     shape: dict[str, Any] = {"num_heads": num_heads, "key_head_dim": dims[0], "value_head_dim": dims[1]}
     model = state_models.lightning(**shape, name=more.pop("name", "ssm"))

@@ -152,7 +152,7 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
     type=Several(click.STRING),
     help="Engine (required for a run): cma, nixl, mooncake, nvlink, local, auto, or a third party's.",
 )
-@click.option("--model", type=Several(click.STRING), help="A preset, or the path of a config.json (required for a run).")
+@click.option("--model", type=Several(click.STRING), help=options.MODEL_HELP + " Required for a run.")
 @click.option("--tokens", type=COUNTS, help="Tokens of each request (required for a run).")
 @click.option(
     "--prefill", multiple=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16. Repeat for more cases."
@@ -174,6 +174,8 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
 )
 @options.pack_below
 @options.layers
+@options.kv_heads
+@options.head_dim
 @click.option("--chunk-tokens", type=click.IntRange(0), default=0, help="Tokens per chunk that is sent; 0: whole requests.")
 @options.prefix_hit
 @click.option("--page", "pages", type=COUNTS, default=(), show_default=False, help="Tokens per page; overrides the sides.")
@@ -216,6 +218,8 @@ def bench(
     decode: tuple[str, ...],
     pages: tuple[int, ...],
     layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
     json_file: Path | None,
     plot_file: Path | None,
     connect: tuple[str, ...],
@@ -241,6 +245,8 @@ def bench(
         print_problems(rows)
         print("\n\n".join(map(thresholds.threshold_table, measured)))
     else:
+        shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
         check_options(settings, prefill=prefill, connect=connect)
         sides = parse_sides(prefill, decode)
         cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)

@@ -25,19 +25,22 @@ Examples:
       --plot hnd.png
   disagg explain --model deepseek-v3.2 --tokens 8192 --prefill tp=8,page=64 --decode tp=4 \\
       --backend mooncake --json -
+  disagg explain --layers 32 --kv-heads 8 --head-dim 128 --tokens 4096 --prefill tp=4 --decode tp=2
   disagg explain --model ./config.json --tokens 2048 --prefill tp=2,pp=2 --decode tp=8 \\
       --backend nixl --transport rdma --piece-us 1 --gbps 45 --packed-gbps 40
 """
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
-@click.option("--model", required=True, help="A preset, or the path of a config.json.")
+@click.option("--model", help=options.MODEL_HELP)
 @click.option("--decode-model", metavar="MODEL", help="Model of the decode side, if it differs; mismatches are named.")
 @click.option("--prefill", required=True, metavar="SIDE", help="The prefill side, such as tp=4,pp=2,page=16,layout=nhd.")
 @click.option("--decode", required=True, metavar="SIDE", help="The decode side.")
 @click.option("--tokens", type=click.IntRange(1), required=True, help="Length of the request.")
 @options.prefix_hit
 @options.layers
+@options.kv_heads
+@options.head_dim
 @click.option("--backend", default="nixl", help="Engine: cma, nixl, mooncake, nvlink, local, auto, or a third party's.")
 @click.option(
     "--transport",
@@ -73,7 +76,10 @@ def explain(
     *,
     prefill: str,
     decode: str,
+    model: str | None,
     layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
     decode_model: str | None,
     pages: str,
     piece_us: float | None,
@@ -87,7 +93,12 @@ def explain(
     started and no memory allocated; bytes, runs and descriptors are those that disagg-bench reports for the same case.
     Exit status 2 if the sides do not fit each other.
     """
-    case = Case(prefill=Side.parse(prefill), decode=Side.parse(decode), num_layers=layers, **settings)  # type: ignore[arg-type]
+    shape = options.shape_of(model, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    name = shape or model
+    if name is None:
+        raise ConfigError("options: expected --model, or --layers, --kv-heads and --head-dim")
+    sides = {"prefill": Side.parse(prefill), "decode": Side.parse(decode)}
+    case = Case(model=name, num_layers=None if shape else layers, **sides, **settings)  # type: ignore[arg-type]
     request = ExplainRequest(
         case=case,
         decode_model=decode_model,

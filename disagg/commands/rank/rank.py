@@ -42,7 +42,7 @@ class RankConfig(Config, frozen=True, kw_only=True):
 
     name: Annotated[str, meaning("The instance's name, the same on all its ranks; default: its role.")] = ""
     role: Annotated[str, meaning("The role of the rank: prefill or decode.")]
-    model: Annotated[str, meaning("A preset, or the path of a config.json.")]
+    model: Annotated[str, meaning("A preset, the path of a config.json, a cached model, or LAYERSxKV_HEADSxHEAD_DIM.")]
     side: Annotated[Side, meaning("The whole instance, such as tp=4,pp=2,page=16.", parse=Side.parse)] = Side()
     rank: Annotated[int, msgspec.Meta(ge=0), meaning("The number of this rank in its instance.")] = 0
     num_layers: Annotated[Annotated[int, msgspec.Meta(ge=1)] | None, meaning("Keep only the model's first layers.")] = (
