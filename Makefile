@@ -30,7 +30,7 @@ test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
 
 test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 40 of them)
-	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py $(PYTEST_ARGS)
+	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py tests/examples/test_transformers_pd.py $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
 	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_ran
 from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import check_rows
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
-from disagg.protocol.types import RequestKey
+from disagg.protocol.types import Chunk, RequestKey
 
 Ids = npt.NDArray[np.integer[Any]]
 """Ids of rows."""
@@ -163,3 +164,43 @@ def check_payload(payload: object) -> None:
     if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
         found = f"{len(payload)} bytes" if isinstance(payload, bytes) else type(payload).__name__
         raise LocalProtocolError(f"payload: expected at most {MAX_PAYLOAD_NBYTES} bytes, found {found}")
+
+
+class SentTokens:
+    """The tokens that a request has sent, by component and set of layers (`None`: all). Adjacent ranges are joined, since there
+    may be very many chunks.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: dict[tuple[str, frozenset[int] | None], list[tuple[int, float]]] = {}
+
+    def add(self, key: RequestKey, chunk: Chunk) -> None:
+        """Raises `LocalProtocolError`, with nothing added, if a token of a component's layer was already sent."""
+        layers = None if chunk.layers is None else frozenset(chunk.layers)
+        if layers == frozenset():
+            return
+        with self._lock:
+            found = {name: _sent_range(rows, chunk.tokens) for name, rows in chunk.rows.items()}
+            for (name, others), ranges in self._ranges.items():
+                if name in found and (layers is None or others is None or layers & others):
+                    start, stop = found[name]
+                    for first, last in ranges:
+                        if max(start, first) < min(stop, last):
+                            which = "" if layers is None else f" of layers {sorted(layers)}"
+                            raise LocalProtocolError(
+                                f"request {key}: expected tokens that were not sent before, found token {max(start, first)} of "
+                                f"component {name!r}{which} a second time"
+                            )
+            for name, (start, stop) in found.items():
+                ranges = self._ranges.setdefault((name, layers), [])
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                if first < stop:
+                    ranges.append((first, stop))
+
+
+def _sent_range(rows: Rows, tokens: TokenRange | None) -> tuple[int, float]:
+    """The tokens `[start, stop)` that rows given to `send` may hold, before the receivers' need is known."""
+    if isinstance(rows, Slot):
+        return 0, 1
+    return tokens or (rows.first_token, math.inf)

@@ -14,12 +14,22 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from disagg.arguments import GivenRows, Ids, as_rows, check_layers, check_payload, check_ready, check_text, check_timeout
+from disagg.arguments import (
+    GivenRows,
+    Ids,
+    SentTokens,
+    as_rows,
+    check_layers,
+    check_payload,
+    check_ready,
+    check_text,
+    check_timeout,
+)
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
-from disagg.core.rows import Rows, Slot, TokenRange, token_range
+from disagg.core.rows import TokenRange, token_range
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
@@ -260,46 +270,6 @@ class Receiver(RequestHandle):
             self._control.sessions.receives.abort(self.session, error, now)
 
 
-class _SentTokens:
-    """The tokens that a request has sent, by component and set of layers (`None`: all). Adjacent ranges are joined, since there
-    may be very many chunks.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ranges: dict[tuple[str, frozenset[int] | None], list[tuple[int, float]]] = {}
-
-    def add(self, key: RequestKey, chunk: Chunk) -> None:
-        """Raises `LocalProtocolError`, with nothing added, if a token of a component's layer was already sent."""
-        layers = None if chunk.layers is None else frozenset(chunk.layers)
-        if layers == frozenset():
-            return
-        with self._lock:
-            found = {name: _sent_range(rows, chunk.tokens) for name, rows in chunk.rows.items()}
-            for (name, others), ranges in self._ranges.items():
-                if name in found and (layers is None or others is None or layers & others):
-                    start, stop = found[name]
-                    for first, last in ranges:
-                        if max(start, first) < min(stop, last):
-                            which = "" if layers is None else f" of layers {sorted(layers)}"
-                            raise LocalProtocolError(
-                                f"request {key}: expected tokens that were not sent before, found token {max(start, first)} of "
-                                f"component {name!r}{which} a second time"
-                            )
-            for name, (start, stop) in found.items():
-                ranges = self._ranges.setdefault((name, layers), [])
-                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
-                if first < stop:
-                    ranges.append((first, stop))
-
-
-def _sent_range(rows: Rows, tokens: TokenRange | None) -> tuple[int, float]:
-    """The tokens `[start, stop)` that rows given to `send` may hold, before the receivers' need is known."""
-    if isinstance(rows, Slot):
-        return 0, 1
-    return tokens or (rows.first_token, math.inf)
-
-
 class Sender(RequestHandle):
     """One request that this rank sends, to every rank of the peer's group that it writes to."""
 
@@ -311,7 +281,7 @@ class Sender(RequestHandle):
     ) -> None:
         super().__init__(control, key, peer, tag, label=label, any_attempt=any_attempt)
         self._numbers = itertools.count()
-        self._sent = _SentTokens()
+        self._sent = SentTokens()
         self._finished = False
 
     @property

@@ -1,6 +1,6 @@
 """Hypothesis profiles, and the tests whose coverage is measured.
 
-The profile `dev` tries few examples. The profile `ci` tries more and prints how to reproduce a failure.
+The profile `ci` prints how to reproduce a failure. `nightly` tries many more examples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 settings.register_profile("dev", max_examples=50, deadline=None)
-settings.register_profile("ci", max_examples=120, deadline=None, print_blob=True)
+settings.register_profile("ci", max_examples=50, deadline=None, print_blob=True)
+settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
 
 COVERED_FOLDERS = ("core", "layout", "models", "protocol", "state")

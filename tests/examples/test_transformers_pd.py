@@ -30,13 +30,16 @@ ENGINES = {"nixl": ("nixl", "nixl"), "mooncake": ("mooncake.engine", "mooncake-t
 
 
 RECURRENT = [name for name in ARCHITECTURES if any(not component.paged for component in describe(name))]
-CHOSEN = {"attention": [name for name in ARCHITECTURES if name not in RECURRENT], "recurrent": RECURRENT}
+ATTENTION = [name for name in ARCHITECTURES if name not in RECURRENT]
+CHOSEN = {"some": [*ATTENTION[:2], *RECURRENT[:2]], "attention": ATTENTION[2:], "recurrent": RECURRENT[2:]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize(
+    "chosen", ["some", *(pytest.param(name, marks=pytest.mark.nightly) for name in CHOSEN if name != "some")]
+)
 def test_divided_runs_equal_undivided_ones(chosen: str) -> None:
-    """Every architecture over both engines, in one run to start processes and models once."""
+    """Architectures over both engines, in one run to start processes and models once."""
     for package in ENGINES.values():
         require_engine(*package)
     require_engine("transformers", "transformers")

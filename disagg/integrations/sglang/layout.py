@@ -141,7 +141,7 @@ def _pages(
     }
     return paged.gqa(
         pairs,
-        axes=paged.ORDERS["nhd"],
+        axes="nhd",
         num_kv_heads=any_facts.num_kv_heads,
         dims=any_facts.dims,
         dtype=any_facts.dtype,

@@ -147,7 +147,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """Keep the pages of a failed request until nothing can write there."""
         self.held.setdefault(room, []).append(lease)
 
-    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002  SGLang's name
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nothing can write to the pages that failed requests of this room had. SGLang's count is not used."""
         return all(lease.released for lease in self.held.get(bootstrap_room, ()))
 

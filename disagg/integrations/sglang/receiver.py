@@ -94,7 +94,7 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.declined = True
             self.kv_mgr.decline(self)
 
-    def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002  SGLang's name
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         assert self.handle is not None
         self.kv_mgr.hold(self.bootstrap_room, self.handle.lease)
         self.handle.abort("aborted by decode's scheduler")
