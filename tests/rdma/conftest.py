@@ -1,0 +1,7 @@
+"""Tests over RDMA devices, in the guest of `harness.rdma` (`make test-rdma`); nothing is collected elsewhere."""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("RDMA_GUEST") == "1" else ["test_*.py"]
