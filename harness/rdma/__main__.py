@@ -8,8 +8,7 @@ import sys
 from harness.rdma.guest import PROJECT, GuestError, run_in_guest
 from harness.rdma.packages import FetchError
 
-TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadgroup", "tests/rdma")
-"""One process per engine: each test belongs to the group of the engine that it uses."""
+TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", "tests/rdma")
 
 
 def main() -> int:

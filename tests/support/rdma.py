@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from disagg.backends.base import BackendOptions, Transport
@@ -30,10 +28,7 @@ def sent_packets(backend: str) -> int:
     return int(Path(f"/sys/class/infiniband/{DEVICES[backend]}/ports/1/hw_counters/sent_pkts").read_text())
 
 
-@contextmanager
-def bytes_by_rdma(backend: str, nbytes: int) -> Iterator[None]:
-    """Fails unless the engine's device sends at least the packets that `nbytes` need, within the scope."""
-    before = sent_packets(backend)
-    yield
-    sent = sent_packets(backend) - before
-    assert sent >= nbytes / MTU, f"{DEVICES[backend]} sent {sent} packets; {nbytes} bytes need {nbytes / MTU:.0f} or more"
+def assert_sent(backend: str, num_packets: int, *, since: int) -> None:
+    """Fails unless the engine's device has sent that many packets since it had sent `since`."""
+    sent = sent_packets(backend) - since
+    assert sent >= num_packets, f"{DEVICES[backend]} sent {sent} packets, expected {num_packets} or more: bytes went elsewhere"
