@@ -153,7 +153,9 @@ def _fix(error: str, machine: Machine) -> str:
     if suspects:
         return f"unset {' '.join(suspects)}, and try again"
     if machine.rdma_devices:
-        return "choose the RDMA device with --device-nic and its GID with UCX_IB_GID_INDEX or MC_GID_INDEX, or use --transport tcp"
+        return (
+            "choose the RDMA device with --device-nic and its GID with UCX_IB_GID_INDEX or MC_GID_INDEX, or use --transport tcp"
+        )
     if "hangs" in error:
         return (
             "read the log of disagg-bench --backend NAME --debug with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake)"
