@@ -337,9 +337,10 @@ class PeerQueue:
         Over verbs the engine may never report the pieces that it had posted to a peer that died. What they do is unknown.
         """
         now = time.monotonic()
-        if not self._flights or self._descriptor.protocol == "tcp" or now - self._moved_at < _STUCK_S or now < self._probe_at:
+        stuck_s = now - self._moved_at
+        if not self._flights or self._descriptor.protocol == "tcp" or stuck_s < _STUCK_S or now < self._probe_at:
             return
-        self._probe_at = now + _PROBE_S
+        self._probe_at = now + stuck_s / 4  # each probe makes a living peer's engine log a warning
         if self._is_gone():
             self._end_reason = f"peer {self._descriptor.session} has ended, and the engine reports nothing about its pieces"
             self._open = False
