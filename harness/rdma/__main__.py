@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from harness.rdma.guest import PROJECT, GuestError, run_in_guest
@@ -16,6 +17,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that the command may take in the guest")
     parser.add_argument("command", nargs="*", help="the command and its arguments; default: the tests of tests/rdma")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the guest first
     try:
         return run_in_guest(options.command or TESTS, timeout_s=options.timeout, environ={"RDMA_GUEST": "1"})
     except (FetchError, GuestError) as error:
