@@ -13,6 +13,8 @@ from disagg.machine.findings import Finding, Level, Machine, ok
 
 VERBS = "libibverbs1 ibverbs-providers rdma-core"
 NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+GID_VARIABLES = ("MC_GID_INDEX", "UCX_IB_GID_INDEX")
+"""Mooncake's and UCX's variables for the index of the GID that they use."""
 SMALL_MEMLOCK = 1 << 30
 """The pools of a server need at least this many bytes."""
 
@@ -70,6 +72,7 @@ def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = Fals
         for port in machine.entries(f"sys/class/infiniband/{name}/ports")
     ]
     usable = any(finding.level is Level.OK for finding in ports)
+    yield from _gid_indices(machine, [name for name in present if not devices or name in wanted], missing)
     for finding in ports:
         yield msgspec.structs.replace(finding, level=Level.WARNING) if usable and finding.level is Level.ERROR else finding
 
@@ -95,6 +98,25 @@ def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
     second = [i for i, kind in kinds.items() if "v2" in kind]
     hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
     return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}")
+
+
+def _gid_indices(machine: Machine, names: Sequence[str], missing: Level) -> Iterator[Finding]:
+    """A finding on each variable that gives an index at which none of the devices has a GID."""
+    used = {
+        index
+        for name in names
+        for port in machine.entries(f"sys/class/infiniband/{name}/ports")
+        for index in machine.entries(f"sys/class/infiniband/{name}/ports/{port}/gids")
+        if (machine.read(f"sys/class/infiniband/{name}/ports/{port}/gids/{index}") or NO_GID) != NO_GID
+    }
+    for variable in GID_VARIABLES:
+        value = machine.environ.get(variable)
+        if value is not None and used and value != "auto" and value not in used:
+            indices = ", ".join(sorted(used, key=int))
+            yield Finding(
+                "rdma", missing, f"{variable}={value!r} is set, but on {', '.join(names)} GIDs are at index {indices} only",
+                "the engine cannot connect by RDMA", f"unset {variable}, or set it to the index of a RoCE v2 GID",
+            )  # fmt: skip
 
 
 def memlock(machine: Machine, *, rdma: bool) -> Finding:

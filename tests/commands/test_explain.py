@@ -14,12 +14,13 @@ import pytest
 from disagg.backends.base import BackendOptions, Transport
 from disagg.backends.registry import load
 from disagg.commands.bench.command import run_cases
+from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.places import rows_of
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain import counting
 from disagg.commands.explain.counting import FIRST_ADDRESS, CopyCounter
-from disagg.commands.explain.engine import Costs, engine_of
+from disagg.commands.explain.engine import engine_of
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.instance import Instance
 from disagg.commands.explain.plot import page_of

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.commands.bench.command import run_cases
 from disagg.commands.bench.thresholds import ALWAYS, TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
+from disagg.commands.cases.costs import read_costs
 from disagg.core.errors import ConfigError
 from disagg.models import load_model
 from tests.commands.conftest import Bench
@@ -83,6 +89,22 @@ def test_real_engines_are_measured(bench: Bench, engine: str) -> None:
     assert ended.status == 0, ended.err
     assert ended.out.startswith(f"{engine} over tcp")
     assert [row["way"] for row in ended.rows] == ["direct", "packed"]
+
+
+def test_calibration_writes_costs_that_explain_reads(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    ended = bench("--backend", "local", "--page", "1,8", "--calibrate", str(file), *SMALL)
+    assert ended.status == 0, ended.err
+    costs = read_costs(file)
+    speeds = [(1 / row["gbps"], row["piece_bytes_mean"]) for row in ended.rows if row["way"] == "direct"]
+    for per_gb, nbytes in speeds:  # two equations, two unknowns: the fit is exact unless a cost would be negative
+        assert costs.direct_s(10**9, round(1e9 / nbytes)) == pytest.approx(per_gb, rel=0.05) or costs.piece_s == 0
+    explained = subprocess.run(
+        [sys.executable, "-m", "disagg.commands", "explain", "--model", "tiny", "--tokens", "64", "--prefill", "tp=1",
+         "--decode", "tp=1", "--backend", "local", "--costs", str(file), "--json", "-"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(explained.stdout)["costs"] == json.loads(file.read_text())
 
 
 @pytest.mark.parametrize(

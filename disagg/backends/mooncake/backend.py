@@ -21,6 +21,7 @@ to local memory, and of a batch with a failed piece the engine reports nothing a
 | -1, or it takes no piece | `UNSETTLED` | it gave up, but a stopped peer still puts in place what its socket holds |
 | the same, and the peer's port refuses (TCP) | `FAILED` | its process or engine has ended, so nothing touches its memory |
 | the same, not over TCP * | `UNSETTLED` | tasks have no order there; `FAILED` if no piece was in a batch |
+| nothing for 3 s, and the peer's port refuses (not TCP) | `UNSETTLED` | over verbs pieces to a dead peer may never end |
 | nothing, because this engine was closed | `UNSETTLED` | this side is quiet, its threads being joined; the other is unknown |
 
 An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. What a peer wrote may still be in a socket buffer of

@@ -26,6 +26,8 @@ TAIL = 4
 """Tasks of their own at the end of a written chunk: one per connection that the engine keeps to a peer by default."""
 _PROBE_S = 0.5
 """How often a peer with unsettled transfers is probed, and how long its answer may take."""
+_STUCK_S = 3.0
+"""Not over TCP: how long no piece may end before the thread checks whether the peer is gone."""
 _IDLE_S = 1.0
 """How often an idle thread checks whether the main thread has ended."""
 _PAUSE_S = (1e-4, 2e-3)
@@ -176,6 +178,7 @@ class PeerQueue:
                         self._post()
                         self._settle_flights()
                         self._settle_lost()
+                        self._give_up_if_gone()
         except BaseException as error:
             logger.exception("the thread for Mooncake peer %s ended", self._descriptor.session)
             self._end(f"the thread for peer {self._descriptor.session} ended: {error!r}")
@@ -327,6 +330,20 @@ class PeerQueue:
             transfer.settle(TransferStatus.FAILED if provable else TransferStatus.UNSETTLED)
         self._unsettled = [t for t in self._unsettled if t.status is TransferStatus.UNSETTLED]
         self._probe_at = time.monotonic() + _PROBE_S
+
+    def _give_up_if_gone(self) -> None:
+        """End the queue, not over TCP, if the peer's engine has ended and pieces do not end.
+
+        Over verbs the engine may never report the pieces that it had posted to a peer that died. What they do is unknown.
+        """
+        now = time.monotonic()
+        stuck_s = now - self._moved_at
+        if not self._flights or self._descriptor.protocol == "tcp" or stuck_s < _STUCK_S or now < self._probe_at:
+            return
+        self._probe_at = now + stuck_s / 4  # each probe makes a living peer's engine log a warning
+        if self._is_gone():
+            self._end_reason = f"peer {self._descriptor.session} has ended, and the engine reports nothing about its pieces"
+            self._open = False
 
     def _is_gone(self) -> bool:
         """Whether the peer's port refuses: its process has ended, or its engine, which closes the port last of all.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.plot import check_plot, plot
 from disagg.commands.bench.report import Row, table, to_json
 from disagg.commands.cases import options
+from disagg.commands.cases.costs import fitted_costs
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
@@ -41,6 +43,7 @@ Examples:
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
   disagg-bench --backend nixl --transport tcp --thresholds
+  disagg-bench --backend nixl --transport rdma --calibrate costs.json
   disagg-bench --compare before.json after.json --tolerance 0.05
 """
 
@@ -146,6 +149,16 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
     return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
 
 
+def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
+    """Write the costs that fit the rows of `--thresholds` to `file`. Raises `ConfigError` for several backends."""
+    if len(measured) != 1:
+        raise ConfigError(f"calibrate: expected one backend, found {len(measured)}")
+    speeds = thresholds.path_speeds(measured[0])
+    costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in speeds])
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n")
+    print(f"costs: {1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:.3g} GB/s direct, {costs.packed_gbps:.3g} GB/s packed")
+
+
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option(
     "--backend",
@@ -194,6 +207,12 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
     help="Measure the piece size below which packing is faster, for --backend and --transport, with two ranks.",
 )
 @click.option(
+    "--calibrate",
+    "costs_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Like --thresholds for one backend; write the costs that fit the measured speeds, for disagg explain --costs.",
+)
+@click.option(
     "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank. Repeat for all ranks of the case."
 )
 @click.option(
@@ -225,6 +244,7 @@ def bench(
     connect: tuple[str, ...],
     fault: str | None,
     thresholds_only: bool,
+    costs_file: Path | None,
     compare: tuple[Path, Path] | None,
     tolerance: float,
     **settings: Any,
@@ -238,12 +258,14 @@ def bench(
     logging.basicConfig(level=logging.ERROR)
     if plot_file is not None:
         check_plot(plot_file)
-    if thresholds_only:
+    if thresholds_only or costs_file is not None:
         by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
         measured = [run_cases(cases) for cases in by_backend.values()]
         rows = [row for of_backend in measured for row in of_backend]
         print_problems(rows)
         print("\n\n".join(map(thresholds.threshold_table, measured)))
+        if costs_file is not None:
+            write_costs(costs_file, measured)
     else:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)

@@ -29,7 +29,7 @@ PAGES = tuple(1 << power for power in range(10))
 ALWAYS = 1 << 40
 """A threshold that no piece reaches, so that all are packed."""
 SAME = ("device", "transport", "warm_up", "repeat", "seed", "timeout_s")
-OPTIONS = {*SAME, "thresholds_only", "backend", "tokens", "pages", "json_file", "plot_file", "debug"}
+OPTIONS = {*SAME, "thresholds_only", "costs_file", "backend", "tokens", "pages", "json_file", "plot_file", "debug"}
 """The options that go with `--thresholds`."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from disagg.commands.doctor.children import ChildFailed, child
 from disagg.commands.doctor.machine import cma_refused, ptrace
 from disagg.machine.findings import Finding, Level, Machine, ok
+from disagg.machine.rdma import GID_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,13 @@ def _measured(name: str, packages: str, machine: Machine) -> Finding:
 
 def _fix(error: str, machine: Machine) -> str:
     """The first thing to try."""
-    suspects = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
+    suspects = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")) and name not in GID_VARIABLES)
     if suspects:
         return f"unset {' '.join(suspects)}, and try again"
+    if machine.rdma_devices:
+        return (
+            "choose the RDMA device with --device-nic and its GID with UCX_IB_GID_INDEX or MC_GID_INDEX, or use --transport tcp"
+        )
     if "hangs" in error:
         return (
             "read the log of disagg-bench --backend NAME --debug with UCX_LOG_LEVEL=info (nixl) or MC_LOG_LEVEL=INFO (mooncake)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from disagg.machine.findings import Finding, Level, Machine, ok
+from disagg.machine.rdma import GID_VARIABLES
 
 _IB = {
     "ib",
@@ -32,8 +33,8 @@ _OFF = ("0", "false", "no", "n", "off")
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
-    """A finding for every engine variable that is set."""
-    names = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")))
+    """A finding for every engine variable that is set; those of GIDs are checked with the RDMA devices."""
+    names = sorted(name for name in machine.environ if name.startswith(("UCX_", "MC_")) and name not in GID_VARIABLES)
     if not names:
         yield ok("environment", "no UCX_ or MC_ variable is set: engines use their defaults")
     for name in names:

@@ -10,9 +10,10 @@ import msgspec
 from rich.console import Console
 
 from disagg.commands.cases import options
+from disagg.commands.cases.costs import Costs, link_costs, read_costs
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.explain.engine import Costs, engine_of
+from disagg.commands.explain.engine import engine_of
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.table import show
 from disagg.commands.shell.errors import one_sentence
@@ -27,7 +28,7 @@ Examples:
       --backend mooncake --json -
   disagg explain --layers 32 --kv-heads 8 --head-dim 128 --tokens 4096 --prefill tp=4 --decode tp=2
   disagg explain --model ./config.json --tokens 2048 --prefill tp=2,pp=2 --decode tp=8 \\
-      --backend nixl --transport rdma --piece-us 1 --gbps 45 --packed-gbps 40
+      --backend nixl --transport rdma --link 400gbit
 """
 
 
@@ -63,6 +64,13 @@ Examples:
 @click.option(
     "--packed-gbps", type=click.FloatRange(0, min_open=True), help="1e9 bytes per second for packed pieces; default: measured."
 )
+@click.option("--link", metavar="RATE", help="Predict for NICs of this rate on each rank, such as 400gbit or 8x400gbit.")
+@click.option(
+    "--costs",
+    "costs_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Predict with the costs in FILE, which disagg-bench --calibrate writes.",
+)
 @click.option(
     "--json",
     "json_file",
@@ -85,6 +93,8 @@ def explain(
     piece_us: float | None,
     gbps: float | None,
     packed_gbps: float | None,
+    link: str | None,
+    costs_file: Path | None,
     json_file: Path | None,
     plot_file: Path | None,
     **settings: int | str | None,
@@ -103,7 +113,7 @@ def explain(
         case=case,
         decode_model=decode_model,
         consecutive=pages == "consecutive",
-        costs=given_costs(case, piece_us=piece_us, gbps=gbps, packed_gbps=packed_gbps),
+        costs=given_costs(case, link=link, file=costs_file, piece_us=piece_us, gbps=gbps, packed_gbps=packed_gbps),
     )
     found = explain_request(request)
     if plot_file is not None:
@@ -119,19 +129,34 @@ def explain(
     show(found.summary, Console())
 
 
-def given_costs(case: Case, *, piece_us: float | None, gbps: float | None, packed_gbps: float | None) -> Costs | None:
-    """The costs given, over the measured ones. Raises `ConfigError` if only some are given and the others are unknown."""
+def given_costs(
+    case: Case,
+    *,
+    link: str | None,
+    file: Path | None,
+    piece_us: float | None,
+    gbps: float | None,
+    packed_gbps: float | None,
+) -> Costs | None:
+    """The costs given by options: single ones replace those of the link, of the file, or else the measured ones.
+
+    Raises `ConfigError` for a link and a file, and if only some are given and the others are unknown.
+    """
     given = {"piece_s": None if piece_us is None else piece_us / 1e6, "gbps": gbps, "packed_gbps": packed_gbps}
     chosen = {name: value for name, value in given.items() if value is not None}
-    if not chosen:
+    if link is not None and file is not None:
+        raise ConfigError(f"costs: expected --link or --costs, found --link {link} and --costs {file}")
+    whole = link_costs(link) if link is not None else read_costs(file) if file is not None else None
+    if whole is None and not chosen:
         return None
     engine = engine_of(case.backend, case.transport)
-    if engine.costs is not None:
-        return msgspec.structs.replace(engine.costs, **chosen)
+    base = whole or engine.costs
+    if base is not None:
+        return msgspec.structs.replace(base, **chosen)
     if len(chosen) < len(given):
         raise ConfigError(
-            f"costs of {engine.name} over {engine.transport} have not been measured: expected --piece-us, --gbps and "
-            "--packed-gbps, found "
+            f"costs of {engine.name} over {engine.transport} have not been measured: expected --link, --costs, or --piece-us, "
+            "--gbps and --packed-gbps, found "
             + ", ".join("--" + option.replace("piece_s", "piece-us").replace("_", "-") for option in chosen)
         )
-    return Costs(**chosen)
+    return Costs(chosen["piece_s"], chosen["gbps"], chosen["packed_gbps"])

@@ -6,29 +6,12 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from disagg.backends import registry as backends
 from disagg.backends.abilities import SaysStaging
 from disagg.backends.base import BackendOptions, StagingShape, Transport
+from disagg.commands.cases.costs import Costs
 from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
-
-
-class Costs(msgspec.Struct, frozen=True):
-    """Costs of one rank: seconds per piece and 1e9 bytes per second sent directly, and 1e9 bytes per second packed."""
-
-    piece_s: float
-    gbps: float
-    packed_gbps: float
-
-    def direct_s(self, nbytes: int, descriptors: int) -> float:
-        """Seconds to send bytes piece by piece."""
-        return nbytes / self.gbps / 1e9 + descriptors * self.piece_s
-
-    def packed_s(self, nbytes: int) -> float:
-        """Seconds to send bytes packed. An engine that gathers pieces itself is assumed to be as fast."""
-        return nbytes / self.packed_gbps / 1e9
 
 
 class Engine(NamedTuple):

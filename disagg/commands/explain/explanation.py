@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain.counting import CopyCounter
-from disagg.commands.explain.engine import Costs, Engine, engine_of
+from disagg.commands.explain.engine import Engine, engine_of
 from disagg.commands.explain.instance import Instance, instance_of
 from disagg.commands.explain.paths import explain_pair
 from disagg.commands.explain.summary import Pair, Summary, busiest_s, hot_spots, partners

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from disagg.commands.explain.engine import Costs
+from disagg.commands.cases.costs import Costs
 from disagg.commands.shell.text import size
 
 BUSY = 1.5

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from disagg.commands.explain.engine import Costs
+from disagg.commands.cases.costs import Costs
 from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
 from disagg.commands.shell.text import size
 
@@ -111,7 +111,7 @@ def predicted(found: Summary) -> str:
     if found.costs is None or found.seconds is None:
         return (
             f"predicted: costs of {found.backend} over {found.transport} have not been measured; "
-            "give --piece-us, --gbps and --packed-gbps"
+            "give --link, --costs, or --piece-us, --gbps and --packed-gbps"
         )
     rate = found.total_bytes / found.seconds / 1e9 if found.seconds else 0.0
     return (

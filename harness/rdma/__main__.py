@@ -1,0 +1,29 @@
+"""`python -m harness.rdma [--timeout S] [COMMAND ...]`: run a command in the guest, by default the tests of `tests/rdma`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from harness.rdma.guest import PROJECT, GuestError, run_in_guest
+from harness.rdma.packages import FetchError
+
+TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", "tests/rdma")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness.rdma", description=__doc__)
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that the command may take in the guest")
+    parser.add_argument("command", nargs="*", help="the command and its arguments; default: the tests of tests/rdma")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the guest first
+    try:
+        return run_in_guest(options.command or TESTS, timeout_s=options.timeout, environ={"RDMA_GUEST": "1"})
+    except (FetchError, GuestError) as error:
+        sys.stderr.write(f"rdma: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Costs of a NIC, checked against published sweeps; costs of a file; costs fitted to measured speeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from disagg.commands.cases.costs import Costs, fitted_costs, link_costs, read_costs
+from disagg.core.errors import ConfigError
+
+MIB, NBYTES = 1 << 20, 64 << 30
+PUBLISHED = {
+    "NIXL, two 100G NICs": ("2x100gbit", MIB, 24.4),
+    "NIXL, one 400G NIC": ("400gbit", MIB, 316 / 8),
+    "Mooncake over EFA, p6-b300, 1 MB": ("16x400gbit", MIB, 780),
+    "Mooncake over EFA, p5en, 1 MB": ("16x200gbit", MIB, 366),
+    "SGLang, Qwen3-235B": ("4x400gbit", MIB, 164),
+}
+"""Published GB/s for pieces of a size over NICs (`docs/rdma.md` has the sources, and the points that the model misses)."""
+
+
+@pytest.mark.parametrize("point", PUBLISHED)
+def test_the_model_of_a_nic_is_within_25_percent_of_what_was_published(point: str) -> None:
+    link, piece, published = PUBLISHED[point]
+    predicted = NBYTES / link_costs(link).direct_s(NBYTES, NBYTES // piece) / 1e9
+    assert predicted == pytest.approx(published, rel=0.25)
+
+
+def test_short_pieces_are_limited_by_messages_and_long_ones_by_the_rate() -> None:
+    costs = link_costs("400gbit")
+    assert costs.direct_s(512_000, 1000) == pytest.approx(1000 * costs.piece_s)
+    assert costs.direct_s(1 << 30, 1) == pytest.approx((1 << 30) / (0.95 * 50e9))
+    assert link_costs("2x200gbit") == costs
+
+
+@pytest.mark.parametrize("link", ["400", "gbit", "0gbit", "x400gbit", "400gbit ", "-1gbit"])
+def test_an_invalid_link_is_named(link: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a rate such as 400gbit or 8x400gbit"):
+        link_costs(link)
+
+
+def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
+    file, costs = tmp_path / "costs.json", Costs(2e-6, 11.0, 7.0)
+    file.write_bytes(msgspec.json.encode(costs))
+    assert read_costs(file) == costs
+    for wrong in (b"", b"[]", b'{"gbps": 1}', b'{"piece_s": 0, "gbps": 0, "packed_gbps": 1}'):
+        file.write_bytes(wrong)
+        with pytest.raises(ConfigError, match="costs"):
+            read_costs(file)
+
+
+def test_the_fit_finds_the_costs_that_made_the_speeds() -> None:
+    costs = Costs(3e-6, 8.0, 5.0)
+    sizes = [512 << i for i in range(10)]
+    found = fitted_costs([(size, size / costs.direct_s(size, 1) / 1e9, costs.packed_gbps) for size in sizes])
+    assert found.piece_s == pytest.approx(costs.piece_s)
+    assert found.gbps == pytest.approx(costs.gbps)
+    assert found.packed_gbps == costs.packed_gbps
+
+
+def test_speeds_that_no_costs_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two piece sizes"):
+        fitted_costs([(512, 1.0, 1.0)])
+    with pytest.raises(ConfigError, match="no rate fits"):
+        fitted_costs([(512, 1.0, 1.0), (1024, 8.0, 1.0)])

@@ -1,0 +1,33 @@
+"""The contract of backends over verbs, for the test module of each engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.backends.base import Backend, BackendOptions, Op
+from disagg.backends.mooncake.backend import MooncakeBackend
+from disagg.backends.nixl.backend import NixlBackend
+from disagg.testing.contract import Arena, BackendContract, BackendFactory, Target
+from disagg.testing.contract.arena import SHAPES
+from tests.support.rdma import MTU, assert_sent, rdma_options, sent_packets
+
+COPIED = sum(sum(shape.nbytes) for shape in SHAPES.values())
+
+
+class RdmaContract(BackendContract):
+    """Adds to the contract that the bytes went through the device."""
+
+    backend_class: type[MooncakeBackend] | type[NixlBackend]
+
+    def factory(self) -> BackendFactory:
+        return self.backend_class
+
+    def options(self) -> BackendOptions:
+        return rdma_options(self.backend_class.name)
+
+    @pytest.mark.parametrize("op", Op)
+    def test_copies_exactly_the_pieces(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
+        since = sent_packets(backend.name)
+        super().test_copies_exactly_the_pieces(op, backend, local, target)
+        assert_sent(backend.name, COPIED // MTU, since=since)
+        assert backend.transport == "rdma"
