@@ -49,6 +49,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer_keys: Annotated[Mapping[str, str], meaning("Peer instances' public keys.", flag="--peer-key", metavar="NAME=KEY")] = (
         msgspec.field(default_factory=dict)
     )
+    admit: Annotated[
+        Literal["known", "keys", "any"],
+        meaning("Which other instances may connect: none, those with a key of `peer_keys`, or all."),
+    ] = "known"
     keys: Annotated[
         str | None, meaning("TOML file with this instance's public and secret key (`disagg keygen`).", metavar="FILE")
     ] = None
@@ -86,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for setting in settings(type(self)):
             value_of(setting, getattr(self, setting.field), "keyword")
         unknown = sorted(self.peer_keys.keys() - self.peers.keys())
-        if unknown:
+        if unknown and self.admit != "keys":
             raise ConfigError(f"config: key 'peer_keys': expected names of peers, found {unknown[0]!r}")
 
     @classmethod

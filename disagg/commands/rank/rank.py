@@ -83,6 +83,8 @@ class ResidentRank:
     """Pools and a manager, which the context closes."""
 
     def __init__(self, config: RankConfig) -> None:
+        if config.leader is None and config.rank:
+            raise ConfigError(f"leader: rank {config.rank} of {config.side.num_ranks} needs the address of rank 0")
         self.config = config
         self.model = load_model(config.model, num_layers=config.num_layers)
         self.shape = config.side.pool_shape(config.num_pages, num_slots=config.num_slots, rows=config.rows)

@@ -94,7 +94,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()
-        self.transfers = KVManager(topology=topology, components=parts, model=host.model, admit="any", **given)
+        self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
         self.components = tuple(part.name for part in parts)
         self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.leader = leader
