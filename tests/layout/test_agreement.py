@@ -45,6 +45,23 @@ def test_both_sides_agree_and_have_the_same_plans() -> None:
     assert there.expected(theirs, 1, {"kv": (2, 9)}) == {rank: {"kv": ((0, 1), (2, 9))} for rank in (2, 3)}
 
 
+def test_the_ranks_that_write_to_a_rank_and_those_that_write_to_nobody() -> None:
+    ours, theirs = rank_of(2, 1), rank_of(1, 0)
+    there = Agreement.between(theirs, ours.table.encode())
+    assert (there.writers(theirs, 0), there.writers(theirs, 1)) == ([0, 1], [2, 3])
+    assert there.idle_writers(theirs, 1) == []
+    tensors = {0: (np.zeros((3, 4, 1, 2), np.float16), np.zeros((3, 4, 1, 2), np.float16))}
+    first, second, replicas = (
+        LocalRank.of(topology, [paged.gqa(tensors, axes=NHD, num_kv_heads=1, topology=topology)])
+        for topology in (Topology(tp=2), Topology(tp=2, tp_rank=1), Topology(tp=8))
+    )
+    known = Agreement.between(first, replicas.table.encode())
+    writers = {*known.writers(first, 1), *known.writers(second, 1)}
+    assert sorted({*writers, *known.idle_writers(first, 1)}) == list(range(8, 16))
+    assert writers.isdisjoint(known.idle_writers(first, 1))
+    assert known.idle_writers(second, 1) == []
+
+
 def test_checksum_plans_of_the_writer_and_the_reader() -> None:
     ours, theirs = rank_of(2, 1), rank_of(1, 0)
     written = Agreement.between(ours, theirs.table.encode()).checksum_plans(ours, 0, theirs.placements)["kv"]
