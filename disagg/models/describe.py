@@ -6,6 +6,7 @@ unknown kind of layer, or a field that means state and that the family does not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,9 @@ def _states(
     makers = dict.fromkeys(maker for kind in family.states for maker in family.states[kind])
     states = []
     for maker in makers:
+        if not any(maker in family.states[kind] for kind in kinds):
+            with contextlib.suppress(ConfigError):
+                maker(fields, (), dtypes)  # marks its fields as read: no layer has this state
         groups: dict[str, list[int]] = {}
         for layer, kind in enumerate(kinds):
             if maker in family.states[kind]:

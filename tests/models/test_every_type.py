@@ -1,0 +1,40 @@
+"""Every causal and multimodal model type of transformers is described, or refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.core.errors import ConfigError
+from disagg.models import from_config
+from disagg.models.decoders import MULTIMODAL, REFUSED
+from disagg.models.families import FAMILIES
+from tests.support.architectures import CASES, EVERY_RUN, IN_EXAMPLES, NESTED
+
+auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+
+TYPES = {
+    *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+DESCRIBED = {*FAMILIES, *MULTIMODAL}
+
+
+def test_every_type_is_described_or_refused() -> None:
+    assert sorted(TYPES - DESCRIBED - set(REFUSED)) == []
+    assert sorted(DESCRIBED & set(REFUSED)) == []
+
+
+def test_every_described_type_is_tested() -> None:
+    """Except for names of types that are tested under another one."""
+    same = {"gpt-sw3": "gpt2", "kimi_k2": "deepseek_v3", "minimax_m3_vl": "minimax_m3_vl_text"}
+    assert DESCRIBED - {*CASES, *NESTED, *IN_EXAMPLES} == set(same)
+    assert all(FAMILIES[name].states.keys() == FAMILIES[other].states.keys() for name, other in same.items())
+    assert {*EVERY_RUN, *NESTED.values()} <= set(CASES)
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_a_refused_type_gives_its_reason(model_type: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_config({"model_type": model_type, "text_config": {}}, name="m")
+    assert str(raised.value).endswith(f"is not supported: {REFUSED[model_type]}")
