@@ -1,4 +1,4 @@
-"""The requests that one rank sends, by peer and attempt, and what has come for those that are not open yet."""
+"""The requests that one rank sends, by peer and attempt, and early messages about requests that are not open yet."""
 
 from __future__ import annotations
 

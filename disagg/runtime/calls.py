@@ -1,4 +1,4 @@
-"""Opens requests: what is checked in the server's thread, and what waits until the peer is known."""
+"""Opens requests: checks them in the server's thread as far as the peer is known, and the rest in the control thread."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     check_text(call.label, "label")
     agreement = runtime.directory.agreement(call.peer)
     num_groups = 2**31 if agreement is None else agreement.num_groups
-    group = check_number(call.group, f"group of peer {call.peer!r}", num_groups)
-    call = replace(call, group=group)
+    call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
     need, ids = _needs(runtime, call, agreement)
     receiver = Receiver(runtime, call.key, call.peer, call.tag, label=call.label, need=need, ids=ids)
     deadline = receiver.opened_at + call.deadline_s
@@ -67,7 +66,9 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
 
 
 def _needs(runtime: Runtime, call: ReceiveCall, agreement: Agreement | None) -> tuple[dict[str, TokenRange], dict[str, Ids]]:
-    """What is needed, and the ids of its rows. While the peer's layouts are not known: of all components with rows."""
+    """The tokens that this rank needs and the ids of their rows, by component: of those that both sides have, or, while the
+    peer is not known, of those with rows.
+    """
     agreed = call.rows if agreement is None else agreement.incoming.components
     return check_needs(runtime.local, runtime.local.topology.group_rank, agreed, call.rows, call.need)
 
@@ -82,7 +83,7 @@ def _reserve(
         peer=call.peer,
         nonce=nonce,
         source_group=call.group,
-        rows=dict(call.rows),
+        rows=call.rows,
         need=receiver.need,
         expected=agreement.expected(runtime.local, call.group, receiver.need),
         now=now,
@@ -104,15 +105,14 @@ def open_sender(
 ) -> Sender:
     """Serve a request to a peer, or to whoever reserves it first."""
     check_text(label, "label")
-    agreement = runtime.directory.agreement(peer) if peer else None
+    agreement = runtime.directory.agreement(peer) if peer and not any_attempt else None
     sender = Sender(runtime, key, peer, tag, label=label, any_attempt=any_attempt)
-    is_bound = agreement is not None and not any_attempt
 
     def open_session(now: float) -> SendSession:
         session = sender.session = runtime.sessions.sends.open(
             key,
             peer=peer,
-            expected=agreement.readers(runtime.local) if agreement is not None and is_bound else None,
+            expected=agreement.readers(runtime.local) if agreement is not None else None,
             peer_group_size=agreement.group_size if agreement is not None else 1,
             any_attempt=any_attempt,
             now=now,

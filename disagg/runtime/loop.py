@@ -36,7 +36,7 @@ BUSY_POLLS = 8
 
 
 class Advances(Protocol):
-    """Something with timers: `advance` does what is due, `next_tick` says when the next is."""
+    """Has timers: `advance` does what is due by now, and `next_tick` says when something is due next."""
 
     def advance(self, now: float) -> None: ...
 

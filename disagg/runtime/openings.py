@@ -1,4 +1,4 @@
-"""Sessions of requests: opened at once, or once the peer is ready; never if it never will be."""
+"""Opens the sessions of requests, at once or when the peer is ready."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Openings:
         self._requests.end_unopened(handle, error)
 
     def advance(self, now: float) -> None:
-        """Run what can be run, and end what waits in vain."""
+        """Open what waited for a peer that is ready now, and end what is late or whose peer refuses this instance."""
         for peer, waiting in list(self._waiting.items()):
             self._advance(peer, waiting, now)
 

@@ -173,7 +173,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return True
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Which rank sends what is decided by the plans."""
+        """Fill in SGLang's own mapping of ranks, as if there were one rank: the plans decide which rank sends what."""
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 

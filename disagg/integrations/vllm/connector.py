@@ -71,7 +71,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """None: a page is filled only in part, so vLLM clears new blocks. What was in them may be NaN as K or V."""
+        """None, so that vLLM clears new blocks: a load may fill a block only in part, and its old contents may be NaN."""
         return ()
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

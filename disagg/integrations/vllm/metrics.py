@@ -80,7 +80,7 @@ class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._seconds: dict[int, Histogram] = {engine: seconds.labels(*own) for engine, own in values.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted in one interval."""
+        """Add the counts of one interval."""
         for name, metric in self._counters[engine_idx].items():
             metric.inc(transfer_stats_data[name])
         for value in transfer_stats_data["load_s"]:

@@ -65,7 +65,7 @@ class Peers:
         )
 
     def _forget(self) -> None:
-        """Remove what has not been used for long and is not connected."""
+        """Remove peers that are not connected and have not been used for a while."""
         now = time.monotonic()
         for name in [name for name, peer in self._peers.items() if now - peer.used_s > FORGET_S]:
             if self._manager.peer(name).state != "ready":

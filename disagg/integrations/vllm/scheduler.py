@@ -125,7 +125,7 @@ class SchedulerHalf:
         return step
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
-        """Send what is computed and not yet sent. A request that was preempted has lost its blocks, and starts again."""
+        """Send the tokens computed since the last step. A preempted request has lost its blocks and starts again."""
         assert self._manager is not None
         if prefill.attempt != prefill.request.num_preemptions:
             prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
@@ -138,7 +138,7 @@ class SchedulerHalf:
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
-        """Hand over what was prefilled, and keep its blocks until decode has it; stop what the server has aborted."""
+        """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
         hand_off = self._unresolved(request)
         if hand_off is not None:

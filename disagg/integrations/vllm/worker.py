@@ -172,7 +172,7 @@ class WorkerHalf:
         return WorkerReport(leases) if leases else None
 
     def take_stats(self) -> TransferStats | None:
-        """What has ended since the last call, if anything."""
+        """The statistics since the last call; `None` if there are none."""
         nbytes = self._running().stats.nbytes
         self._stats.count_bytes(nbytes - self._nbytes)
         self._nbytes = nbytes
