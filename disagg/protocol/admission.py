@@ -111,7 +111,10 @@ class Admission:
     def _greet_again(self, hello: Hello, now: float) -> None:
         """A peer that had refused this rank for a reason that may pass says hello: ask it again, whatever it gets itself."""
         link = self._links.to(PeerRank(hello.instance, hello.rank))
-        if link is not None and not link.is_ready and not link.refused and link.hello_at > now + GREET_AGAIN_S:
+        if link is None:
+            return
+        link.heard = True
+        if not link.is_ready and not link.refused and link.hello_at > now + GREET_AGAIN_S:
             link.greet_soon(now)
             self._links.arm(link)
 

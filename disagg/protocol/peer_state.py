@@ -150,8 +150,8 @@ class PeerConnection:
 
     `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
     connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
-    starts at generation 0. `asked` counts the hellos whose welcome may still come. The peer is lost at `lost_at`, unless a
-    connection that it opened is there by then.
+    starts at generation 0. `asked` counts the hellos whose welcome may still come. `heard`: the peer has said hello since this
+    side last did. The peer is lost at `lost_at`, unless a connection that it opened is there by then.
     """
 
     instance: str
@@ -169,6 +169,7 @@ class PeerConnection:
     refused: bool = False
     unanswered: int = 0
     asked: int = 0
+    heard: bool = False
     ring: RingGrant | None = None
 
     @property

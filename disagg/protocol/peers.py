@@ -238,8 +238,11 @@ class PeerTable:
         self._links.arm(link)
 
     def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
-        """Say hello again much later: a change at the peer shows by its own hello."""
-        link.refuse(problem, now + self._limits.refused_retry_s)
+        """Say hello again much later: a change at the peer shows by its own hello. If that has overtaken a reason that may
+        pass, the reason may be of before the change: ask again soon.
+        """
+        overtaken = link.heard and not final
+        link.refuse(problem, now + (self._limits.hello_retry_s if overtaken else self._limits.refused_retry_s))
         link.refused = final
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
@@ -324,7 +327,7 @@ class PeerTable:
             if link.unanswered >= RECONNECT_AFTER:
                 self._links.redial(instance, link)
             link.unanswered += 1
-        link.asked = min(link.asked + 1, MAX_ASKED)
+        link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
         self.effects.append(SendHello(link.dial, link.generation, link.epoch))
 
     def _instance_of(self, link: PeerConnection) -> PeerInstance:

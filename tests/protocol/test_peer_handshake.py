@@ -103,6 +103,21 @@ def test_a_refusal_that_has_passed_is_found_out_by_the_peers_hello() -> None:
     assert SendHello(0) in take_effects(table)
 
 
+def test_a_refusal_that_the_peers_hello_has_overtaken_is_asked_about_again() -> None:
+    """The peer refused this rank, configured it, and said hello, which came before the refusal."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    table.on_inbound(b"c1", "", hello(table=b"bad"), 0.1)
+    reply(table, LEADER, Reject(field="hello", reason="not configured"), 0.2)
+    take_effects(table)
+    table.tick(0.2 + LIMITS.hello_retry_s)
+    assert SendHello(0) in take_effects(table)
+    reply(table, LEADER, Reject(field="hello", reason="not configured"), 2.0)
+    table.tick(2.0 + LIMITS.max_hello_retry_s)
+    assert take_effects(table) == []
+
+
 def test_reject_and_busy_set_the_problem() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
