@@ -72,15 +72,17 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
         return False
 
 
-def check_known(directory: Directory, peer: str, address: str | None, *, own: str, keys: KeyPair | None) -> None:
+def check_known(
+    directory: Directory, peer: str, address: str | None, public_key: str | None, *, own: str, keys: KeyPair | None
+) -> None:
     """Add an unknown peer, if its leader's address is given. Raises `PeerUnreachable` for one that cannot become known,
-    `LocalProtocolError` for a name that is not a text, `ConfigError` for an address that cannot be.
+    `LocalProtocolError` for a name that is not a text, `ConfigError` for an address or a key that cannot be.
     """
     check_text(peer, "peer")
     if directory.status(peer).state != "unknown":
         return
     if address is not None:
-        directory.add(peer, *check_peer(peer, address, None, own=own, keys=keys))
+        directory.add(peer, *check_peer(peer, address, public_key, own=own, keys=keys), lasting=False)
     elif not directory.admits_unknown:
         raise PeerUnreachable(f"peer {peer!r} is not ready: {directory.problem(peer)}")
 

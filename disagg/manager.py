@@ -213,6 +213,7 @@ class KVManager:
         *,
         peer: str,
         address: str | None = None,
+        public_key: str | None = None,
         rows: GivenRows,
         need: Mapping[str, TokenRange] | None = None,
         group: int = 0,
@@ -226,14 +227,15 @@ class KVManager:
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
         A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
-        leader's `address` is given. Nothing is reserved before `ready` has passed. `label` is the server's own name of the
-        request, for the log.
+        leader's `address` is given, with keys also its `public_key`; it is forgotten once it has been away for
+        `ConnectionLimits.forget_s`, which ends what waits for it. Nothing is reserved before `ready` has passed. `label` is the
+        server's own name of the request, for the log.
 
         Raises `PeerUnreachable` for an unknown peer without an address, `LayoutError` for rows that cannot hold the needed
         tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and for rows that
         another receive needs and whose lease is not released. What shows only when the peer is ready fails the request.
         """
-        self._check_known(peer, address)
+        self._check_known(peer, address, public_key)
         return open_receiver(
             self._runtime,
             ReceiveCall(
@@ -267,7 +269,7 @@ class KVManager:
         """
         check_alive(self._runtime)
         if peer is not None:
-            self._check_known(peer, None)
+            self._check_known(peer)
         return open_sender(
             self._runtime,
             request_key(request_id, 0 if attempt is None else attempt),
@@ -278,12 +280,21 @@ class KVManager:
             label=label,
         )
 
-    def decline(self, request_id: bytes, *, peer: str, address: str | None = None, group: int = 0, attempt: int = 0) -> None:
+    def decline(
+        self,
+        request_id: bytes,
+        *,
+        peer: str,
+        address: str | None = None,
+        public_key: str | None = None,
+        group: int = 0,
+        attempt: int = 0,
+    ) -> None:
         """Tell `peer`'s `group` that this rank needs nothing of a request: its sender ends well, and its rows are released.
 
         Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
-        self._check_known(peer, address)
+        self._check_known(peer, address, public_key)
         decline(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
@@ -333,9 +344,9 @@ class KVManager:
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 
-    def _check_known(self, peer: str, address: str | None) -> None:
+    def _check_known(self, peer: str, address: str | None = None, public_key: str | None = None) -> None:
         check_alive(self._runtime)
-        check_known(self._runtime.directory, peer, address, own=self.name, keys=self._keys)
+        check_known(self._runtime.directory, peer, address, public_key, own=self.name, keys=self._keys)
 
 
 def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:

@@ -29,7 +29,7 @@ class ConnectionLimits:
 
     Every `heartbeat_s` libzmq pings each peer, and this rank renews its hello. A peer whose libzmq does not answer for
     `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An
-    instance that was admitted is forgotten when it has not been ready for `forget_s`.
+    instance that was admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`.
     """
 
     hello_retry_s: float = 0.2
@@ -204,7 +204,7 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A peer. One that was admitted, not configured, is forgotten at `forget_at`."""
+    """A peer. One that is not configured for good is forgotten at `forget_at`."""
 
     name: str
     address: str

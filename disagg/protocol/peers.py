@@ -50,7 +50,7 @@ MIN_RETRY_S = 0.01
 CLOSED_GRACE_S = 0.5
 """How long a peer may take to connect again after its connection has ended."""
 MAX_ADMITTED = 1024
-"""Instances that were admitted without being configured."""
+"""Instances that are not configured for good, before no more are admitted."""
 Admit = Callable[[str, str, str], bool]
 """Whether an instance of that name, leader's address and public key (empty: without keys) may connect."""
 WelcomeValidator = Callable[[Welcome], int]
@@ -94,18 +94,22 @@ class PeerTable:
 
     # -- configuration -----------------------------------------------------------------------------------------------
 
-    def add_peer(self, name: str, address: str, public_key: str | None, now: float) -> None:
+    def add_peer(self, name: str, address: str, public_key: str | None, now: float, *, lasting: bool = True) -> None:
         """Configure an instance by the address of its leader. A new address or key replaces the connections. Ranks that
-        restarted and sent hello before this side knew their new address stay accepted.
+        restarted and sent hello before this side knew their new address stay accepted. An instance that is not `lasting` is
+        forgotten once it has been away for too long.
         """
         known = self.instances.get(name)
+        lasting = lasting or (known is not None and known.forget_at == NEVER)
+        forget_at = NEVER if lasting else now + self._limits.forget_s
         if known is not None and (known.address, known.public_key) == (address, public_key):
+            known.forget_at = forget_at
             return
         if known is not None:
             ready = {link.epoch for link in known.links.values() if link.is_ready}
             epochs = ready if known.public_key == public_key else None
             self._drop_instance(name, "its address was changed", epochs)
-        instance = self.instances[name] = PeerInstance(name, address, public_key)
+        instance = self.instances[name] = PeerInstance(name, address, public_key, forget_at)
         self._links.open(instance, address, LEADER, now)
 
     def remove_peer(self, name: str, cause: str) -> None:
@@ -132,12 +136,11 @@ class PeerTable:
         check_dialable(hello.leader, f"the leader of {hello.instance!r}")
         if not self._admits(hello.instance, hello.leader, user):
             return False
-        self.add_peer(hello.instance, hello.leader, user or None, now)
-        self.instances[hello.instance].forget_at = now + self._limits.forget_s
+        self.add_peer(hello.instance, hello.leader, user or None, now, lasting=False)
         return True
 
-    def _forget_admitted(self, now: float) -> None:
-        """Forget the admitted instances that have been away for too long."""
+    def _forget_absent(self, now: float) -> None:
+        """Forget the instances that are not lasting and have been away for too long."""
         for instance in [each for each in self.instances.values() if each.forget_at < NEVER]:
             if any(link.is_ready for link in instance.links.values()):
                 instance.forget_at = now + self._limits.forget_s
@@ -307,7 +310,7 @@ class PeerTable:
                 self._links.lose(link, "its connection has ended" if link.ended else silence, now)
             if now >= link.hello_at:
                 self._greet(link, now)
-        self._forget_admitted(now)
+        self._forget_absent(now)
         self._links.arm_all()
 
     def next_tick(self) -> float:

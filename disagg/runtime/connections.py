@@ -170,6 +170,10 @@ class Connections:
             self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now, lost.renewed)
             self._fence(now)
 
+    def forget(self, instance: str) -> None:
+        """Forget the losses of an instance that is not known any more."""
+        self.num_losses.pop(instance, None)
+
     def _fence(self, now: float) -> None:
         """Fence the lost ranks that are due. Those that are proved quiet give back rows and rings."""
         for (peer, epoch), fencing in list(self._fencing.items()):

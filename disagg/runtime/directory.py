@@ -46,12 +46,12 @@ class Directory:
         self._changed = threading.Condition()
         self._added: set[str] = set()
 
-    def add(self, name: str, address: str, public_key: str | None) -> None:
-        """Configure an instance. The arguments are checked."""
+    def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
+        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked."""
         if public_key is not None:
             self._allowed_keys.add(public_key)
         self._added.add(name)
-        self._command(lambda now: self._peers.add_peer(name, address, public_key, now))
+        self._command(lambda now: self._peers.add_peer(name, address, public_key, now, lasting=lasting))
 
     def remove(self, name: str) -> None:
         """Forget an instance: its requests end, and it is not accepted any more."""
@@ -62,6 +62,11 @@ class Directory:
                 self._peers.remove_peer(name, "it was removed")
 
         self._command(remove)
+
+    def forgotten(self, name: str) -> None:
+        """An instance is not known any more. The control thread calls this."""
+        self._added.discard(name)
+        self.notify()
 
     def set_leader(self, address: str) -> None:
         """Join the own instance at its leader. Raises `ConfigError` on rank 0, and the second time."""

@@ -1,7 +1,7 @@
 """Prometheus metrics of one manager, in a registry of its own.
 
-Requests are counted as they end; everything else is read at each scrape. Labels are names of configured peers or enumeration
-values, never text from a peer.
+Requests are counted as they end; everything else is read at each scrape. Labels are names of peers that are configured or were
+admitted, or enumeration values, never other text from a peer. Of very many peers, those that were first counted are forgotten.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+MAX_PEERS = 2048
+"""Peers whose requests are counted at a time."""
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -115,22 +117,35 @@ class Metrics:
         self._seconds = Histogram(
             "disagg_request_seconds", "From the call to the end.", ("direction", "outcome"), buckets=SECONDS, registry=own
         )
-        self._children: dict[tuple[str, str, str], tuple[Counter, Histogram, Counter]] = {}
+        self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
         self.registry.register(_Reader(self.read))
 
     def count(self, ended: Ended) -> None:
         """Count a request that has ended."""
-        key = ended.direction, ended.peer, ended.cause
-        found = self._children.get(key)
+        children = self._children.setdefault(ended.peer, {})
+        key = direction, cause = ended.direction, ended.cause
+        found = children.get(key)
         if found is None:
-            direction, peer, cause = key
-            outcome = "failed" if cause else "ok"
-            found = self._children[key] = (
+            peer, outcome = ended.peer, "failed" if cause else "ok"
+            found = children[key] = (
                 self._ended.labels(direction, peer, outcome),
                 self._seconds.labels(direction, outcome),
                 self._failures.labels(direction, peer, cause) if cause else self._nbytes.labels(direction, peer),
             )
+            if len(self._children) > MAX_PEERS:
+                self._forget(next(iter(self._children)))
         number, seconds, rest = found
         number.inc()
         seconds.observe(ended.seconds)
         rest.inc(1 if ended.cause else ended.nbytes)
+
+    def _forget(self, peer: str) -> None:
+        """Remove what was counted for a peer."""
+        counted = self._children.pop(peer)
+        for direction, outcome in {(direction, "failed" if cause else "ok") for direction, cause in counted}:
+            self._ended.remove(direction, peer, outcome)
+        for direction, cause in counted:
+            if cause:
+                self._failures.remove(direction, peer, cause)
+            else:
+                self._nbytes.remove(direction, peer)

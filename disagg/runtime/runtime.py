@@ -355,7 +355,8 @@ class Runtime:
         self.openings.fail_all(name, f"peer {name!r} was removed")
         self.handshake.forget(name)
         self.sessions.forget(name)
-        self.directory.notify()
+        self.connections.forget(name)
+        self.directory.forgotten(name)
 
     def _on_death(self, problem: str) -> None:
         """The control thread has died: no session changes any more."""

@@ -21,6 +21,7 @@ from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.send_session import SendState
+from disagg.runtime import metrics
 from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, num_rows, quarantine_of
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
@@ -122,6 +123,21 @@ def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) ->
             if name.startswith("disagg_"):
                 for label, found in labels:
                     assert label == "le" or found in LABELS[label], (name, label, found)
+
+
+def test_of_too_many_peers_those_that_were_first_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_PEERS", 2)
+    counted = metrics.Metrics(lambda: pytest.fail("nothing reads here"))
+    for peer in ("a", "b", "a", "c"):
+        for cause in ("", "deadline", "aborted"):
+            counted.count(metrics.Ended(direction="send", peer=peer, cause=cause, nbytes=5, seconds=0.1))
+    peers = {
+        sample.labels["peer"]
+        for counter in (counted._ended, counted._failures, counted._nbytes)
+        for family in counter.collect()
+        for sample in family.samples
+    }
+    assert peers == {"b", "c"}
 
 
 def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -> None:

@@ -166,6 +166,24 @@ def test_an_admitted_peer_is_forgotten_once_it_has_been_away() -> None:
             again[0].manager.close()
 
 
+def test_a_peer_of_a_request_is_forgotten_once_it_has_been_away() -> None:
+    keys, other = KeyPair.generate(), KeyPair.generate()
+    settings = {"keys": keys, "admit": "keys", "peer_keys": {"any decode": other.public}}
+    decode = start_side(MODEL, Side(), "decode-0", num_layers=2, settings={"keys": other, "connection_limits": SHORT})
+    prefill = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings=settings)
+    try:
+        request, manager = new_request_id(), decode[0].manager
+        receiver = want(decode[0], request, prefill[0].manager.address, public_key=keys.public)
+        assert offer(prefill[0], request).wait(timeout_s=DEADLINE_S).ok
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        prefill[0].manager.close()
+        until(lambda: manager.peer("prefill-0").state == "unknown")
+        assert manager.health().peers == {}
+    finally:
+        prefill[0].manager.close()
+        decode[0].manager.close()
+
+
 @pytest.mark.parametrize("with_key", [True, False])
 def test_whoever_has_a_key_is_admitted(with_key: bool) -> None:
     keys, other = KeyPair.generate(), KeyPair.generate()

@@ -89,6 +89,18 @@ def test_an_admitted_instance_is_forgotten_once_it_was_away() -> None:
     assert any(isinstance(effect, Disconnect) for effect in effects)
 
 
+def test_a_peer_of_a_request_is_forgotten_too_unless_it_is_configured_for_good() -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0, lasting=False)
+    table.add_peer("decode-1", SECOND, None, 0.0, lasting=False)
+    table.add_peer("decode-1", SECOND, None, 1.0)
+    table.add_peer("decode-1", LEADER, None, 2.0, lasting=False)
+    table.tick(LIMITS.forget_s - 1.0)
+    assert set(table.instances) == {"decode-0", "decode-1"}
+    table.tick(LIMITS.forget_s + 5.0)
+    assert set(table.instances) == {"decode-1"}
+
+
 def test_a_leader_that_is_known_late_is_joined_then() -> None:
     table = peer_table(num_ranks=2, rank=1, leader=None, own_key="key")
     table.join(0.0)
