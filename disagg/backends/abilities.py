@@ -39,6 +39,17 @@ class ProvesByProcess(Protocol):
 
 
 @runtime_checkable
+class SeveralEngines(Protocol):
+    """Several engines as one. Each side of a pair chooses the engine by which it writes to the other."""
+
+    def engine_to(self, peer: RemotePeer) -> str:
+        """The name of the engine that writes to a peer."""
+
+    def written_by(self, peer: RemotePeer, engine: str) -> None:
+        """The peer writes here by the engine of that name, and by no other. Without this a fence asks all engines."""
+
+
+@runtime_checkable
 class Gathering(Protocol):
     """An engine that gathers pieces from all over local memory on their way to one place in the peer's memory."""
 

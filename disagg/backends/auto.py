@@ -4,8 +4,8 @@ For host memory `cma` reaches peers on this host, and a network engine the other
 host, and a network engine the others. Each engine registers the memory that it can serve; one that can serve none is left
 out. `transport` names the engines that reach the peers, and the log has the reasons against the others.
 
-Both directions between two ranks are chosen by their writers, each for itself. So a fence asks every engine that both sides
-have, not only the one that reaches the peer from here.
+Both directions between two ranks are chosen by their writers, each for itself, and each says so before its first write. Until
+that is known, a fence asks every engine that both sides have.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class AutoDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _DECODER = msgspec.msgpack.Decoder(AutoDescriptor)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AutoPeer:
-    """A peer, by the engine that reaches it; `others` are the other engines that both sides have."""
+    """A peer, by the engine that reaches it; `others` are the other engines that both sides have. `writer` is the name of the
+    engine by which the peer writes here, empty while that is not known.
+    """
 
     engine: Backend
     peer: RemotePeer
     regions: Sequence[RemoteRegion]
     process: ProcessWatch | None
     others: tuple[Backend, ...]
+    writer: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +151,15 @@ class AutoBackend:
         because = f" ({'; '.join(reasons)})" if reasons else ""
         logger.log(level, "backend auto: the peer is reached by %s over %s%s", engine.name, engine.transport, because)
 
+    def engine_to(self, peer: RemotePeer) -> str:
+        return _own(peer, AutoPeer).engine.name
+
+    def written_by(self, peer: RemotePeer, engine: str) -> None:
+        """See `SeveralEngines`; a name that this side does not have says nothing."""
+        own = _own(peer, AutoPeer)
+        if engine in (own.engine.name, *(other.name for other in own.others)):
+            own.writer = engine
+
     def gathers_from(self, peer: RemotePeer) -> int | None:
         """See `Gathering`; `None` where the engine that reaches the peer does not gather."""
         own = _own(peer, AutoPeer)
@@ -170,11 +182,13 @@ class AutoBackend:
         return own.engine.submit_spans(own.spans, batch)
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
-        """`QUIET` once every engine that both sides have has proved it: the peer may have chosen another than this side."""
+        """`QUIET` once the engine by which the peer writes here has proved it, and the one by which this side writes there."""
         own = _own(peer, AutoPeer)
         if own.engine.fence(own.peer, epoch=epoch) is not Fence.QUIET:
             return Fence.UNKNOWN
         for other in own.others:
+            if own.writer not in ("", other.name):
+                continue
             if own.process is None or not isinstance(other, ProvesByProcess) or not other.is_quiet_after(own.process):
                 return Fence.UNKNOWN
         return Fence.QUIET

@@ -109,6 +109,16 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
     generation: Small = 0
 
 
+class Writing(Message, frozen=True, tag="writing", kw_only=True):
+    """By which of its engines this rank, at this epoch and generation of its connection, writes to the receiver. Said once,
+    before the first write.
+    """
+
+    engine: Name
+    epoch: Epoch
+    generation: Small = 0
+
+
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
     """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection. `final`: the
     reason will not pass before one of the two processes is started anew.
@@ -307,6 +317,7 @@ class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
 AnyMessage = (
     Hello
     | Welcome
+    | Writing
     | Reject
     | Reserve
     | Decline

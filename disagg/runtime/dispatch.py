@@ -16,6 +16,7 @@ from disagg.protocol.messages import (
     Reject,
     SlotsFilled,
     Welcome,
+    Writing,
     decode,
     encode,
 )
@@ -115,6 +116,9 @@ class Dispatch:
                 return False
             peer = self._peers.on_inbound(arrived.connection, arrived.user, message, now)
             if peer is None:
+                return False
+            if isinstance(message, Writing):
+                self._handshake.written_by(peer, message)
                 return False
             self._take_request_message(peer, message, arrived, now)
         except RemoteProtocolError as error:

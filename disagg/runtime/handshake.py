@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.backends.abilities import Gathering
+from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
@@ -18,7 +18,7 @@ from disagg.layout.agreement import Agreement, LocalRank, decode_placements, enc
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.machine.processes import ProcessWatch
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome, Writing
 from disagg.protocol.peer_state import Identity, Undecided
 from disagg.protocol.types import PeerRank
 from disagg.runtime.agreements import Agreements
@@ -31,14 +31,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A connected rank of a peer: the engine's peer at one epoch, its process if the kernel attests it, the plans in both
-    directions, and the peer's ring.
+    """A connected rank of a peer: the engine's peer at one epoch and generation of the connection, its process if the kernel
+    attests it, the plans in both directions, and the peer's ring.
 
     `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
     of the two plans. `gathers_from` is as in `Gathering`.
     """
 
     epoch: int
+    generation: int
     engine: RemotePeer
     process: ProcessWatch | None
     plan: TransferPlan
@@ -61,6 +62,7 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 class _Instance:
     agreement: Agreement
     ranks: dict[int, RemoteRank] = field(default_factory=dict)
+    writing: dict[int, Writing] = field(default_factory=dict)
 
 
 class Handshake:
@@ -236,13 +238,49 @@ class Handshake:
             raise
         gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
         return RemoteRank(
-            welcome.epoch, engine, process, plan, incoming, remote_ring, sums, prepared, pack, unpack, gathers_from
+            welcome.epoch,
+            welcome.generation,
+            engine,
+            process,
+            plan,
+            incoming,
+            remote_ring,
+            sums,
+            prepared,
+            pack,
+            unpack,
+            gathers_from,
         )
 
     def add(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Make a rank available for transfers."""
-        self._instances[peer.instance].ranks[peer.rank] = rank
+        instance = self._instances[peer.instance]
+        instance.ranks[peer.rank] = rank
+        self._note_writer(instance, peer.rank)
         logger.info("%s: %s is ready", self.me, peer)
+
+    def writing(self, peer: PeerRank) -> Writing | None:
+        """What to tell a connected rank before anything is written to it; `None` if there is only one engine."""
+        rank = self.rank(peer)
+        if rank is None or not isinstance(self._backend, SeveralEngines):
+            return None
+        engine = self._backend.engine_to(rank.engine)
+        return Writing(engine=engine, epoch=self._identity.epoch, generation=rank.generation)
+
+    def written_by(self, peer: PeerRank, said: Writing) -> None:
+        """A rank has said by which engine it writes here."""
+        instance = self._instances.get(peer.instance)
+        if instance is not None:
+            instance.writing[peer.rank] = said
+            self._note_writer(instance, peer.rank)
+
+    def _note_writer(self, instance: _Instance, number: int) -> None:
+        """Tell the engine what a rank has said, if it is connected as it was then."""
+        rank, said = instance.ranks.get(number), instance.writing.get(number)
+        if rank is None or said is None or not isinstance(self._backend, SeveralEngines):
+            return
+        if (said.epoch, said.generation) == (rank.epoch, rank.generation):
+            self._backend.written_by(rank.engine, said.engine)
 
     def forget(self, instance: str) -> None:
         """Forget an instance that has no connected ranks."""

@@ -343,6 +343,9 @@ class Runtime:
         return self.directory.readers(name)
 
     def _on_connected(self, peer: PeerRank) -> None:
+        writing = self.handshake.writing(peer)
+        if writing is not None:
+            self._send(peer, writing)
         self.transfers.connected(peer)
         self._on_peers_changed()
 

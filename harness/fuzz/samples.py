@@ -56,6 +56,7 @@ from disagg.protocol.messages import (
     SlotRow,
     SlotsFilled,
     Welcome,
+    Writing,
     Written,
     encode,
 )
@@ -137,6 +138,7 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         Outcome(**IDS, nonce=7, ok=True),
         Credit(ring=4096, slots=((0, 9), (5, 10))),
         Goodbye(reason="closing"),
+        Writing(engine="local", epoch=5, generation=1),
     ]
 
 

@@ -227,6 +227,23 @@ class Other(Proof):
     name = "other"
 
 
+def test_a_fence_needs_only_the_proof_of_the_engine_that_the_peer_has_named(memory: np.ndarray) -> None:
+    first, second = Proof(BackendOptions()), Other(BackendOptions())
+    backend, target = opened(memory, first, second), opened(memory, Proof(BackendOptions()), Other(BackendOptions()))
+    identity = IdentitySocket()
+    peer = backend.connect(target.endpoint(), process=ProcessWatch.attest(identity.name), epoch=1)
+    identity.close()
+    second.ended = False
+    for unknown in ("", "nobody"):
+        backend.written_by(peer, unknown)
+        assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    backend.written_by(peer, first.name)
+    assert backend.fence(peer, epoch=1) is Fence.QUIET
+    backend.written_by(peer, second.name)
+    assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+    assert backend.engine_to(peer) == first.name
+
+
 def test_a_fence_needs_the_proof_of_every_engine_that_both_sides_have(memory: np.ndarray) -> None:
     """The peer may write by another engine than the one that reaches it from here."""
     first, second = Proof(BackendOptions()), Other(BackendOptions())

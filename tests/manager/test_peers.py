@@ -22,6 +22,7 @@ from disagg import (
     Topology,
     new_request_id,
 )
+from disagg.backends.auto import AutoBackend, AutoPeer
 from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
@@ -122,6 +123,15 @@ def test_an_address_that_another_instance_answers_is_refused() -> None:
     finally:
         prefill[0].manager.close()
         decode[0].manager.close()
+
+
+def test_a_peer_says_by_which_of_its_engines_it_writes() -> None:
+    def writers(manager: KVManager) -> list[str]:
+        return [rank.engine.writer for _, rank in manager._runtime.handshake.connected() if isinstance(rank.engine, AutoPeer)]
+
+    with cluster(Side(tp=2), Side(), settings={"backend": lambda options: AutoBackend([LocalBackend(options)])}) as instances:
+        until(lambda: writers(instances.decode[0].manager) == ["local"] * 2)
+        until(lambda: [writers(rank.manager) for rank in instances.prefill] == [["local"]] * 2)
 
 
 INVALID = [

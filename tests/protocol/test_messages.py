@@ -41,6 +41,7 @@ from disagg.protocol.messages import (
     SlotRow,
     SlotsFilled,
     Welcome,
+    Writing,
     Written,
     decode,
     encode,
@@ -104,6 +105,7 @@ SAMPLES: dict[str, Message] = {
     "outcome": Outcome(**IDS, nonce=7, ok=False, reason="timed out"),
     "credit": Credit(ring=65536, slots=((0, 9), (5, 10))),
     "goodbye": Goodbye(reason="closing"),
+    "writing": Writing(engine="cma", epoch=5, generation=1),
 }
 MAPS: dict[str, dict[str, Any]] = {
     "reserve": {
@@ -199,6 +201,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
     st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
     st.builds(Goodbye, reason=REASON),
+    st.builds(Writing, engine=NAME, epoch=NONCE, generation=SMALL),
 )
 
 

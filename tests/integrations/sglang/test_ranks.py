@@ -196,7 +196,7 @@ def test_prefill_that_nobody_asks_gives_up(tmp_path: Path) -> None:
 
 
 def test_prefill_is_killed_and_replaced(tmp_path: Path) -> None:
-    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), DISAGG_BACKEND="cma") as pair:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
         pair.expect(pair.begin(100))
         room = pair.begin(600, chunks=(320,), held=True)
         for rank in pair.prefill:
