@@ -132,6 +132,8 @@ class Admission:
             link.generation = hello.generation
         if link.is_ready:
             link.confirm()
+            if hello.again:
+                link.greet_soon(now)
         elif is_new or not link.refused:
             link.greet_soon(now)
         self._links.arm(link)

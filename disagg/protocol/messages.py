@@ -71,7 +71,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """A rank introduces itself on a connection that it opened. `dial` numbers the connections of its process: the highest
     number wins. `generation` counts the connections that either side gave up, to the peer's process at `peer_epoch` (0: to none
     yet). Ranks of the same instance send their address to their leader. `leader` is the address of the instance's leader, for a
-    peer that admits instances which it was not told of.
+    peer that admits instances which it was not told of. `again`: the connection that the receiver had opened has ended, so the
+    sender waits for its hello on another.
     """
 
     version: int
@@ -86,6 +87,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     peer_epoch: Epoch = 0
     dial: Small = 0
     leader: Name | None = None
+    again: bool = False
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):

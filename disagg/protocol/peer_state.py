@@ -64,11 +64,14 @@ class Identity:
 
 
 class SendHello(NamedTuple):
-    """Effect: send a hello on connection `dial`, the number of a connection among all that this rank has opened."""
+    """Effect: send a hello on connection `dial`, the number of a connection among all that this rank has opened. `again`: ask
+    for one in return.
+    """
 
     dial: int
     generation: int = 0
     peer_epoch: int = 0
+    again: bool = False
 
 
 class SendTo(NamedTuple):

@@ -6,7 +6,8 @@ leader's welcome names the other ranks of its instance. A restarted rank has a n
 closed.
 
 A peer lives as long as the connection that it opened to this rank: libzmq pings it, whatever the peer's interpreter does. Once
-that connection has ended, the peer has `CLOSED_GRACE_S` to open another.
+that connection has ended, this rank asks the peer for another, and waits `CLOSED_GRACE_S` for it. What was lost with the first
+is sent again by the sessions.
 
 The name of a rank belongs to one process at a time. Another that says hello under it is refused while the first is connected.
 What answers at a configured address has the name in any case.
@@ -202,6 +203,7 @@ class PeerTable:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
             link.wait_until(now + CLOSED_GRACE_S, ended=True)
+            link.hello_at = now
             self._links.arm(link)
         return accepted.peer
 
@@ -230,8 +232,8 @@ class PeerTable:
             case Welcome() if link.asked:  # an answer that nobody has asked for costs nothing
                 link.asked -= 1
                 self._on_welcome(link, message, now)
-            case Reject(hello_first=True):
-                self._links.lose(link, "the peer does not know this connection any more", now)
+            case Reject(hello_first=True):  # libzmq has connected anew; the welcome tells whether the peer has changed
+                link.greet_soon(now)
             case Reject():
                 self._links.drop(link, f"rejected: {message.reason}")
                 self._refuse(link, message.reason, now, final=message.final)
@@ -331,7 +333,7 @@ class PeerTable:
                 self._links.redial(instance, link)
             link.unanswered += 1
         link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
-        self.effects.append(SendHello(link.dial, link.generation, link.epoch))
+        self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.ended and link.is_ready))
 
     def _instance_of(self, link: PeerConnection) -> PeerInstance:
         siblings = self._siblings

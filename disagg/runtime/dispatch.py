@@ -217,8 +217,8 @@ class Dispatch:
                     self._peers.cannot_dial(dial, str(error))
             case Disconnect(dial):
                 self.channel.disconnect(dial)
-            case SendHello(dial, generation, peer_epoch):
-                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch)))
+            case SendHello(dial, generation, peer_epoch, again):
+                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch, again=again)))
             case SendTo(dial, message):
                 self.channel.send(dial, encode(message))
             case ReplyOn(connection, message):

@@ -120,7 +120,7 @@ class Handshake:
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def hello(self, dial: int, generation: int, peer_epoch: int) -> Hello:
+    def hello(self, dial: int, generation: int, peer_epoch: int, *, again: bool = False) -> Hello:
         """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch."""
         return Hello(
             **self._header(),
@@ -129,6 +129,7 @@ class Handshake:
             peer_epoch=peer_epoch,
             dial=dial,
             leader=self.leader_address,
+            again=again,
         )
 
     def _header(self) -> dict[str, Any]:

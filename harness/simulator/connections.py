@@ -176,8 +176,8 @@ class ConnectionWorld:
                 process.opened[dial] = next(self._numbers)
             case Disconnect(dial):
                 self._close(process, dial, process.opened.pop(dial))
-            case SendHello(dial, generation, peer_epoch):
-                self._send(process, dial, _hello(me, generation, peer_epoch, dial))
+            case SendHello(dial, generation, peer_epoch, again):
+                self._send(process, dial, _hello(me, generation, peer_epoch, dial, again=again))
             case SendTo(dial, message):
                 self._send(process, dial, message)  # type: ignore[arg-type]
             case ReplyOn(connection, message):
@@ -255,7 +255,7 @@ def _connection(process: Process, dial: int, number: int) -> bytes:
     return f"{process.table.identity.epoch} {dial} {number}".encode()
 
 
-def _hello(me: Identity, generation: int, peer_epoch: int, dial: int) -> Hello:
+def _hello(me: Identity, generation: int, peer_epoch: int, dial: int, *, again: bool) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
         instance=me.instance,
@@ -268,6 +268,7 @@ def _hello(me: Identity, generation: int, peer_epoch: int, dial: int) -> Hello:
         generation=generation,
         peer_epoch=peer_epoch,
         dial=dial,
+        again=again,
     )
 
 

@@ -155,9 +155,28 @@ def test_a_connection_unknown_to_the_peer_gets_a_new_hello() -> None:
     table = peer_table()
     make_ready(table)
     reply(table, LEADER, Reject(field="connection", reason="send hello first", hello_first=True), 3.0)
-    assert take_effects(table) == [Lost(DECODE, 7, "the peer does not know this connection any more")]
     table.tick(3.0)
-    assert take_effects(table) == [SendHello(0, 1, 7)]
+    assert take_effects(table) == [SendHello(0, 0, 7)]
+    reply(table, LEADER, welcome(), 3.0)
+    assert take_effects(table) == [], "the same process at the same generation: nothing is lost"
+
+
+def test_a_peer_whose_connection_has_ended_is_asked_for_another() -> None:
+    """As after a TCP reset: libzmq connects again by itself, and tells neither side of it."""
+    table, peer = peer_table(), peer_table()
+    for side in (table, peer):
+        make_ready(side)
+    table.on_closed(b"c1", 1.0)
+    table.tick(1.0)
+    assert take_effects(table) == [SendHello(0, 0, 7, again=True)]
+    peer.on_inbound(b"c1", "", hello(again=True), 1.0)
+    take_effects(peer)
+    peer.tick(1.0)
+    assert take_effects(peer) == [SendHello(0, 0, 7)]
+    table.on_inbound(b"c2", "", hello(), 1.1)
+    assert table.on_inbound(b"c2", "", DRAINED, 1.1) == DECODE
+    table.tick(100.0)
+    assert lost_in(table) == []
 
 
 def test_a_peer_is_lost_soon_after_its_connection_has_ended() -> None:
@@ -265,7 +284,7 @@ def deliver(
         match rank.effects.popleft():
             case Connect(dial, to):
                 dialled[address, dial] = to
-            case SendHello(dial, generation, peer_epoch):
+            case SendHello(dial, generation, peer_epoch, _):
                 me = rank.identity
                 fields = {"address": address, "generation": generation, "dial": dial, "peer_epoch": peer_epoch}
                 greeting = hello(me.instance, me.rank, me.epoch, **fields)
@@ -393,7 +412,7 @@ def test_a_silent_leader_of_this_instance_is_not_reported_as_lost() -> None:
     reply(table, SECOND, Reject(field="connection", reason="send hello first", hello_first=True), 1.0)
     assert lost_in(table) == []
     table.tick(1.0)
-    assert SendHello(0, 1, 3) in take_effects(table)
+    assert SendHello(0, 0, 3) in take_effects(table)
 
 
 def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:

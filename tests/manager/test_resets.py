@@ -1,0 +1,45 @@
+"""Control connections that the network resets: libzmq connects again, and no request notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.protocol import peers
+from disagg.protocol.peer_state import ConnectionLimits
+from disagg.testing.reference import KVModel
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S, Cluster, Side, start_side
+from tests.support.tcp_proxy import proxies
+
+MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
+SETTINGS = {"connection_limits": ConnectionLimits(heartbeat_s=30.0, heartbeat_timeout_s=60.0)}
+"""No rank says hello by itself while a test runs."""
+
+
+@pytest.mark.parametrize("cut", ["both", "to decode", "to prefill"])
+def test_a_reset_costs_no_peer_and_no_request(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "CLOSED_GRACE_S", DEADLINE_S)  # a busy machine may take longer than a peer has
+    instances = Cluster(MODEL)
+    try:
+        instances.prefill = start_side(MODEL, Side(tp=2), "prefill-0", num_layers=2, settings=SETTINGS)
+        instances.decode = start_side(MODEL, Side(page=8), "decode-0", num_layers=2, settings=SETTINGS)
+        prefill, decode = instances.prefill[0].manager, instances.decode[0].manager
+        with proxies(prefill.address, decode.address) as (to_prefill, to_decode):
+            for rank in instances.prefill:
+                rank.manager.add_peer("decode-0", address=to_decode.address)
+            decode.add_peer("prefill-0", address=to_prefill.address)
+            for rank in instances.prefill:
+                rank.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
+            decode.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+            broken = {"both": [to_prefill, to_decode], "to decode": [to_decode], "to prefill": [to_prefill]}[cut]
+            for _ in range(5):
+                assert all(event.ok for event in instances.transfer(37))
+                before = [proxy.num_accepted for proxy in broken]
+                assert all(proxy.reset() for proxy in broken)
+                assert all(event.ok for event in instances.transfer(37))
+                until(lambda before=before: all(p.num_accepted > b for p, b in zip(broken, before, strict=True)))
+        for rank in instances.prefill + instances.decode:
+            assert rank.manager._runtime.connections.num_losses == {}
+    finally:
+        for rank in instances.prefill + instances.decode:
+            rank.manager.close()
