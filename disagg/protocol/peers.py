@@ -163,6 +163,13 @@ class PeerTable:
         if link is not None:
             link.problem, link.unanswered = problem, RECONNECT_AFTER
 
+    def dialled(self, dial: int, now: float) -> None:
+        """A connection is open whose host name had to be resolved: what was sent before is lost."""
+        link = self._links.get(dial)
+        if link is not None:
+            link.greet_soon(now)
+            self._links.arm(link)
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def link(self, peer: PeerRank) -> PeerConnection | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 
-from disagg.core.errors import DisaggError, RemoteProtocolError, RequestAborted
+from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import (
@@ -52,6 +53,7 @@ from disagg.runtime.connections import Connections
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.request_table import RequestTable
+from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
@@ -71,6 +73,7 @@ class Dispatch:
         handshake: Handshake,
         sessions: Sessions,
         connections: Connections,
+        resolver: Resolver,
         transfers: Transfers,
         worker: TransferWorker,
         verification: Verification,
@@ -84,6 +87,8 @@ class Dispatch:
         self._handshake = handshake
         self._sessions = sessions
         self._connections = connections
+        self._resolver = resolver
+        self._resolving: set[int] = set()
         self._transfers = transfers
         self._worker = worker
         self._verification = verification
@@ -210,12 +215,10 @@ class Dispatch:
     def _carry_out_peer(self, effect: PeerEffect, now: float) -> None:
         match effect:
             case Connect(dial, address, public_key):
-                try:
-                    self.channel.connect(dial, address, public_key=public_key)
-                except DisaggError as error:
-                    self._warnings.warning("%s: %s", self._handshake.me, error)
-                    self._peers.cannot_dial(dial, str(error))
+                self._resolving.add(dial)
+                self._resolver.resolve(address, functools.partial(self._connect, dial, address, public_key))
             case Disconnect(dial):
+                self._resolving.discard(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial, generation, peer_epoch, again):
                 self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch, again=again)))
@@ -237,6 +240,22 @@ class Dispatch:
                 self._on_peers_changed()
             case Forgotten(instance):
                 self._on_forgotten(instance)
+
+    def _connect(self, dial: int, address: str, public_key: str | None, resolved: str | OSError) -> None:
+        """Open a connection to a resolved address, unless it was given up meanwhile."""
+        if dial not in self._resolving:
+            return
+        self._resolving.discard(dial)
+        try:
+            if isinstance(resolved, OSError):
+                raise PeerUnreachable(f"{address}: the host cannot be resolved: {resolved}")
+            self.channel.connect(dial, resolved, public_key=public_key)
+        except DisaggError as error:
+            self._warnings.warning("%s: %s", self._handshake.me, error)
+            self._peers.cannot_dial(dial, str(error))
+        else:
+            if resolved != address:
+                self._peers.dialled(dial, time.monotonic())
 
     def _carry_out_sessions(self, now: float) -> None:
         effects = self._sessions.effects

@@ -39,6 +39,7 @@ from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
 from disagg.runtime.openings import Openings, OpenSession
 from disagg.runtime.peer_processes import PeerProcesses
 from disagg.runtime.request_table import RequestTable
+from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Wire
@@ -215,12 +216,14 @@ class Runtime:
             command=self.commands.put,
             on_connected=self._on_connected,
         )
+        self._resolver = Resolver(self.commands.put, name=name)
         self.dispatch = Dispatch(
             channel=self.channel,
             peers=self.peers,
             handshake=self.handshake,
             sessions=self.sessions,
             connections=self.connections,
+            resolver=self._resolver,
             transfers=self.transfers,
             worker=self.worker,
             verification=self.verification,
@@ -288,6 +291,7 @@ class Runtime:
 
     def _close(self) -> None:
         self.loop.stop("the manager was closed")
+        self._resolver.close()
         self.connections.join(JOIN_TIMEOUT_S)
         self.worker.stop(JOIN_TIMEOUT_S)
         self.verification.stop(JOIN_TIMEOUT_S)

@@ -1,0 +1,84 @@
+"""Resolves the host names of peers. libzmq would do it in the thread that moves the messages of all peers, and a name server
+that does not answer would hold them all up.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+from disagg.core.address import parse_address
+
+MAX_RESOLVING = 8
+"""Names that are resolved at a time. One that hangs delays others only if there are this many of them."""
+Resolved = Callable[[str | OSError], None]
+"""Gets the address with a numeric host, or why there is none."""
+
+
+class Resolver:
+    """The control thread calls it. `command` runs a function in the control thread."""
+
+    def __init__(self, command: Callable[[Callable[[float], None]], None], *, name: str) -> None:
+        self._command = command
+        self._name = name
+        self._waiting: dict[str, list[Resolved]] = {}
+        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._num_threads = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def resolve(self, address: str, then: Resolved) -> None:
+        """Call `then` in the control thread once the host of `tcp://host:port` is resolved, at once if it is numeric."""
+        if _is_numeric(parse_address(address, what="peer address")[0]):
+            then(address)
+            return
+        waiting = self._waiting.setdefault(address, [])
+        waiting.append(then)
+        if len(waiting) > 1:
+            return
+        self._asked.put(address)
+        if self._num_threads < min(MAX_RESOLVING, len(self._waiting)):
+            threading.Thread(target=self._run, name=f"disagg-resolve-{self._name}", daemon=True).start()
+            self._num_threads += 1
+
+    def close(self) -> None:
+        """Run no more commands, and end the threads, without waiting for a name server."""
+        with self._lock:
+            self._closed = True
+        for _ in range(self._num_threads):
+            self._asked.put(None)
+
+    def _run(self) -> None:
+        while (address := self._asked.get()) is not None:
+            found = _resolve(address)
+            with self._lock:
+                if self._closed:
+                    return
+                self._command(functools.partial(self._finish, address, found))
+
+    def _finish(self, address: str, found: str | OSError, _: float) -> None:
+        for then in self._waiting.pop(address):
+            then(found)
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _resolve(address: str) -> str | OSError:
+    """`address` with a numeric host, IPv4 if it has one; or why there is none."""
+    host, port = parse_address(address, what="peer address")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    family, _, _, _, place = min(found, key=lambda each: each[0] is not socket.AF_INET)
+    return f"tcp://[{place[0]}]:{port}" if family is socket.AF_INET6 else f"tcp://{place[0]}:{port}"
