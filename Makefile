@@ -29,7 +29,7 @@ fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
 
-test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 40 of them)
+test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 44 of them)
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py tests/examples/test_transformers_pd.py $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)

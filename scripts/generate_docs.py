@@ -26,8 +26,7 @@ from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.config import Config  # noqa: E402
 from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
-from disagg.models.decoders import MULTIMODAL, REFUSED  # noqa: E402
-from disagg.models.families import FAMILIES  # noqa: E402
+from disagg.models.decoders import REFUSED  # noqa: E402
 from disagg.protocol import messages as wire  # noqa: E402
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveState  # noqa: E402
 from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
@@ -180,7 +179,6 @@ def sides() -> Iterator[str]:
 def described() -> Iterator[str]:
     """The model types that are described, by how they are tested."""
     own = {*CASES, *IN_EXAMPLES}
-    known = {*FAMILIES, *MULTIMODAL}
     nested = {name: text for name, text in NESTED.items() if name not in own}
     by_decoder: dict[str, list[str]] = {}
     for name, text in sorted(nested.items()):
@@ -192,9 +190,6 @@ def described() -> Iterator[str]:
         + "; ".join(f"{', '.join(names)} (`{text}`)" for text, names in by_decoder.items())
         + "."
     )
-    yield ""
-    rest = known - own - set(nested)
-    yield f"**Described** ({len(rest)}): {_names(rest)}."
 
 
 def refused() -> Iterator[str]:

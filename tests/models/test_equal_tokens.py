@@ -1,28 +1,37 @@
 """A prefill and a decode instance that divide a model differently give the undivided model's tokens and logits.
 
 For every architecture in `CASES`: transformers runs the prompt, the state in its cache is cut as the description says and moved
-between instances in this process, and transformers decodes from a cache that holds nothing but the moved bytes.
+over NIXL to the ranks of another process, and transformers decodes from a cache that holds nothing but the moved bytes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
 from disagg.models import ModelSpec, from_config
+from tests.backends.conftest import require_engine
 from tests.support.architectures import CASES, EVERY_RUN
-from tests.support.moved_state import Array, move
+from tests.support.moved_state import Array, DecodeProcess
 
+require_engine("nixl._bindings", "nixl")
 torch = pytest.importorskip("torch")
 
 from tests.support.real_models import Network, build, every_tensor, file_of, small, tensors  # noqa: E402
 
 NUM_TOKENS, NUM_NEW = 11, 4
 State = dict[tuple[str, int, str], Array]
+
+
+@pytest.fixture(scope="module")
+def decode_process() -> Iterator[DecodeProcess]:
+    with closing(DecodeProcess()) as process:
+        yield process
 
 
 def held(cache: Any, spec: ModelSpec) -> State:
@@ -64,14 +73,16 @@ def damaged(state: State, name: str) -> State:
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(t, marks=[] if t in EVERY_RUN else [pytest.mark.nightly]) for t in CASES])
-def test_moved_state_gives_the_same_tokens_and_logits(model_type: str) -> None:
+def test_moved_state_gives_the_same_tokens_and_logits(model_type: str, decode_process: DecodeProcess) -> None:
     config = small(model_type)
-    spec = from_config(file_of(config), name=model_type)
+    file = file_of(config, model_type)
+    spec = from_config(file, name=model_type)
     network = build(config)
     cache = network.new_cache()
     first = network.step(torch.randint(3, 60, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)), cache).argmax()
     state = held(cache, spec)
-    moved = move(spec, state, NUM_TOKENS)
+    moved = decode_process.move(file, state, name=model_type, num_tokens=NUM_TOKENS)
+    assert {key: array.tobytes() for key, array in moved.items()} == {key: array.tobytes() for key, array in state.items()}
     filled = refilled(cache, spec, moved)
     broken = {s.name: refilled(cache, spec, damaged(moved, s.name)) for s in spec.states}
     expected, logits = decode(network, cache, first)

@@ -123,6 +123,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa": {**LATENT, **INDEXED, "index_topk_freq": 2, "index_topk": 4},
     "glm_ocr_text": {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
     "gpt2": GPT,
+    "gpt-sw3": GPT,
     "gpt_bigcode": GPT,
     "gpt_neo": {**BY_HIDDEN, "attention_types": [[["global", "local"], 3]], "window_size": 4},
     "gpt_neox": BY_HIDDEN,
@@ -169,6 +170,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "short_conv_kernel_size": 4,
         },
     },
+    "kimi_k2": LATENT,
     "kolibri1": {**EXPERTS, **WINDOW},
     "kosmos_2_5_text_model": {**BY_HIDDEN, "ffn_dim": 32},
     "kosmos_2_text_model": {**BY_HIDDEN, "ffn_dim": 32},
@@ -192,6 +194,14 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "mimo_v2_flash": {**EXPERTS, **WINDOW, "v_head_dim": 12, "num_attention_heads": 8},
     "minicpm3": LATENT,
     "minimax_m2": EXPERTS,
+    "minimax_m3_vl_text": {
+        **EXPERTS,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 3,
+        "index_head_dim": 12,
+        "index_n_heads": 2,
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+    },
     "ministral": WINDOW,
     "ministral3": WINDOW,
     "mistral": WINDOW,
@@ -276,32 +286,35 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 NESTED = {
-    "cosmos3_edge": "cosmos3_edge_text", "cosmos3_omni": "qwen3_vl_text", "kosmos-2": "kosmos_2_text_model",
-    "kosmos-2.5": "kosmos_2_5_text_model",
-    "aria": "aria_text", "aya_vision": "cohere2", "blip-2": "opt", "cohere2_vision": "cohere2", "cohere_compass":
-    "cohere_compass_text", "deepseek_ocr2": "deepseek_ocr2_text", "deepseek_vl": "llama", "deepseek_vl_hybrid": "llama",
-    "emu3": "emu3_text_model", "ernie4_5_vl_moe": "ernie4_5_vl_moe_text", "exaone4_5": "exaone4", "fast_vlm": "qwen2",
-    "fun_asr_nano": "qwen3", "fuyu": "persimmon", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4":
-    "gemma4_text", "gemma4_unified": "gemma4_unified_text", "glm46v": "glm4v_text", "glm4v": "glm4v_text", "glm4v_moe":
-    "glm4v_moe_text", "glm_ocr": "glm_ocr_text", "glmasr": "llama", "glmga": "glm4v_text", "got_ocr2": "qwen2",
+    "aria": "aria_text", "aya_vision": "cohere2", "blip-2": "opt", "cohere2_vision": "cohere2",
+    "cohere_compass": "cohere_compass_text", "cosmos3_edge": "cosmos3_edge_text", "cosmos3_omni": "qwen3_vl_text",
+    "deepseek_ocr2": "deepseek_ocr2_text", "deepseek_vl": "llama", "deepseek_vl_hybrid": "llama", "emu3": "emu3_text_model",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text", "exaone4_5": "exaone4", "fast_vlm": "qwen2", "fun_asr_nano": "qwen3",
+    "fuyu": "persimmon", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text", "glm46v": "glm4v_text", "glm4v": "glm4v_text", "glm4v_moe": "glm4v_moe_text",
+    "glm_ocr": "glm_ocr_text", "glmasr": "llama", "glmga": "glm4v_text", "got_ocr2": "qwen2",
     "granite4_vision": "granite4_vision_text", "granite_docling": "granite_docling_text", "granite_speech": "granite",
-    "granite_speech_plus": "granite", "hunyuan_vl": "hunyuan_vl_text", "hyperclovax_vision_v2": "hyperclovax", "idefics2":
-    "mistral", "idefics3": "llama", "instructblip": "opt", "instructblipvideo": "opt", "internvl": "qwen2", "janus":
-    "llama", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3", "llama4":
-    "llama4_text", "llava": "llama", "llava_next": "mistral", "llava_next_video": "llama", "llava_onevision": "qwen2",
-    "minicpm_ocr": "qwen3_5_text", "minicpmv4_6": "qwen3_5_text", "minicpmv4_7": "qwen3_5_text", "mistral3": "mistral",
-    "mistral_large4": "mistral_large4_text", "molmo2": "molmo2_text", "moss_transcribe_diarize": "qwen3", "muse_glimmer":
-    "muse_glimmer_text", "muse_spark": "muse_spark_text", "nemo_speechlm": "nemotron_h", "nemotron_h_omni": "nemotron_h",
-    "ovis2": "qwen2", "paddleocr_vl": "paddleocr_vl_text", "paligemma": "gemma", "perception_lm": "llama", "pp_chart2table":
-    "qwen2", "qianfan_ocr": "qwen3", "qwen2_5_omni": "qwen2_5_omni_text", "qwen2_5_omni_thinker": "qwen2_5_omni_text",
-    "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_audio": "qwen2", "qwen2_vl": "qwen2_vl_text", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_asr": "qwen3", "qwen3_omni_moe": "qwen3_omni_moe_text",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "shieldgemma2": "gemma3_text", "smolvlm": "llama", "vibevoice_asr": "qwen2", "video_llama_3": "qwen2", "video_llava":
-    "llama", "vipllava": "llama", "voxtral": "llama", "voxtral_realtime": "voxtral_realtime_text",
+    "granite_speech_plus": "granite", "hunyuan_vl": "hunyuan_vl_text", "hyperclovax_vision_v2": "hyperclovax",
+    "idefics2": "mistral", "idefics3": "llama", "instructblip": "opt", "instructblipvideo": "opt", "internvl": "qwen2",
+    "janus": "llama", "kimi_k25": "deepseek_v3", "kosmos-2": "kosmos_2_text_model", "kosmos-2.5": "kosmos_2_5_text_model",
+    "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3", "llama4": "llama4_text", "llava": "llama",
+    "llava_next": "mistral", "llava_next_video": "llama", "llava_onevision": "qwen2", "minicpm_ocr": "qwen3_5_text",
+    "minicpmv4_6": "qwen3_5_text", "minicpmv4_7": "qwen3_5_text", "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral",
+    "mistral_large4": "mistral_large4_text", "molmo2": "molmo2_text", "moss_transcribe_diarize": "qwen3",
+    "muse_glimmer": "muse_glimmer_text", "muse_spark": "muse_spark_text", "nemo_speechlm": "nemotron_h",
+    "nemotron_h_omni": "nemotron_h", "ovis2": "qwen2", "paddleocr_vl": "paddleocr_vl_text", "paligemma": "gemma",
+    "perception_lm": "llama", "pp_chart2table": "qwen2", "qianfan_ocr": "qwen3", "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_audio": "qwen2",
+    "qwen2_vl": "qwen2_vl_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_asr": "qwen3",
+    "qwen3_omni_moe": "qwen3_omni_moe_text", "qwen3_omni_moe_thinker": "qwen3_omni_moe_text", "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text", "shieldgemma2": "gemma3_text", "smolvlm": "llama", "vibevoice_asr": "qwen2",
+    "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama", "voxtral": "llama",
+    "voxtral_realtime": "voxtral_realtime_text",
 }  # fmt: skip
 """Multimodal models and their decoders."""
-IN_EXAMPLES = ("deepseek_v4", "minimax", "minimax_m3_vl_text")
+SAME_CLASS = {"gpt-sw3": "gpt2", "kimi_k2": "deepseek_v3"}
+"""Names in files for which transformers has no class of their own, and the types that it runs them as."""
+IN_EXAMPLES = ("deepseek_v4", "minimax")
 """Architectures with caches of their own, which `examples/transformers_pd` compares instead."""
 OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 48, "intermediate_size": 12}},
@@ -312,8 +325,8 @@ OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
 EVERY_RUN = frozenset({
     "apertus", "axk2", "bailing_hybrid", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4",
     "falcon", "falcon_h1", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss",
-    "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "llama", "llama4_text", "longcat_flash", "mamba2", "mimo_v2_flash",
-    "minimax_m2", "ministral3", "mistral_large4_text", "mixtral", "nemotron_h", "olmo3", "olmo_hybrid", "phi3", "qwen2_moe",
-    "qwen3_next", "qwen3_vl_text", "zamba2",
+    "granite", "granitemoehybrid", "jamba", "kimi_k2", "kimi_linear", "lfm2", "llama", "llama4_text", "longcat_flash", "mamba2",
+    "mimo_v2_flash", "minimax_m2", "ministral3", "mistral_large4_text", "mixtral", "nemotron_h", "olmo2", "olmo3",
+    "olmo_hybrid", "phi3", "qwen2_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "zamba2",
 })  # fmt: skip
 """The architectures whose tokens `make test` compares. `make test-models` compares all."""

@@ -15,12 +15,12 @@ import transformers
 
 from disagg.models import ModelSpec, State
 from disagg.state.declare import Role
-from tests.support.architectures import CASES, SIZES
+from tests.support.architectures import CASES, SAME_CLASS, SIZES
 
 
 def config_class(model_type: str) -> Any:
     """The configuration class of a model, or of the decoder inside a multimodal model."""
-    return transformers.CONFIG_MAPPING[model_type]
+    return transformers.CONFIG_MAPPING[SAME_CLASS.get(model_type, model_type)]
 
 
 def small(model_type: str) -> Any:
@@ -30,9 +30,10 @@ def small(model_type: str) -> Any:
     return made(**{key: value for key, value in {**sizes, **CASES[model_type]}.items() if value is not None})
 
 
-def file_of(config: Any) -> dict[str, Any]:
-    """The `config.json` that transformers would write, with every field."""
-    return dict(json.loads(config.to_json_string(use_diff=False), object_hook=_infinity))
+def file_of(config: Any, model_type: str | None = None) -> dict[str, Any]:
+    """The `config.json` that transformers would write, with every field, and another `model_type` if one is given."""
+    written = json.loads(config.to_json_string(use_diff=False), object_hook=_infinity)
+    return {**written, "model_type": model_type or written["model_type"]}
 
 
 def _infinity(values: dict[str, Any]) -> Any:
