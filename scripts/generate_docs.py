@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
 
 import msgspec  # noqa: E402
 
+from benchmarks.work_requests import work_requests  # noqa: E402
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.config import Config  # noqa: E402
 from disagg.integrations.options import Options  # noqa: E402
@@ -243,7 +244,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
-        sides, real_models, described, refused, source,
+        sides, real_models, described, refused, source, work_requests,
     )
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import pytest
 
 from disagg.backends.base import Backend, BackendOptions
 from disagg.testing.contract import REGION_NBYTES, Arena, BackendFactory, ProcessTarget
+from disagg.testing.contract.targets import SPAWN, StartContext
 
 PATIENCE_S = 60.0
 
@@ -33,9 +34,11 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def target_process(factory: BackendFactory, options: BackendOptions, stack: ExitStack) -> ProcessTarget:
+def target_process(
+    factory: BackendFactory, options: BackendOptions, stack: ExitStack, *, context: StartContext = SPAWN
+) -> ProcessTarget:
     """A peer in a process of its own, with random bytes in its memory; ends with `stack`."""
-    target = ProcessTarget(factory, options, patience_s=PATIENCE_S)
+    target = ProcessTarget(factory, options, patience_s=PATIENCE_S, context=context)
     stack.callback(target.close)
     target.arena.scramble(2)
     return target

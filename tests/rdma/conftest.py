@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 collect_ignore_glob = [] if os.environ.get("RDMA_GUEST") == "1" else ["test_*.py"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.rdma_imports"])
 
 
 @pytest.fixture

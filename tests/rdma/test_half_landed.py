@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import subprocess
 import time
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def test_a_write_of_which_half_has_landed_is_not_settled(
     options: BackendOptions, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MooncakeBackend, "_warm", lambda *_: None)  # it would find the devices apart, and refuse the peer
-    target = target_process(MooncakeBackend, options, stack)
+    target = target_process(MooncakeBackend, options, stack, context=multiprocessing.get_context("forkserver"))
     backend, arena = opened(MooncakeBackend, options, stack)
     target.arena.memory[:] = 0
     arena.memory[:] = 0xA5

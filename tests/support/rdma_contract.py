@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from typing import ClassVar
+
 import pytest
 
 from disagg.backends.base import Backend, BackendOptions, Op
@@ -9,6 +12,7 @@ from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl.backend import NixlBackend
 from disagg.testing.contract import Arena, BackendContract, BackendFactory, Target
 from disagg.testing.contract.arena import SHAPES
+from disagg.testing.contract.targets import StartContext
 from tests.support.rdma import MTU, assert_sent, rdma_options, sent_packets
 
 COPIED = sum(sum(shape.nbytes) for shape in SHAPES.values())
@@ -18,6 +22,7 @@ class RdmaContract(BackendContract):
     """Adds to the contract that the bytes went through the device."""
 
     backend_class: type[MooncakeBackend] | type[NixlBackend]
+    context: ClassVar[StartContext] = multiprocessing.get_context("forkserver")
 
     def factory(self) -> BackendFactory:
         return self.backend_class

@@ -12,7 +12,15 @@ import pytest
 
 from disagg.backends.base import Backend, BackendOptions, Op, Transfer, TransferStatus
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of, expected_after
-from disagg.testing.contract.targets import BackendFactory, InProcessTarget, ProcessTarget, Target, settle
+from disagg.testing.contract.targets import (
+    SPAWN,
+    BackendFactory,
+    InProcessTarget,
+    ProcessTarget,
+    StartContext,
+    Target,
+    settle,
+)
 
 
 class ContractBase:
@@ -22,6 +30,8 @@ class ContractBase:
     fences_dead_neighbours: ClassVar[bool] = False
     """Whether `fence` is to become `QUIET` after the death of a peer's process on the same host."""
     patience_s: ClassVar[float] = 60.0
+    context: ClassVar[StartContext] = SPAWN
+    """How peers' processes start. A fork server is quicker where imports are slow: it can import once for all."""
 
     def factory(self) -> BackendFactory:
         raise NotImplementedError
@@ -68,7 +78,7 @@ class ContractBase:
     def new_target(self, stack: ExitStack) -> Target:
         target: Target
         if self.separate_processes:
-            target = ProcessTarget(self.factory(), self.options(), patience_s=self.patience_s)
+            target = ProcessTarget(self.factory(), self.options(), patience_s=self.patience_s, context=self.context)
         else:
             target = InProcessTarget(self.factory(), self.options())
         stack.callback(target.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from contextlib import ExitStack, suppress
 
@@ -117,7 +116,7 @@ class LifecycleContract(ContractBase):
         if not isinstance(target, ProcessTarget):
             pytest.skip("this backend reaches no other process")
         remote = target.arena.regions[0].address, 5000
-        process = multiprocessing.get_context("spawn").Process(
+        process = self.context.Process(
             target=initiate, args=(self.factory(), self.options(), (target.endpoint, target.identity), remote, orderly)
         )
         process.start()

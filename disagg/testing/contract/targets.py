@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol, cast
@@ -22,6 +23,9 @@ from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch
 
 BackendFactory = Callable[[BackendOptions], Backend]
+StartContext = SpawnContext | ForkServerContext
+"""How processes start. Not by `fork`: a child would inherit the locks of engine threads."""
+SPAWN: StartContext = multiprocessing.get_context("spawn")
 
 
 class Target(Protocol):
@@ -38,8 +42,9 @@ class Target(Protocol):
 class ProcessTarget:
     """A target in a process of its own."""
 
-    def __init__(self, factory: BackendFactory, options: BackendOptions, *, patience_s: float) -> None:
-        context = multiprocessing.get_context("spawn")  # a forked child would inherit engine threads' locks
+    def __init__(
+        self, factory: BackendFactory, options: BackendOptions, *, patience_s: float, context: StartContext = SPAWN
+    ) -> None:
         self._patience_s = patience_s
         self._pipe, theirs = context.Pipe()
         self._child: BaseProcess = context.Process(target=_serve, args=(theirs, factory, options, REGION_NBYTES))
