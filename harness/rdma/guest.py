@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from harness.debian import fetched
 from harness.rdma.initrd import build_initrd
-from harness.rdma.packages import fetched
 
+PROGRAMS = ("qemu-system-x86", "busybox-static", "iproute2", "ibverbs-providers")
 PROJECT = Path(__file__).parents[2]
 BOOT_S = 120.0
 """Some boots hang while the kernel starts its second CPU; others take 7 to 40 s."""
@@ -30,7 +31,7 @@ def run_in_guest(command: Sequence[str], *, timeout_s: float, environ: Mapping[s
 
     Its output goes to standard output. Raises `GuestError`, and `FetchError` where the guest's programs are missing.
     """
-    packages = fetched()
+    packages = fetched("rdma", PROGRAMS, image_of="linux-image-amd64")
     with tempfile.TemporaryDirectory(prefix="disagg-rdma-", dir=packages) as scratch:
         shared = Path(scratch)
         build_initrd(packages / "root", shared / "initrd.gz")
