@@ -23,7 +23,7 @@ from disagg.manager import KVManager
 from disagg.protocol.messages import Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
-from disagg.runtime.keys import KeyPair
+from disagg.runtime.keys import KeyPair, parse_key
 from disagg.settings import expected_of, meaning, settings, sources, unknown_key, value_of
 
 Transport = Literal["auto", "rdma", "tcp", "shm"]
@@ -49,9 +49,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Mapping[str, str],
         meaning("Peer instances, by the control address of their rank 0.", flag="--peer", metavar="NAME=ADDRESS"),
     ] = msgspec.field(default_factory=dict)
-    peer_keys: Annotated[Mapping[str, str], meaning("Peer instances' public keys.", flag="--peer-key", metavar="NAME=KEY")] = (
-        msgspec.field(default_factory=dict)
-    )
+    peer_keys: Annotated[
+        Mapping[str, str],
+        meaning("Peer instances' public keys: Z85, hex, or file:PATH.", flag="--peer-key", metavar="NAME=KEY"),
+    ] = msgspec.field(default_factory=dict)
     discover: Annotated[
         str | None,
         meaning("Find more peers in DNS (dns://NAME:PORT, srv://NAME) or in etcd (etcd://HOST:PORT/PREFIX).", metavar="SOURCE"),
@@ -147,7 +148,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         with ExitStack() as opened:
             if self.discover is not None:
-                source = peer_source(self.discover, keys=self.peer_keys)
+                source = peer_source(self.discover, keys=self.public_keys())
                 opened.enter_context(PeerFollower(manager, source, keep=self.peers))
             if self.announce is not None and manager.topology.rank == 0:
                 client, prefix = announced_at(self.announce)
@@ -159,11 +160,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def manager_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `KVManager`, with the key file read. Raises `ConfigError` naming the file."""
         given = {name: getattr(self, name) for name in Config.__struct_fields__ if name not in _OF_DISCOVERY}
-        return {**given, "keys": None if self.keys is None else read_keys(self.keys)}
+        keys = None if self.keys is None else read_keys(self.keys)
+        return {**given, "keys": keys, "peer_keys": self.public_keys()}
+
+    def public_keys(self) -> dict[str, str]:
+        """The keys of `peer_keys` as Z85, with files read. Raises `ConfigError` naming the peer, `OSError` naming the file."""
+        return {name: public_key(text, what=f"peer {name!r}, public key") for name, text in self.peer_keys.items()}
 
     def manager(self, *, topology: Topology, components: Sequence[Component], model: ModelId) -> KVManager:
         """A manager with these settings and peers, which the caller closes. Raises what `KVManager` raises."""
         return KVManager(topology=topology, components=components, model=model, **self.manager_arguments())
+
+
+def public_key(text: str, *, what: str) -> str:
+    """A public key as Z85, from Z85, hex digits, or `file:PATH` with one of these. Raises `ConfigError` and `OSError`."""
+    if not text.startswith("file:"):
+        return parse_key(text, what=what)
+    path = Path(text.removeprefix("file:"))
+    return parse_key(path.read_text(), what=f"{what} in {path}")
 
 
 def read_keys(path: str | Path) -> KeyPair:
@@ -173,8 +187,9 @@ def read_keys(path: str | Path) -> KeyPair:
     """
     try:
         found = tomllib.loads(Path(path).read_text())
-        return KeyPair(found["public"], found["secret"])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        public, secret = found["public"], found["secret"]
+        return KeyPair(parse_key(public, what=f"keys {path}: public key"), parse_key(secret, what=f"keys {path}: secret key"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"keys {path}: expected a TOML file with public and secret: {type(error).__name__}: {error}"
         ) from error
