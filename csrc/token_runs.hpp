@@ -58,7 +58,7 @@ inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 32;
 
 namespace detail {
 
-constexpr std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - ((a % b != 0) & (a < 0) ? 1 : 0); }
+constexpr std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (((a % b != 0) & (a < 0)) ? 1 : 0); }
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0 && a > 0 ? 1 : 0); }
 
 // Owned positions `[start, stop)`; position `p` has local index `p + shift`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from disagg.core.events import ReadyEvent
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
-from disagg.protocol.messages import TokenRange, Verify
+from disagg.protocol.messages import PROTOCOL_VERSION, TokenRange, Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
@@ -350,7 +351,16 @@ class KVManager:
 
 
 def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
-    metrics = runtime.requests.metrics = Metrics(lambda: snapshot_of(runtime))
+    me = runtime.handshake.me
+    build = {
+        "version": importlib.metadata.version("disagg"),
+        "protocol": str(PROTOCOL_VERSION),
+        "name": me.instance,
+        "rank": str(me.rank),
+        "backend": runtime.backend.name,
+        "transport": runtime.backend.transport,
+    }
+    metrics = runtime.requests.metrics = Metrics(lambda: snapshot_of(runtime), build)
     server = MetricsServer(metrics.registry, lambda: runtime.problem, host=host, port=port)
     runtime.add_on_close(server.close)
     return server.url

@@ -8,7 +8,7 @@ import logging
 import re
 import tomllib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -150,9 +150,13 @@ def _is_of_kubernetes(name: str, value: str, known: Collection[str]) -> bool:
 
 def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     """The error for a key that no setting has, with those that are spelled similarly."""
-    near = difflib.get_close_matches(key, known)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){hint}")
+    return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){_hint(key, known)}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """Which of the words that are known may be meant."""
+    near = difflib.get_close_matches(word, list(known))
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -165,8 +169,8 @@ def _read(path: Path) -> dict[str, Any]:
 def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) -> Any:
     """A value converted to its type. Raises `ConfigError` with the key, what was expected and found, and where."""
 
-    def wrong(expected: str, found: Any = value) -> ConfigError:
-        return ConfigError(f"config: key {setting.key!r}: expected {expected}, found {found!r} ({where})")
+    def wrong(expected: str, found: Any = value, hint: str = "") -> ConfigError:
+        return ConfigError(f"config: key {setting.key!r}: expected {expected}, found {found!r} ({where}){hint}")
 
     parse = setting.extra.get("parse")
     if parse is not None:
@@ -177,7 +181,7 @@ def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) ->
     if names is not None and isinstance(value, Mapping):
         unknown = sorted(value.keys() - set(names))
         if unknown:
-            raise wrong(f"names of {', '.join(names)}", unknown[0])
+            raise wrong(f"names of {', '.join(names)}", unknown[0], _hint(unknown[0], names))
     try:
         return msgspec.convert(value, setting.kind, strict=not text)
     except msgspec.ValidationError as error:

@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 
 echo "wheel-test: installing ${wheel##*/} into a new environment"
 .venv/bin/python -m venv "$folder/venv"
-PIP_DISABLE_PIP_VERSION_CHECK=1 "$folder/venv/bin/pip" install -q --constraint "$constraints" "${wheel}[cli]" >"$folder/pip.log" 2>&1 || {
+PIP_DISABLE_PIP_VERSION_CHECK=1 "$folder/venv/bin/pip" install -q --constraint "$constraints" "$wheel" >"$folder/pip.log" 2>&1 || {
   tail -n 40 "$folder/pip.log" >&2
   exit 1
 }

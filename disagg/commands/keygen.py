@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from disagg.commands.shell.errors import one_sentence
 from disagg.core.errors import ConfigError
+from disagg.runtime import keys
 from disagg.runtime.keys import KeyPair
 
 EPILOG = """\b
@@ -19,7 +21,7 @@ Examples:
 \b
 Every rank of an instance uses the instance's pair and its peers' public keys:
   disagg prefill --keys keys/prefill.toml --peer decode=tcp://10.0.0.2:7100 \\
-      --peer-key decode="$(cat keys/decode.pub)" ...
+      --peer-key decode=file:keys/decode.pub ...
 """
 
 
@@ -28,19 +30,20 @@ Every rank of an instance uses the instance's pair and its peers' public keys:
     "--out", type=click.Path(file_okay=False, path_type=Path), default=".", help="Folder to write to; created if missing."
 )
 @click.option("--name", default="disagg", help="Name of the files: NAME.toml with both keys, NAME.pub with the public key.")
+@click.option("--hex", "hexadecimal", is_flag=True, help="Write 64 hexadecimal digits instead of 40 characters of Z85.")
 @click.option("--force", is_flag=True, help="Replace existing files. Peers that use the old key can no longer connect.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
-def keygen(*, out: Path, name: str, force: bool) -> None:
+def keygen(*, out: Path, name: str, hexadecimal: bool, force: bool) -> None:
     """Generate a key pair for an instance and print its public key, which the peers need.
 
     NAME.toml holds the secret key; only its owner can read it (0600). Pass it to --keys on every rank of the instance.
     """
-    print(write_pair(KeyPair.generate(), out, name=name, force=force))
+    print(write_pair(KeyPair.generate(), out, name=name, force=force, text=keys.hexadecimal if hexadecimal else str))
 
 
-def write_pair(keys: KeyPair, folder: Path, *, name: str, force: bool) -> str:
-    """Write a pair as `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; returns the public key.
+def write_pair(pair: KeyPair, folder: Path, *, name: str, force: bool, text: Callable[[str], str] = str) -> str:
+    """Write a pair as `NAME.toml` (0600), which `--keys` reads, and `NAME.pub`; returns the public key. `text` writes a key.
 
     Raises `ConfigError` for an invalid name, or if a file exists and `force` is false; then nothing is written.
     """
@@ -52,10 +55,10 @@ def write_pair(keys: KeyPair, folder: Path, *, name: str, force: bool) -> str:
         raise ConfigError(f"keygen: {' and '.join(there)} would be overwritten; use another name or --force")
     folder.mkdir(parents=True, exist_ok=True)
     comment = "# The key pair of one instance. Anyone who has the secret key can act as this instance."
-    text = f'{comment}\npublic = "{keys.public}"\nsecret = "{keys.secret}"\n'
-    _replace(secret, text, mode=0o600)
-    _replace(public, keys.public + "\n", mode=0o644)
-    return keys.public
+    content = f'{comment}\npublic = "{text(pair.public)}"\nsecret = "{text(pair.secret)}"\n'
+    _replace(secret, content, mode=0o600)
+    _replace(public, text(pair.public) + "\n", mode=0o644)
+    return text(pair.public)
 
 
 def _replace(path: Path, text: str, *, mode: int) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from disagg.commands.shell import errors
+from disagg.commands.shell.group import disagg
 
 
 def main() -> None:
     """Run `disagg`."""
-    try:
-        from disagg.commands.shell import errors
-        from disagg.commands.shell.group import disagg
-    except ImportError as error:
-        if error.name not in ("click", "rich"):
-            raise
-        sys.exit(f"disagg: the package {error.name!r} is missing: pip install 'disagg[cli]'")
     errors.main(disagg, "disagg")

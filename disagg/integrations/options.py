@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from disagg.config import Config
+from disagg.config import Config, public_key
 from disagg.core.address import is_wildcard, parse_address
 from disagg.settings import meaning
 
@@ -44,7 +44,7 @@ class Options(Config, frozen=True, kw_only=True):
             "leader": leader,
             "metrics_port": metrics_port,
             "admit": "any" if self.keys is None else "keys",
-            "peer_keys": {**self.peer_keys, **{key: key for key in self.trusted_keys}},
+            "peer_keys": {**self.public_keys(), **{key: public_key(key, what="trusted_keys") for key in self.trusted_keys}},
         }
 
     def listen_on(self, *, rank: int, dp_rank: int) -> str:

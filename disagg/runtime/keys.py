@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,21 @@ def check_key(key: str, *, what: str) -> None:
     except (ValueError, KeyError, struct.error):
         valid = False
     if not valid:
-        raise ConfigError(f"{what}: expected a 40-character Z85 key, found {len(key)} characters that do not decode to one")
+        raise ConfigError(f"{what}: expected a key of 40 Z85 characters or 64 hex digits, found {len(key)} other characters")
+
+
+def parse_key(text: str, *, what: str) -> str:
+    """A key of 40 Z85 characters or 64 hex digits, as Z85. Raises `ConfigError`, which does not show the key."""
+    text = text.strip()
+    if re.fullmatch("[0-9a-fA-F]{64}", text):
+        return zmq.utils.z85.encode(bytes.fromhex(text)).decode()
+    check_key(text, what=what)
+    return text
+
+
+def hexadecimal(key: str) -> str:
+    """A key of Z85 as 64 hexadecimal digits, which need no quotes in a shell."""
+    return zmq.utils.z85.decode(key.encode()).hex()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -105,6 +105,8 @@ class Metrics:
     """The registry of one manager. `read` is called at every scrape, in the scraper's thread."""
 
     read: Callable[[], Snapshot]
+    build: Mapping[str, str] = field(default_factory=dict)
+    """Labels of `disagg_build_info`."""
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,8 @@ class Metrics:
             "disagg_request_seconds", "From the call to the end.", ("direction", "outcome"), buckets=SECONDS, registry=own
         )
         self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
+        if self.build:
+            Info("disagg_build", "What runs here: join it by the scrape's labels.", registry=own).info(dict(self.build))
         self.registry.register(_Reader(self.read))
 
     def count(self, ended: Ended) -> None:

@@ -6,8 +6,8 @@ import argparse
 import signal
 import sys
 
+from harness.debian import FetchError
 from harness.rdma.guest import PROJECT, GuestError, run_in_guest
-from harness.rdma.packages import FetchError
 
 TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", "tests/rdma")
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from harness.debian import fetched
 from harness.rdma.initrd import build_initrd
-from harness.rdma.packages import fetched
 
+PROGRAMS = ("qemu-system-x86", "busybox-static", "iproute2", "ibverbs-providers")
 PROJECT = Path(__file__).parents[2]
 SOURCES = ("benchmarks", "disagg", "examples", "harness", "tests")
 """Folders of the project of which the guest sees a copy, so that they may be edited while it runs."""
@@ -36,7 +37,7 @@ def run_in_guest(command: Sequence[str], *, timeout_s: float, environ: Mapping[s
 
     Its output goes to standard output. Raises `GuestError`, and `FetchError` where the guest's programs are missing.
     """
-    packages = fetched()
+    packages = fetched("rdma", PROGRAMS, image_of="linux-image-amd64")
     with tempfile.TemporaryDirectory(prefix="disagg-rdma-", dir=packages) as scratch:
         shared, tree = Path(scratch, "shared"), Path(scratch, "tree")
         shared.mkdir()

@@ -175,19 +175,6 @@ def test_a_missing_engine_names_its_package(tmp_path: Path, backend: str, module
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [("disagg.commands", "click"), ("disagg.commands.bench", "rich"), ("disagg.commands.bench.demo", "click")],
-)
-def test_missing_packages_of_the_commands_are_named(tmp_path: Path, command: str, module: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", command], capture_output=True, text=True, env=_without(tmp_path, module), timeout=30, check=False
-    )
-    assert ended.returncode == 1
-    assert "pip install 'disagg[cli]'" in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

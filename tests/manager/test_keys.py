@@ -101,8 +101,8 @@ def test_adding_a_peer_without_its_key_is_refused_and_stops_no_thread() -> None:
 
 @pytest.mark.parametrize("public", ["short", "x" * 41, '"' * 40, "ü" * 40, "#" * 40])
 def test_invalid_keys_are_refused_and_secrets_are_not_printed(public: str) -> None:
-    with pytest.raises(ConfigError, match="public key: expected a 40-character Z85 key"):
+    with pytest.raises(ConfigError, match="public key: expected a key of 40 Z85 characters or 64 hex digits"):
         KeyPair(public, PREFILL.secret)
-    with pytest.raises(ConfigError, match="secret key: expected a 40-character Z85 key"):
+    with pytest.raises(ConfigError, match="secret key: expected a key of 40 Z85 characters or 64 hex digits"):
         KeyPair(PREFILL.public, public)
     assert PREFILL.secret not in repr(PREFILL)

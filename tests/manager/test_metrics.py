@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import re
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg import ConfigError, KVManager, ModelId, RequestAborted, new_request_id
 from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
+from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.send_session import SendState
 from disagg.runtime import metrics
@@ -120,7 +123,7 @@ def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) ->
         samples = scrape(rank.manager)
         assert samples
         for name, labels in samples:
-            if name.startswith("disagg_"):
+            if name.startswith("disagg_") and name != "disagg_build_info":
                 for label, found in labels:
                     assert label == "le" or found in LABELS[label], (name, label, found)
 
@@ -140,7 +143,19 @@ def test_of_too_many_peers_those_that_were_first_counted_are_forgotten(monkeypat
     assert peers == {"b", "c"}
 
 
-def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -> None:
+def test_the_build_says_which_rank_and_what_runs(instances: Cluster) -> None:
+    (labels,) = [dict(labels) for name, labels in scrape(instances.prefill[1].manager) if name == "disagg_build_info"]
+    assert labels == {
+        "version": importlib.metadata.version("disagg"),
+        "protocol": str(PROTOCOL_VERSION),
+        "name": "prefill-0",
+        "rank": "1",
+        "backend": "local",
+        "transport": instances.prefill[1].manager.backend.transport,
+    }
+
+
+def test_the_dashboard_and_the_alerts_query_existing_metrics_and_labels(instances: Cluster) -> None:
     failed = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 20))
     failed.abort("one failure for the metrics")
     until(lambda: failed.wait(timeout_s=DEADLINE_S).lease.released)
@@ -154,6 +169,9 @@ def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["definition"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    queries += [
+        rule["expr"] for group in yaml.safe_load((ROOT / "docs/alerts.yml").read_text())["groups"] for rule in group["rules"]
+    ]
     used = set()
     for query in queries:
         names = re.findall(r"\bdisagg_\w+", query)
@@ -166,7 +184,7 @@ def test_the_dashboard_queries_existing_metrics_and_labels(instances: Cluster) -
         assert labels_of_query <= set.union(*(known[name] for name in names)), query
     shown = {re.sub("_(bucket|count|sum|created)$", "", n) for n in known if n.startswith("disagg_")}
     assert shown - {re.sub("_(bucket|count|sum|created)$", "", n) for n in used} <= {
-        f"disagg_{n}" for n in ("requests_ended", "request_failures", "request_bytes")
+        f"disagg_{n}" for n in ("requests_ended", "request_failures", "request_bytes", "build_info")
     }, "a metric that no panel shows"
 
 

@@ -38,7 +38,13 @@ def hello(instance: str = "decode-0", rank: int = 0, epoch: int = 7, **fields: o
 
 
 def peer_table(
-    *, num_ranks: int = 1, rank: int = 0, leader: str | None = None, peer_ranks: int = 1, own_key: str | None = None
+    *,
+    num_ranks: int = 1,
+    rank: int = 0,
+    leader: str | None = None,
+    peer_ranks: int = 1,
+    own_key: str | None = None,
+    limits: ConnectionLimits = LIMITS,
 ) -> PeerTable:
     """The table of one rank of `prefill-0`.
 
@@ -69,7 +75,7 @@ def peer_table(
         leader=leader is None,
     )
     return PeerTable(
-        me, leader=leader, own_key=own_key, accept_hello=accept_hello, validate_welcome=validate_welcome, limits=LIMITS
+        me, leader=leader, own_key=own_key, accept_hello=accept_hello, validate_welcome=validate_welcome, limits=limits
     )
 
 

@@ -73,6 +73,16 @@ def test_a_connection_without_answers_is_reopened_and_reported_once() -> None:
     assert silent.instances["decode-0"].problem == f"{LEADER}: no answer yet, 4 hellos sent"
 
 
+def test_an_absent_peer_is_reported_within_five_seconds() -> None:
+    table = peer_table(limits=ConnectionLimits())
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    now, effects = 0.0, list[PeerEffect]()
+    while (now := max(table.next_tick(), now + 0.001)) < 5.0:
+        table.tick(now)
+        effects += take_effects(table)
+    assert effects.count(Unanswered("decode-0", LEADER)) == 1
+
+
 def test_a_connection_that_cannot_be_opened_is_tried_again() -> None:
     """No descriptor is left, for instance."""
     table = peer_table()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from disagg.commands.bench.command import bench
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "transformers_pd" / "run.py"
 
@@ -37,21 +38,15 @@ BACKENDS = ("cma", "nixl", "mooncake")
 
 def main() -> None:
     """Run the demonstration. The exit status is 0 only if every byte was verified."""
-    try:
-        from disagg.commands.bench.command import bench
-    except ImportError as error:
-        if error.name not in ("click", "rich"):
-            raise
-        sys.exit(f"demo: the package {error.name!r} is missing: pip install 'disagg[cli]'")
     print(INTRODUCTION, flush=True)
-    failed = [backend for backend in BACKENDS if not _moves(backend, bench)]
+    failed = [backend for backend in BACKENDS if not _moves(backend)]
     if failed:
         sys.exit(f"demo: not verified: {', '.join(failed)}")
     print("Every byte was verified, for all engines.\n", flush=True)
     sys.exit(_example())
 
 
-def _moves(backend: str, bench: Callable[..., object]) -> bool:
+def _moves(backend: str) -> bool:
     """Run `disagg-bench` for every pair of sides over one engine; returns whether all bytes were correct."""
     arguments = ["--backend", backend, *SETTINGS]
     for prefill, decode in SIDES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ import msgspec
 from disagg.commands.rank.rank import RankConfig
 from disagg.commands.rank.serve import serve_together
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.logs import configure_logging
 from disagg.settings import Setting, is_list, is_table, settings
 
 END_S = 10.0
@@ -68,7 +68,7 @@ OPTIONS: tuple[Decorator, ...] = (
     ),
     *(_option(setting) for setting in settings(RankConfig) if setting.key != "role"),
     click.option("--until-stdin-ends", is_flag=True, hidden=True, help="End when standard input ends."),
-    click.option("--debug", is_flag=True, help="Log at level INFO, and show tracebacks."),
+    click.option("--debug", is_flag=True, help="Show tracebacks, and log at level info."),
 )
 
 
@@ -77,11 +77,13 @@ def _rank_command(role: str) -> click.Command:
 
     @one_sentence
     def run(*, config: Path | None, until_stdin_ends: bool, **given: Any) -> None:
-        serve_until_stopped((configure(role, given, file=config, environ=os.environ),), until_stdin_ends=until_stdin_ends)
+        rank = configure(role, given, file=config, environ=os.environ)
+        configure_logging(rank.log_level, rank.log_format)
+        serve_until_stopped((rank,), until_stdin_ends=until_stdin_ends)
 
-    def logged(*, debug: bool, **given: Any) -> None:
-        logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-        run(debug=debug, **given)
+    def logged(*, debug: bool, log_level: str | None, **given: Any) -> None:
+        configure_logging("warning")  # what reading the settings warns of
+        run(debug=debug, log_level=log_level or ("info" if debug else None), **given)
 
     command: Callable[..., None] = logged
     for option in reversed(OPTIONS):

@@ -16,6 +16,7 @@ from disagg.commands.cases.content import Content
 from disagg.commands.cases.instructions import Description
 from disagg.commands.cases.memory import memory_on
 from disagg.commands.cases.sides import Side
+from disagg.commands.shell.logs import Format, Level
 from disagg.config import Config
 from disagg.core.address import is_loopback, parse_address
 from disagg.core.errors import ConfigError
@@ -61,6 +62,8 @@ class RankConfig(Config, frozen=True, kw_only=True):
         msgspec.Meta(pattern="^(cpu|cuda(:[0-9]{1,4})?)$"),
         meaning("Device of the pools: cpu, cuda or cuda:N.", metavar="DEVICE"),
     ] = "cpu"
+    log_level: Annotated[Level, meaning("Log records of this level and above.")] = "warning"
+    log_format: Annotated[Format, meaning("Log lines of text or of JSON.")] = "text"
     driver: Annotated[str | None, meaning("Accept a benchmark's commands at this address.", metavar="ADDRESS")] = None
 
     def __post_init__(self) -> None:

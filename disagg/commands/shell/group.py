@@ -11,6 +11,7 @@ COMMANDS = {
     "decode": "disagg.commands.rank.command:decode",
     "explain": "disagg.commands.explain.command:explain",
     "doctor": "disagg.commands.doctor.command:doctor",
+    "top": "disagg.commands.top:top",
     "keygen": "disagg.commands.keygen:keygen",
 }
 """The location of each subcommand, as `module:name`."""

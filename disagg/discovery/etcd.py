@@ -1,0 +1,159 @@
+"""Peers in etcd: one key for each instance, below a prefix, with a lease that its owner renews. Uses etcd's JSON gateway."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from disagg.core.errors import DiscoveryError
+from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.discovery.source import Found
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0
+TTL_S = 10
+"""How long an announcement outlives its instance."""
+
+
+# The gateway writes 64-bit numbers as text, and bytes in base64, as `msgspec` does.
+
+
+class _Entry(msgspec.Struct):
+    key: bytes
+    value: bytes = b""
+
+
+class _Range(msgspec.Struct):
+    kvs: tuple[_Entry, ...] = ()
+
+
+class _Lease(msgspec.Struct):
+    id: str = msgspec.field(name="ID")
+    ttl_s: str = msgspec.field(name="TTL", default="0")
+
+
+class _Kept(msgspec.Struct):
+    result: _Lease
+
+
+class _Done(msgspec.Struct):
+    pass
+
+
+Reply = TypeVar("Reply")
+
+
+class EtcdClient:
+    """Calls of etcd's v3 API at the first endpoint that answers, such as `http://10.0.0.9:2379`."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = list(endpoints)
+
+    def __str__(self) -> str:
+        return "etcd at " + ", ".join(self._endpoints)
+
+    def call(self, method: str, kind: type[Reply], **fields: Any) -> Reply:
+        """The reply to a request such as `kv/range`. Raises `DiscoveryError` if no endpoint answers."""
+        problems = []
+        body = msgspec.json.encode(fields)
+        for endpoint in tuple(self._endpoints):
+            request = urllib.request.Request(f"{endpoint}/v3/{method}", data=body)  # noqa: S310 - http or https: see `announced_at`
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:  # noqa: S310
+                    return msgspec.json.decode(reply.read(), type=kind)
+            except urllib.error.HTTPError as error:
+                with error:
+                    problems.append(f"{endpoint}: {error}: {error.read(200).decode(errors='replace').strip()}")
+            except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError) as error:
+                problems.append(f"{endpoint}: {type(error).__name__}: {error}")
+            self._endpoints.append(self._endpoints.pop(0))
+        raise DiscoveryError(f"etcd: {method} failed at {'; '.join(problems)}")
+
+
+class EtcdPeers:
+    """The instances below `prefix`, such as `/disagg/decode/`. What is not an announcement is skipped with a warning."""
+
+    def __init__(self, client: EtcdClient, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
+
+    def __str__(self) -> str:
+        return f"{self._prefix} of {self._client}"
+
+    def find(self) -> Mapping[str, Found]:
+        """The instances now. Raises `DiscoveryError`."""
+        first = self._prefix.encode()
+        reply = self._client.call("kv/range", _Range, key=first, range_end=first[:-1] + bytes([first[-1] + 1]))
+        found = {}
+        for entry in reply.kvs:
+            name = entry.key.removeprefix(first).decode(errors="replace")
+            try:
+                found[name] = msgspec.json.decode(entry.value, type=Found)
+            except msgspec.DecodeError as error:
+                self._warnings.warning("discovery: %s%s in %s is no announcement: %s", self._prefix, name, self._client, error)
+        return found
+
+
+class Announcement:
+    """An instance's entry below `prefix`, from the context's begin to its end. A thread renews it, and enters it anew if etcd
+    has lost it. It disappears `ttl_s` seconds after a process that was killed.
+
+    A failure to reach etcd is logged, and the thread tries again.
+    """
+
+    def __init__(self, client: EtcdClient, prefix: str, *, name: str, instance: Found, ttl_s: int = TTL_S) -> None:
+        self._client = client
+        self._key = (prefix + name).encode()
+        self._value = msgspec.json.encode(instance)
+        self._what = f"{prefix}{name}"
+        self._ttl_s = ttl_s
+        self._lease: str | None = None
+        self._stop = threading.Event()
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)
+        self._thread = threading.Thread(target=self._run, name="disagg-announcement", daemon=True)
+
+    def __enter__(self) -> Announcement:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        renewed_at = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                self._renew()
+                renewed_at = time.monotonic()
+            except DiscoveryError as error:
+                self._warnings.warning("discovery: cannot announce %s: %s", self._what, error)
+                if time.monotonic() > renewed_at + self._ttl_s:
+                    self._lease = None
+            self._stop.wait(self._ttl_s / 3 if self._lease else 1.0)
+        if self._lease is not None:
+            try:
+                self._client.call("lease/revoke", _Done, ID=self._lease)
+            except DiscoveryError as error:
+                logger.warning("discovery: %s stays announced for up to %d s: %s", self._what, self._ttl_s, error)
+
+    def _renew(self) -> None:
+        """Renew the lease, or take a new one, and enter the instance."""
+        if self._lease is not None:
+            kept = self._client.call("lease/keepalive", _Kept, ID=self._lease)
+            if kept.result.ttl_s == "0":
+                self._lease = None
+        if self._lease is None:
+            self._lease = self._client.call("lease/grant", _Lease, TTL=self._ttl_s).id
+            logger.info("discovery: announced %s in %s", self._what, self._client)
+        self._client.call("kv/put", _Done, key=self._key, value=self._value, lease=self._lease)

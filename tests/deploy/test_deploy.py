@@ -1,0 +1,147 @@
+"""The image's recipe and the example for Kubernetes, by their linters and against what the code offers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+
+from disagg.commands.rank import command
+from disagg.commands.rank.rank import RankConfig
+from disagg.config import read_keys
+from disagg.discovery import peer_source
+from disagg.runtime.metrics_server import MetricsServer
+
+ROOT = Path(__file__).parents[2]
+MANIFEST = ROOT / "deploy/kubernetes.yaml"
+POD_IP = "10.0.0.7"
+
+
+def objects(kind: str) -> dict[str, dict[str, Any]]:
+    documents = [each for each in yaml.safe_load_all(MANIFEST.read_text()) if each is not None]
+    return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
+
+
+def container(role: str) -> dict[str, Any]:
+    (found,) = objects("Deployment")[role]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def lint(text: str) -> list[str]:
+    program = Path(sys.executable).with_name("hadolint")
+    ended = subprocess.run([str(program), "-"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    return (ended.stdout + ended.stderr).splitlines()
+
+
+def test_the_dockerfile_has_no_findings() -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    assert lint(text) == []
+    assert lint(text.replace("WORKDIR /source", "WORKDIR source"))
+
+
+def test_the_image_has_every_file_that_the_build_reads() -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    copied = {word for line in re.findall("^COPY (?!--from)(.*)", text, re.MULTILINE) for word in line.split()[:-1]}
+    admitted = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == admitted
+    assert {"CMakeLists.txt", "csrc", "disagg", "pyproject.toml", "LICENSE"} <= copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.34"])
+def test_kubernetes_accepts_every_object(version: str) -> None:
+    for each in yaml.safe_load_all(MANIFEST.read_text()):
+        kubernetes_validate.validate(each, version, strict=True)
+    broken = objects("Deployment")["prefill"]
+    broken["spec"]["replica"] = 2
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, version, strict=True)
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RankConfig]:
+    """The configuration of each role, as its command reads it in a pod."""
+    found: dict[str, RankConfig] = {}
+
+    def keep(ranks: tuple[RankConfig, ...], **_: Any) -> None:
+        found[ranks[0].role] = ranks[0]
+
+    monkeypatch.setattr(command, "serve_until_stopped", keep)
+    from disagg.commands.shell.group import disagg
+
+    for role in ("prefill", "decode"):
+        ended = CliRunner().invoke(disagg, ["keygen", "--out", str(tmp_path), "--name", role])
+        assert ended.exit_code == 0, ended.output
+    for role in ("prefill", "decode"):
+        arguments = [
+            each.replace("$(POD_IP)", POD_IP).replace("/etc/disagg/keys", str(tmp_path)) for each in container(role)["args"]
+        ]
+        ended = CliRunner().invoke(disagg, arguments)
+        assert ended.exit_code == 0, ended.output
+    return found
+
+
+def test_the_two_sides_find_and_know_each_other(configs: dict[str, RankConfig]) -> None:
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        own, peer = configs[role], configs[other]
+        assert own.discover is not None
+        service = objects("Service")[re.fullmatch(r"dns://([^:]+):\d+", own.discover)[1]]  # type: ignore[index]
+        assert service["spec"]["clusterIP"] == "None"
+        assert (
+            service["spec"]["selector"].items()
+            <= objects("Deployment")[other]["spec"]["template"]["metadata"]["labels"].items()
+        )
+        source = peer_source(own.discover, keys=own.public_keys())
+        source._ask = addresses  # type: ignore[attr-defined]
+        ((name, found),) = source.find().items()
+        assert (name, found.address) == (peer.name, peer.advertise)
+        assert peer.keys is not None
+        assert found.public_key == read_keys(peer.keys).public
+
+
+def addresses(kind: str) -> Iterator[Any]:
+    """The records of a Service with one pod."""
+    import dns.rdtypes.IN.A
+    from dns.rdataclass import IN
+    from dns.rdatatype import A
+
+    record: Any = dns.rdtypes.IN.A.A
+    return iter([record(IN, A, POD_IP)] if kind == "A" else [])
+
+
+def test_probes_and_ports_are_those_of_the_rank(configs: dict[str, RankConfig]) -> None:
+    server = MetricsServer(CollectorRegistry(), lambda: "", host="127.0.0.1", port=0)
+    for role, config in configs.items():
+        spec = container(role)
+        ports = {port["name"]: port["containerPort"] for port in spec["ports"]}
+        assert ports == {"control": 7100, "metrics": config.metrics_port}
+        assert config.metrics_host == "0.0.0.0"
+        assert config.listen == f"tcp://0.0.0.0:{ports['control']}"
+        for probe in ("readinessProbe", "livenessProbe"):
+            assert spec[probe]["httpGet"]["port"] == "metrics"
+            path = server.url.removesuffix("/metrics") + spec[probe]["httpGet"]["path"]
+            with urllib.request.urlopen(path, timeout=30) as answer:
+                assert answer.read() == b"ok\n"
+    server.close()
+
+
+def test_keys_and_shared_memory_are_mounted() -> None:
+    for role in ("prefill", "decode"):
+        volumes = {volume["name"]: volume for volume in objects("Deployment")[role]["spec"]["template"]["spec"]["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(role)["volumeMounts"]}
+        assert volumes.keys() == mounts.keys()
+        used = [word for each in container(role)["args"] for word in re.findall(r"/etc/[\w/]+", each)]
+        assert used
+        assert all(path.startswith(mounts["keys"]) for path in used)
+        assert mounts["shm"] == "/dev/shm"
