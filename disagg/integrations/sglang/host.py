@@ -20,6 +20,7 @@ from disagg.layout.agreement import ModelId
 class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
     `from_leader` returns what rank 0 of the instance gives. `num_tokens` says how many tokens a receiver's request has.
+    `write_first_token(index, token, room)` gives decode's scheduler the first token of a request, without a log-probability.
     """
 
     model: ModelId
@@ -27,6 +28,7 @@ class Host:
     gather: Callable[[Any], list[Any]]
     from_leader: Callable[[Any], Any]
     num_tokens: Callable[[Any], int]
+    write_first_token: Callable[[int, int, int], None]
 
 
 def host_of(queue: Any) -> Host:
@@ -57,12 +59,22 @@ def host_of(queue: Any) -> Host:
         request = next(each.req for each in queue.queue if each.kv_receiver is receiver)
         return int(queue._rebootstrap_prefill_len(request))
 
+    def write_first_token(index: int, token: int, room: int) -> None:
+        rows = queue.metadata_buffers
+        rows.cached_tokens[index] = 0
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
+            getattr(rows, f"{name}_idx")[index] = token
+        rows.output_ids[index, 0] = token
+        rows.bootstrap_room[index, 0] = room
+
     return Host(
         model=model_id(read_config(_config_file(config.model_path, getattr(config, "revision", None)))),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),
         num_tokens=num_tokens,
+        write_first_token=write_first_token,
     )
 
 

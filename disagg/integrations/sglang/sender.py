@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from disagg.core.errors import DisaggError
+from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE
 from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
 from disagg.protocol.types import Event
@@ -79,8 +80,8 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
             if state_indices is not None:
                 kinds, page_size = mgr.kv_args.state_types, mgr.kv_args.page_size
                 states = state_rows(kinds, state_indices, num_tokens=stop, page_size=page_size, facts=mgr.facts)
-                payload = mgr.metadata.read(self.aux_index, engine=ENGINE, num_tokens=stop)
-                self.handle.finish(states, payload=payload)
+                payload = Payload(engine=ENGINE, num_tokens=stop, native=mgr.metadata.read(self.aux_index))
+                self.handle.finish(states, payload=payload.encode())
                 mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         except DisaggError as error:
             mgr.fail(self.bootstrap_room, error)
