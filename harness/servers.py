@@ -106,7 +106,7 @@ class Server:
     def proxy(cls, prefill: Server, decode: Server) -> Server:
         """The example's proxy."""
         port = free_port()
-        command = [sys.executable, "examples/pd_proxy.py", "--prefill", prefill.url, "--decode", decode.url]
+        command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "100", "--prefill", prefill.url, "--decode", decode.url]
         return cls([*command, "--port", str(port)], port)
 
     def __enter__(self) -> Server:
@@ -129,22 +129,26 @@ class Server:
                 raise RuntimeError(f"{self.url} does not answer: {self.log()}")
             time.sleep(0.3)
 
-    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, **fields: Any) -> Reply:
-        """The greedy answer to a prompt of token ids, as a stream."""
-        body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps({**body, "stream": True, "logprobs": 1, "return_token_ids": True, **fields}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, stream: bool = True, **fields: Any) -> Reply:
+        """The greedy answer to a prompt of token ids. Raises `urllib.error.HTTPError` for an error."""
         reply, begun_s = Reply([], [], 0.0), time.monotonic()
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            for choice in _choices(answer):
+        with self.ask(prompt, max_tokens=max_tokens, stream=stream, **fields) as answer:
+            for choice in _choices(answer) if stream else json.load(answer)["choices"]:
                 reply.first_token_s = reply.first_token_s or time.monotonic() - begun_s
                 if choice.get("logprobs"):
                     reply.tokens += choice["token_ids"]
                     reply.logprobs += choice["logprobs"]["token_logprobs"]
         return reply
+
+    def ask(self, prompt: Sequence[int], *, timeout_s: float = 120, **fields: Any) -> Any:
+        """The open answer to a greedy completion with log-probabilities and token ids."""
+        body = {"model": "model", "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps({**body, "logprobs": 1, "return_token_ids": True, **fields}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=timeout_s)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
@@ -153,6 +157,11 @@ class Server:
         if not found:
             raise KeyError(name)
         return sum(map(float, found))
+
+    def kill(self) -> None:
+        """End the process and all that it has started with SIGKILL."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def stop(self) -> None:
         """End the process and all that it has started."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.identity import model_id, read_config, windows
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
 from disagg.layout.agreement import ModelId
@@ -38,7 +38,7 @@ def host_of(queue: Any) -> Host:
     prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_parallel
 
     scheduler, parallel = queue.scheduler, get_parallel()
     _check_options(scheduler, parallel)
@@ -46,6 +46,7 @@ def host_of(queue: Any) -> Host:
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
     config = scheduler.model_config
+    model = read_config(_config_file(config.model_path, getattr(config, "revision", None)))
     pools = Pools(
         kv=queue.token_to_kv_pool,
         draft=queue.draft_token_to_kv_pool,
@@ -53,6 +54,8 @@ def host_of(queue: Any) -> Host:
         config=config,
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
+        windows=windows(model),
+        reuses_pages=bool(get_disagg().disaggregation_decode_enable_radix_cache),
     )
 
     def num_tokens(receiver: Any) -> int:
@@ -69,7 +72,7 @@ def host_of(queue: Any) -> Host:
         rows.bootstrap_room[index, 0] = room
 
     return Host(
-        model=model_id(read_config(_config_file(config.model_path, getattr(config, "revision", None)))),
+        model=model_id(model),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),

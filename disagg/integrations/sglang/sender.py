@@ -53,8 +53,9 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
         if handle.readers and all(need is None for need in found.values()):
             return
         del mgr.waiting[room]
-        need, page_size = found.get("kv"), mgr.kv_args.page_size
-        mgr.req_to_decode_prefix_len[room] = need[0] // page_size * page_size if need else 0
+        full = {mgr.facts.kv_name(layer) for layer in mgr.facts.kv.layers} if mgr.facts.kv is not None else set()
+        first_token = min((need[0] for name, need in found.items() if need and name in full), default=0)
+        mgr.req_to_decode_prefix_len[room] = first_token // mgr.kv_args.page_size * mgr.kv_args.page_size
         mgr.update_status(room, KVPoll.WaitingForInput)
 
     def pop_decode_prefix_len(self) -> int:
