@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang test-rdma check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,10 @@ demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, a
 test-sglang: setup ## Test the integration with SGLang, real servers included, in an environment of its own (PYTEST_ARGS=...)
 	@python=$$(scripts/sglang_env.sh) && TEST_REQUIRE_SGLANG=1 $$python -m pytest -p no:cacheprovider -W ignore --durations 5 \
 	  tests/integrations/sglang $(PYTEST_ARGS)
+
+test-cross: setup ## Test vLLM and SGLang servers that hand requests over to each other, in the environments of both (PYTEST_ARGS=...)
+	@SGLANG_PYTHON=$$(scripts/sglang_env.sh) && export SGLANG_PYTHON && $$(scripts/vllm_env.sh) -m pytest \
+	  -c tests/integrations/cross/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/cross $(PYTEST_ARGS)
 
 test-rdma: setup ## Run the tests over soft RDMA devices in a virtual machine, fetched from Debian's packages (RDMA_ARGS=...)
 	@$(BIN)/python -m harness.rdma $(RDMA_ARGS)

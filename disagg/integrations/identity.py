@@ -10,6 +10,7 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.layout.agreement import ModelId
+from disagg.models import from_config
 
 _IGNORED = frozenset({
     "_commit_hash", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -46,6 +47,18 @@ def _described(value: Any) -> Any:
         }
         return {key: _described(each) for key, each in kept.items()}
     return [_described(each) for each in value] if isinstance(value, list) else value
+
+
+def windows(config: Mapping[str, Any]) -> dict[int, int]:
+    """The layers with a sliding window, and how many tokens before the next one each of them needs.
+
+    Empty also for a model that `disagg.models` does not know.
+    """
+    try:
+        states = from_config(config, name=str(config.get("model_type", ""))).states
+    except ConfigError:
+        return {}
+    return {layer: state.window for state in states if state.window is not None for layer in state.layers}
 
 
 def component_name(kind: str, layer: int | None) -> str:

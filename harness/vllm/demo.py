@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.servers import Server
 from harness.vllm.models import write_model
-from harness.vllm.servers import Server
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 PROMPTS = (SENTENCE, SENTENCE * 4, SENTENCE * 12, SENTENCE * 25)

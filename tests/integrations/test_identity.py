@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from disagg import ConfigError, ModelId
-from disagg.integrations.identity import component_name, model_id, read_config
+from disagg.integrations.identity import component_name, model_id, read_config, windows
 from disagg.integrations.options import Options
 
 LLAMA: dict[str, Any] = {
@@ -51,6 +51,14 @@ def test_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
             read_config(tmp_path)
     with pytest.raises(ConfigError, match="expected a config"):
         read_config(tmp_path / "missing")
+
+
+def test_windows_of_a_model() -> None:
+    gemma: dict[str, Any] = {"model_type": "gemma3_text", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+    gemma["num_attention_heads"] = 4
+    gemma |= {"hidden_size": 32, "sliding_window": 64, "sliding_window_pattern": 2, "dtype": "float32"}
+    assert windows(gemma) == {0: 63, 2: 63}
+    assert windows({"model_type": "unheard-of"}) == {}
 
 
 def test_component_names() -> None:

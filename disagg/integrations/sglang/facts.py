@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from disagg.core.memory import CPU, Device
 from disagg.core.topology import Topology
+from disagg.integrations.identity import component_name
 from disagg.state.declare import Block
 
 
@@ -66,7 +68,9 @@ class RingFacts:
 class Facts:
     """Everything about one rank's pools that its `KVArgs` lack.
 
-    `window` is the number of tokens before the next one that sliding layers need.
+    `window` is the number of tokens before the next one that the layers of `window_kv` need. `windows` are those of sliding
+    layers whose pages have all tokens, in the pool of full attention, by layer of the whole model. With `reuses_pages` decode
+    keeps their pages for later requests, and so needs all tokens of them.
     """
 
     topology: Topology
@@ -75,7 +79,14 @@ class Facts:
     draft: PageFacts | None = None
     window_kv: PageFacts | None = None
     window: int | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+    reuses_pages: bool = False
     slots: tuple[SlotFacts, ...] = ()
     index: IndexFacts | None = None
     draft_index: IndexFacts | None = None
     ring: RingFacts | None = None
+
+    def kv_name(self, layer: int) -> str:
+        """The component that has the pages of a layer of `kv`, by the names that all integrations share."""
+        kind = "mla" if self.kv is not None and self.kv.num_kv_heads is None else "kv"
+        return component_name(kind, layer if self.windows else None)

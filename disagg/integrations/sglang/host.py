@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.identity import model_id, read_config, windows
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
 from disagg.layout.agreement import ModelId
@@ -20,6 +20,7 @@ from disagg.layout.agreement import ModelId
 class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
     `from_leader` returns what rank 0 of the instance gives. `num_tokens` says how many tokens a receiver's request has.
+    `write_first_token(index, token, room)` gives decode's scheduler the first token of a request, without a log-probability.
     """
 
     model: ModelId
@@ -27,6 +28,7 @@ class Host:
     gather: Callable[[Any], list[Any]]
     from_leader: Callable[[Any], Any]
     num_tokens: Callable[[Any], int]
+    write_first_token: Callable[[int, int, int], None]
 
 
 def host_of(queue: Any) -> Host:
@@ -36,7 +38,7 @@ def host_of(queue: Any) -> Host:
     prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_parallel
 
     scheduler, parallel = queue.scheduler, get_parallel()
     _check_options(scheduler, parallel)
@@ -44,6 +46,7 @@ def host_of(queue: Any) -> Host:
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
     config = scheduler.model_config
+    model = read_config(_config_file(config.model_path, getattr(config, "revision", None)))
     pools = Pools(
         kv=queue.token_to_kv_pool,
         draft=queue.draft_token_to_kv_pool,
@@ -51,18 +54,30 @@ def host_of(queue: Any) -> Host:
         config=config,
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
+        windows=windows(model),
+        reuses_pages=bool(get_disagg().disaggregation_decode_enable_radix_cache),
     )
 
     def num_tokens(receiver: Any) -> int:
         request = next(each.req for each in queue.queue if each.kv_receiver is receiver)
         return int(queue._rebootstrap_prefill_len(request))
 
+    def write_first_token(index: int, token: int, room: int) -> None:
+        rows = queue.metadata_buffers
+        rows.cached_tokens[index] = 0
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            getattr(rows, f"{name}_val")[index] = math.nan  # not known here; answered as null
+            getattr(rows, f"{name}_idx")[index] = token
+        rows.output_ids[index, 0] = token
+        rows.bootstrap_room[index, 0] = room
+
     return Host(
-        model=model_id(read_config(_config_file(config.model_path, getattr(config, "revision", None)))),
+        model=model_id(model),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),
         num_tokens=num_tokens,
+        write_first_token=write_first_token,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from disagg.core.errors import ConfigError
@@ -65,7 +65,7 @@ def components(kv_args: KVArgs, stages: Sequence[Facts], *, pp_rank: int = 0) ->
     entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     split = len(entries) - num_draft
     found: list[Component | None] = [
-        _pages("kv", [s.kv for s in stages], own.kv, entries[:split], kv_args.page_size, own),
+        *_kv(stages, own, entries[:split], kv_args.page_size),
         _pages("draft", [s.draft for s in stages], own.draft, entries[split:], kv_args.page_size, own, optional=True),
         _pages("window", [s.window_kv for s in stages], own.window_kv, states.pop("swa", []), kv_args.page_size, own),
         _slots([s.slots for s in stages], own, states.pop("mamba", [])),
@@ -103,6 +103,26 @@ def _stages(facts: Sequence[Any]) -> tuple[Any, list[tuple[int, ...]]]:
 def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
     if len(entries) != expected:
         raise ConfigError(f"component {name!r}: expected {expected} buffers in KVArgs, found {len(entries)}")
+
+
+def _kv(stages: Sequence[Facts], own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
+    """The pages of full attention: one component, or one for each layer of a model with several kinds of layers."""
+    if not own.windows:
+        name = next((stage for stage in stages if stage.kv is not None), own).kv_name(0)
+        return [_pages(name, [stage.kv for stage in stages], own.kv, entries, page_size, own)]
+    layers = own.kv.layers if own.kv is not None else ()
+    _check_count("kv", entries, 2 * len(layers))
+    found = []
+    for layer in sorted(layer for stage in stages if stage.kv is not None for layer in stage.kv.layers):
+        cut = [_only(stage.kv, layer) for stage in stages]
+        at = [i for i, each in enumerate((*layers, *layers)) if each == layer]
+        chosen = [entries[i] for i in at]
+        found.append(_pages(own.kv_name(layer), cut, _only(own.kv, layer), chosen, page_size, own))
+    return found
+
+
+def _only(facts: PageFacts | None, layer: int) -> PageFacts | None:
+    return None if facts is None else replace(facts, layers=tuple(each for each in facts.layers if each == layer))
 
 
 def _pages(

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ NUM_ROOMS = 1 << 16
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prefill instance as decode finds it through the bootstrap server. `group` is the data-parallel group of a request."""
+    """A prefill instance as decode finds it. `group` is the data-parallel group of a request."""
 
     name: str
     address: str
@@ -160,6 +161,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """Whether the bootstrap server has described its instance. Layouts are compared by the handshake, not here."""
         if bootstrap_addr in self.prefill_info_table:
             return True
+        if named(bootstrap_addr) is not None:
+            self._add_prefill_info(bootstrap_addr, PrefillServerInfo(**_ONE_RANK))
+            return True
         every = {"prefill_dp_rank": -1, "prefill_cp_rank": -1, "target_tp_rank": -1, "target_pp_rank": -1}
         try:
             answer = requests.get(f"http://{bootstrap_addr}/route", params=every, timeout=5)
@@ -168,9 +172,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         except (requests.RequestException, TypeError, ValueError) as error:
             logger.warning("bootstrap server %s: %s", bootstrap_addr, error)
             return False
+        self._add_prefill_info(bootstrap_addr, info)
+        return True
+
+    def _add_prefill_info(self, bootstrap_addr: str, info: Any) -> None:
         self._resolve_rank_mapping(info)
         self.prefill_info_table[bootstrap_addr] = info
-        return True
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Fill in SGLang's own mapping of ranks, as if there were one rank: the plans decide which rank sends what."""
@@ -179,6 +186,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def locate(self, receiver: Any) -> Prefill | None:
         """The instance that serves a receiver's request, from the bootstrap server if it is not known yet."""
+        other = named(receiver.bootstrap_addr)
+        if other is not None:
+            return other
         key = receiver.bootstrap_addr, receiver.prefill_dp_rank
         if key not in self._prefills:
             addresses = []
@@ -218,6 +228,24 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self._gone[bootstrap_addr] = prefill.name
                 del self._prefills[key]
                 self.prefill_info_table.pop(bootstrap_addr, None)
+
+
+_ONE_RANK: Mapping[str, Any] = {
+    "attn_tp_size": 1,
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": None,
+    "kv_cache_dtype": None,
+    "follow_bootstrap_room": True,
+}
+"""What a bootstrap server would say of an instance without one."""
+
+
+def named(bootstrap_addr: str) -> Prefill | None:
+    """The instance in a `bootstrap_host` of the form `NAME@HOST`: another server, whose control address is given."""
+    name, at, address = bootstrap_addr.rpartition("@")
+    return Prefill(name, f"tcp://{address}", 0) if at else None
 
 
 def _tcp(host: str, port: int) -> str:

@@ -7,7 +7,8 @@ without an error.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.core.errors import ConfigError
@@ -24,7 +25,10 @@ RECURRENT = "HybridLinearKVPool"
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens."""
+    """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens.
+
+    `windows` and `reuses_pages` are those of `Facts`.
+    """
 
     kv: Any
     draft: Any = None
@@ -32,6 +36,8 @@ class Pools:
     config: Any
     recurrent_config: Any = None
     window: int | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+    reuses_pages: bool = False
 
 
 def read_facts(pools: Pools, topology: Topology) -> Facts:
@@ -53,6 +59,8 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
         total = _window_heads(pools.config) if _name(window) == HEADS else None
         found["window_kv"] = _pages("swa_kv_pool", window, _by_kind(pools.kv, window=True), total, topology)
         found["window"] = pools.window
+    elif _name(pools.kv) == HEADS:
+        found["windows"], found["reuses_pages"] = pools.windows, pools.reuses_pages
     mamba = getattr(pools.kv, "mamba_pool", None) or getattr(pools.requests, "mamba_pool", None)
     if mamba is not None:
         found["slots"] = _slots(mamba, pools.recurrent_config, topology)

@@ -9,7 +9,8 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, RemoteProtocolError
+from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE, Prefill
 from disagg.integrations.sglang.rows import full_pages, needs, request_id, state_rows
 from disagg.protocol.types import Event
@@ -53,8 +54,8 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self.prefill is None or destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             mgr.fail(self.bootstrap_room, "expected pages of the device's own pools, after init()")
             return
-        self.aux_index = aux_index
-        kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, mgr.host.num_tokens(self)
+        self.aux_index, self.num_tokens = aux_index, mgr.host.num_tokens(self)
+        kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.num_tokens
         try:
             rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
             rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, page_size=page_size, facts=mgr.facts)
@@ -80,11 +81,22 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.kv_mgr.fail(self.bootstrap_room, event.error or "the transfer failed")
             return
         try:
-            self.kv_mgr.metadata.write(self.aux_index, event.payload, engine=ENGINE)
+            self._take(Payload.decode(event.payload))
         except DisaggError as error:
             self.kv_mgr.fail(self.bootstrap_room, error)
         else:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+
+    def _take(self, payload: Payload) -> None:
+        """Write what decode's scheduler reads of prefill: SGLang's own rows, or another server's first token."""
+        if payload.num_tokens != self.num_tokens:
+            raise RemoteProtocolError(f"prompt: expected {self.num_tokens} tokens, found {payload.num_tokens} on prefill")
+        if payload.engine == ENGINE:
+            self.kv_mgr.metadata.write(self.aux_index, payload.native)
+        elif payload.first_token is None:
+            raise RemoteProtocolError(f"payload: expected rows of {ENGINE} or a first token, found none from {payload.engine}")
+        else:
+            self.kv_mgr.host.write_first_token(self.aux_index, payload.first_token, self.bootstrap_room)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """End the request, here and on prefill. SGLang then waits for `is_abort_release_safe`, if pages were reserved."""

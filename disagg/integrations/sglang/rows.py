@@ -65,12 +65,15 @@ def state_rows(
 def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
     """The tokens `[start, stop)` that decode needs of each component of pages, if it has the first `prefix` tokens."""
     found: dict[str, TokenRange] = {}
+    windows = {} if facts.reuses_pages else {facts.kv_name(layer): window for layer, window in facts.windows.items()}
     for name, each in rows.items():
         if isinstance(each, Slot):
             continue
         start = max(prefix, each.first_token)
         if name == "window" and facts.window is not None:
             start = max(start, num_tokens - facts.window)
+        elif name in windows:
+            start = max(start, num_tokens - windows[name])
         elif name == "ring":
             start = each.first_token  # a ring is never a prefix
         elif name == "index_tail" and facts.index is not None:
@@ -82,5 +85,5 @@ def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Fact
 def full_pages(ids: Any, first_token: int, *, facts: Facts) -> dict[str, Rows]:
     """The pages of full attention from `first_token` on: the model's, and those of its draft layers, which share the ids."""
     pages = Pages(np.asarray(ids).reshape(-1), first_token=first_token)
-    found = {"kv": facts.kv, "draft": facts.draft}
-    return {name: pages for name, each in found.items() if each is not None and each.layers}
+    names = [facts.kv_name(layer) for layer in facts.kv.layers] if facts.kv is not None else []
+    return dict.fromkeys(names + ["draft"] * bool(facts.draft is not None and facts.draft.layers), pages)

@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from disagg.core.errors import DisaggError
+from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE
 from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
 from disagg.protocol.types import Event
@@ -52,8 +53,9 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
         if handle.readers and all(need is None for need in found.values()):
             return
         del mgr.waiting[room]
-        need, page_size = found.get("kv"), mgr.kv_args.page_size
-        mgr.req_to_decode_prefix_len[room] = need[0] // page_size * page_size if need else 0
+        full = {mgr.facts.kv_name(layer) for layer in mgr.facts.kv.layers} if mgr.facts.kv is not None else set()
+        first_token = min((need[0] for name, need in found.items() if need and name in full), default=0)
+        mgr.req_to_decode_prefix_len[room] = first_token // mgr.kv_args.page_size * mgr.kv_args.page_size
         mgr.update_status(room, KVPoll.WaitingForInput)
 
     def pop_decode_prefix_len(self) -> int:
@@ -79,8 +81,8 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
             if state_indices is not None:
                 kinds, page_size = mgr.kv_args.state_types, mgr.kv_args.page_size
                 states = state_rows(kinds, state_indices, num_tokens=stop, page_size=page_size, facts=mgr.facts)
-                payload = mgr.metadata.read(self.aux_index, engine=ENGINE, num_tokens=stop)
-                self.handle.finish(states, payload=payload)
+                payload = Payload(engine=ENGINE, num_tokens=stop, native=mgr.metadata.read(self.aux_index))
+                self.handle.finish(states, payload=payload.encode())
                 mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         except DisaggError as error:
             mgr.fail(self.bootstrap_room, error)

@@ -79,13 +79,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finish:
-    """Send what exists only at the end of a prefill of `num_tokens`, and end the request."""
+    """Send what exists only at the end of a prefill, and end the request with a `Payload`."""
 
     req_id: str
     request_id: bytes
     attempt: int
     blocks: BlockIds
-    num_tokens: int
+    payload: bytes
 
 
 @dataclass

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from disagg.integrations.handoff import Payload
 from disagg.integrations.vllm.groups import num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -34,6 +36,8 @@ from disagg.integrations.vllm.metadata import (
 from disagg.manager import new_request_id
 
 logger = logging.getLogger(__name__)
+
+ENGINE = f"vllm {vllm.__version__}"
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -57,11 +61,14 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 
 @dataclass
 class Prefill:
-    """A request that this server computes for another. `num_sent` tokens have been passed to the workers."""
+    """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
+    the workers. With `first_token` decode starts from the token that this server draws after them.
+    """
 
     request: Request
     request_id: bytes
     num_tokens: int
+    first_token: bool = False
     attempt: int = 0
     num_sent: int = 0
 
@@ -95,13 +102,15 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Note a request that another server will decode.
 
-        Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it.
+        Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it,
+        unless decode does not compute it either (`first_token`).
         """
         params = request.kv_transfer_params or {}
-        num_tokens = num_handed_over(request.num_prompt_tokens)
+        first_token = bool(params.get("first_token"))
+        num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if not params.get("do_remote_decode") or num_tokens == 0:
             return
-        if self._exact:
+        if self._exact and not first_token:
             if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
                 return
             request.prompt_token_ids = request.prompt_token_ids[:num_tokens]
@@ -110,7 +119,7 @@ class SchedulerHalf:
         request.max_tokens = 1
         given = params.get("remote_request_id")
         request_id = bytes.fromhex(given) if given else new_request_id()
-        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens)
+        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, first_token)
 
     @guarded(StepMetadata)
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
@@ -152,7 +161,9 @@ class SchedulerHalf:
         if not computed or self._leader is None or prefill.attempt != request.num_preemptions:
             self._step.aborts.append(req_id)
             return False, None
-        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, prefill.num_tokens))
+        first_token = request.output_token_ids[0] if prefill.first_token else None
+        payload = Payload(engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token).encode()
+        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, payload))
         hand_off = HandOff(
             remote_engine_id=self._leader.engine_id,
             remote_address=self._leader.address,

@@ -188,7 +188,7 @@ class WorkerHalf:
     def _finish(self, finish: Finish, ready: ReadyEvent | None) -> None:
         send = self._opened(finish)
         send.finished_s = time.monotonic()
-        self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), ready=ready)
+        self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), payload=finish.payload, ready=ready)
 
     def _opened(self, part: Chunk | Finish) -> _Send:
         """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""

@@ -31,6 +31,7 @@ class Model:
     window_layers: tuple[int, ...] = ()
     window_heads: int = 4
     window: int = 24
+    windows: tuple[int, ...] = ()  # layers of `layers` that need no more than `window` tokens
     slot_layers: tuple[int, ...] = ()
     conv_blocks: tuple[Block, ...] = ()
     conv_axes: tuple[str, str] = ("channel", "width")
@@ -187,6 +188,7 @@ class Memory:
             draft=pages(model.draft_layers, model.heads),
             window_kv=pages(model.stage(model.window_layers, rank), model.window_heads),
             window=model.window,
+            windows=dict.fromkeys(model.windows, model.window),
             slots=tuple(slots),
             index=IndexFacts(layers=index, key_dim=128, tokens_per_key=model.tokens_per_key, tail=model.tail)
             if index
@@ -271,6 +273,8 @@ class Memory:
                 continue
             start = {"window": max(request.prefix, n - model.window), "ring": max(0, n - model.window),
                      "index_tail": n - n % model.tokens_per_key}.get(component, request.prefix)  # fmt: skip
+            if component == "kv" and layer in model.windows:
+                start = max(request.prefix, n - model.window)
             tokens = np.arange(start, n)
             if component == "index":
                 keys = np.arange(request.prefix // model.tokens_per_key, n // model.tokens_per_key)

@@ -95,6 +95,7 @@ class RankProcess:
             gather=stage.all_gather_object,
             from_leader=world.broadcast_object,
             num_tokens=lambda receiver: self.started[receiver.bootstrap_room].request.num_tokens,
+            write_first_token=self._write_first_token,
         )
         self.manager = DisaggKVManager(self._kv_args(), mode, SimpleNamespace(), model.heads is None)
 
@@ -106,6 +107,9 @@ class RankProcess:
             engine_rank=self.topology.tp_rank, pp_rank=self.topology.pp_rank, system_dp_rank=0, rust_http_port=None,
             kv_cache_dtype_str="float32", kv_layout=None, kv_layer_ids=[], swa_kv_cache_layout=None, gpu_id=0, ib_device=None,
         )  # fmt: skip
+
+    def _write_first_token(self, index: int, token: int, room: int) -> None:
+        self.aux[0][index, 0], self.aux[1][index, 0] = token, room
 
     def step(self, say: Callable[..., None]) -> None:
         """One iteration of the scheduler."""

@@ -29,6 +29,7 @@ MODELS = {
     "latents": Model(heads=None, dims=(24,)),
     "draft": Model(draft_layers=(0,)),
     "window": Model(layers=(0,), window_layers=(1, 2), window_heads=2),
+    "window in whole pages": Model(windows=(0, 2)),
     "ring": Model(heads=None, dims=(24,), ring_layers=(0, 1)),
     "gdn": GDN,
     "mamba2": MAMBA2,
@@ -99,6 +100,23 @@ def test_two_pipeline_stages_to_one() -> None:
         memory.fill(each, seed=5)
     copy(sources, [destination], at, [to])
     assert destination.differences(to, seed=5) == []
+
+
+def test_components_have_the_names_of_other_servers() -> None:
+    """A model with several kinds of layers has one component for each, whatever the number of pools."""
+    names = {
+        name: [part.name for part in components(memory.kv_args(), memory.stages())]
+        for name, memory in ((name, Memory(MODELS[name], Topology())) for name in ("heads", "latents", "window in whole pages"))
+    }
+    assert names == {"heads": ["kv"], "latents": ["mla"], "window in whole pages": ["kv.0", "kv.1", "kv.2"]}
+
+
+def test_pages_that_later_requests_use_are_needed_whole() -> None:
+    memory = Memory(MODELS["window in whole pages"], Topology())
+    rows = full_pages(range(7), 0, facts=memory.facts())
+    found = [needs(rows, num_tokens=100, prefix=16, facts=replace(memory.facts(), reuses_pages=each)) for each in (False, True)]
+    assert found[0] == {"kv.0": (76, 100), "kv.1": (16, 100), "kv.2": (76, 100)}
+    assert set(found[1].values()) == {(16, 100)}
 
 
 def test_draft_layers_on_one_side_only() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.vllm.servers import Server
+from harness.servers import Server
 from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 200, 700, 1153)

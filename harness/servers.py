@@ -1,4 +1,4 @@
-"""vLLM's HTTP servers and the example's proxy as processes, and a client for them."""
+"""HTTP servers of vLLM and SGLang and the example's proxy as processes, and a client for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from typing import Any
 
 from harness.vllm.engine import ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+SGLANG_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""What SGLang's servers on a machine without a GPU need."""
 
 
 def transfer_config(extra: Mapping[str, Any] | None = None) -> str:
@@ -39,9 +46,9 @@ def transfer_config(extra: Mapping[str, Any] | None = None) -> str:
 
 @dataclass
 class Reply:
-    """The answer to one prompt: its tokens' texts and logprobs, and the time until the first one in seconds."""
+    """The answer to one prompt: its token ids and logprobs, and the time until the first one in seconds."""
 
-    tokens: list[str]
+    tokens: list[int]
     logprobs: list[float]
     first_token_s: float
 
@@ -49,17 +56,17 @@ class Reply:
 class Server:
     """A process that serves HTTP at `url`, and is stopped at the end of a `with` block."""
 
-    def __init__(self, command: Sequence[str], port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, command: Sequence[str], port: int, environ: Mapping[str, str] = ENVIRONMENT) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
         self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="server-", suffix=".log")  # noqa: SIM115  (until it is stopped)
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=self._log, stderr=self._log, start_new_session=True
+            command, cwd=ROOT, env={**os.environ, **environ}, stdout=self._log, stderr=self._log, start_new_session=True
         )
 
     @classmethod
-    def vllm(cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None) -> Server:
+    def vllm(cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None, port: int | None = None) -> Server:
         """A vLLM server of a model in float32, with 256 blocks."""
-        port = free_port()
+        port = port or free_port()
         common = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "256")
         return cls(
             [
@@ -71,10 +78,35 @@ class Server:
         )
 
     @classmethod
+    def sglang(cls, model: Path, *options: str, mode: str | None = None, port: int | None = None, **environ: str) -> Server:
+        """An SGLang server of a model in float32 that serves 8,192 tokens. `mode` is `prefill`, `decode`, or none for both.
+
+        `SGLANG_PYTHON` names the interpreter of its environment, if it is not this one.
+        """
+        port, bootstrap_port = port or free_port(), free_port()
+        disaggregation = {
+            None: (),
+            "prefill": ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap_port)),
+            "decode": ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor"),
+        }[mode]
+        backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
+        common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+        python = os.environ.get("SGLANG_PYTHON", sys.executable)
+        return cls(
+            [
+                *(python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+                *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *common),
+                *(*disaggregation, *backend, *options),
+            ],
+            port,
+            {**SGLANG_ENVIRONMENT, **environ},
+        )
+
+    @classmethod
     def proxy(cls, prefill: Server, decode: Server) -> Server:
         """The example's proxy."""
         port = free_port()
-        command = [sys.executable, "examples/vllm_proxy.py", "--prefill", prefill.url, "--decode", decode.url]
+        command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "100", "--prefill", prefill.url, "--decode", decode.url]
         return cls([*command, "--port", str(port)], port)
 
     def __enter__(self) -> Server:
@@ -91,28 +123,32 @@ class Server:
         """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""
         until = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models", timeout=5):
                 return self
             if self._process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.url} does not answer: {self.log()}")
             time.sleep(0.3)
 
-    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, **fields: Any) -> Reply:
-        """The greedy answer to a prompt of token ids, as a stream."""
-        body = {"model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps({**body, "stream": True, "logprobs": 1, **fields}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, stream: bool = True, **fields: Any) -> Reply:
+        """The greedy answer to a prompt of token ids. Raises `urllib.error.HTTPError` for an error."""
         reply, begun_s = Reply([], [], 0.0), time.monotonic()
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            for choice in _choices(answer):
+        with self.ask(prompt, max_tokens=max_tokens, stream=stream, **fields) as answer:
+            for choice in _choices(answer) if stream else json.load(answer)["choices"]:
                 reply.first_token_s = reply.first_token_s or time.monotonic() - begun_s
                 if choice.get("logprobs"):
-                    reply.tokens += choice["logprobs"]["tokens"]
+                    reply.tokens += choice["token_ids"]
                     reply.logprobs += choice["logprobs"]["token_logprobs"]
         return reply
+
+    def ask(self, prompt: Sequence[int], *, timeout_s: float = 120, **fields: Any) -> Any:
+        """The open answer to a greedy completion with log-probabilities and token ids."""
+        body = {"model": "model", "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps({**body, "logprobs": 1, "return_token_ids": True, **fields}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=timeout_s)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
@@ -121,6 +157,11 @@ class Server:
         if not found:
             raise KeyError(name)
         return sum(map(float, found))
+
+    def kill(self) -> None:
+        """End the process and all that it has started with SIGKILL."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def stop(self) -> None:
         """End the process and all that it has started."""
