@@ -50,6 +50,13 @@ def dbrx_heads(fields: Fields) -> int:
     return _divisor(fields, fields.section("attn_config").size("kv_n_heads", default=1))
 
 
+def mpt_heads(fields: Fields) -> int:
+    """MPT: KV heads in `attn_config`, by default one per query head. Transformers reads neither, vLLM does."""
+    attention, heads = fields.section("attn_config"), fields.size("num_attention_heads")
+    default = 1 if attention.raw("attn_type") == "multiquery_attention" else heads
+    return _divisor(fields, attention.size("kv_n_heads", default=default))
+
+
 def mimo_window_heads(fields: Fields) -> int:
     """MiMo-V2: KV heads of the layers with a window, by default twice those of the others."""
     return _divisor(fields, fields.size("swa_num_key_value_heads", default=2 * fields.size("num_key_value_heads")))
@@ -70,6 +77,12 @@ def head_dim(fields: Fields) -> int:
 def head_dim_or_hidden(fields: Fields) -> int:
     """Elements per head, by default `hidden_size / num_attention_heads`."""
     return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
+
+
+def zamba_head_dim(fields: Fields) -> int:
+    """Zamba: attention reads the layer's input beside the embedding, so heads are twice as wide."""
+    fields.raw("kv_channels", "num_query_groups")  # in published files; the model does not use them
+    return hidden_per_head(fields, 2)
 
 
 def hidden_per_head(fields: Fields, times: int = 1) -> int:
@@ -139,6 +152,8 @@ def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
 def mla(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """The latents of multi-head latent attention. Heads are computed from them, so `v_head_dim` adds no state."""
     fields.raw("v_head_dim")
+    if not fields.flag("use_mla", default=True):
+        raise fields.error("use_mla", "true", False)
     roles = _latent_roles(fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim"), dtypes)
     return State(name="mla", rows="pages", layers=layers, roles=roles)
 
@@ -186,6 +201,8 @@ def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Kimi delta attention."""
     linear = fields.section("linear_attn_config")
+    linear.raw("kda_layers", "full_attn_layers")  # the kinds of layers are known here
+    fields.raw("kda_lower_bound")  # a limit of the decay
     dim = linear.size("head_dim", default=fields.raw("linear_head_dim", "head_dim"))
     roles = kda_roles(
         num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads", "num_attention_heads")),
