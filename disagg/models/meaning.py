@@ -109,12 +109,13 @@ _PAIRS: tuple[tuple[frozenset[str], frozenset[str], str], ...] = (
 
 _OTHER_WORDS = frozenset({
     "token", "moe", "expert", "experts", "mlp", "rope", "bias", "act", "dropout", "init", "embedding", "embeddings",
-    "projector", "image", "vision", "video", "audio", "adapter", "efficient", "factor",
+    "projector", "image", "vision", "video", "audio", "adapter", "efficient", "factor", "norm", "layernorm",
 })  # fmt: skip
 """Words of names that are about something else, such as `image_token_index` or `moe_latent_size`."""
 
 _NO_STATE = frozenset({
-    "use_cache", "cache_implementation", "use_cache_kernel", "use_cache_quantization", "latent_query_num",
+    "use_cache", "cache_implementation", "use_cache_kernel", "use_cache_quantization", "pre_allocate_kv_cache",
+    "for_llm_compressor", "latent_query_num",
 })  # fmt: skip
 """Fields of how the model is run, and of parts that make embeddings."""
 
