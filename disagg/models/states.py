@@ -59,6 +59,7 @@ def mpt_heads(fields: Fields) -> int:
 
 def mimo_window_heads(fields: Fields) -> int:
     """MiMo-V2: KV heads of the layers with a window, by default twice those of the others."""
+    fields.raw("swa_num_attention_heads")  # of queries
     return _divisor(fields, fields.size("swa_num_key_value_heads", default=2 * fields.size("num_key_value_heads")))
 
 
@@ -187,9 +188,12 @@ def _recurrent(layers: tuple[int, ...], roles: tuple[Role, ...]) -> State:
 
 def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Gated delta net."""
+    key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}", value_heads)
     roles = gdn_roles(
-        num_key_heads=fields.size("linear_num_key_heads"),
-        num_value_heads=fields.size("linear_num_value_heads"),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
         key_head_dim=fields.size("linear_key_head_dim"),
         value_head_dim=fields.size("linear_value_head_dim"),
         kernel=fields.size("linear_conv_kernel_dim", least=2),
@@ -220,11 +224,13 @@ def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
     """Mamba2. `head_dim` takes the fields and the number of heads."""
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-        heads = fields.size("mamba_n_heads")
+        heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
+        if heads % groups:
+            raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads={heads}", groups)
         roles = mamba2_roles(
             num_heads=heads,
             head_dim=head_dim(fields, heads),
-            num_groups=fields.size("mamba_n_groups"),
+            num_groups=groups,
             state_size=fields.size("mamba_d_state"),
             kernel=fields.size("mamba_d_conv", least=2),
             dtypes=(dtypes.weights, dtypes.ssm or "float32"),

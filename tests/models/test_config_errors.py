@@ -70,6 +70,13 @@ class TestErrors:
             ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantization_config.kv_cache_scheme"),
             ({**LLAMA, "quantization_config": "fp8"}, "quantization_config: expected an object"),
             ({**without(QWEN3_5, "num_key_value_heads")}, "num_key_value_heads: expected an integer"),
+            (
+                {**GEMMA4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2},
+                "num_kv_shared_layers: expected a layer of each kind",
+            ),
+            ({**FALCON, "mamba_n_groups": 4}, "mamba_n_groups: expected a divisor of mamba_n_heads=6"),
+            ({**QWEN3_5, "linear_num_key_heads": 3}, "linear_num_value_heads: expected a multiple of linear_num_key_heads=3"),
+            ({"model_type": "internvl", "llm_config": LLAMA}, "text_config: expected the decoder of a 'internvl' model"),
             ({**LLAMA, "quantization_config": {"kv_cache_quant_algo": "FP8"}}, "quantization_config.kv_cache_quant_algo"),
             ({**LLAMA, "quantization_config": {"export": {"kv_cache_group": ["*k_proj"]}}}, "export.kv_cache_group"),
             ({**LLAMA, "compression_config": {"kv_cache_scheme": {"num_bits": 8}}}, "compression_config.kv_cache_scheme"),
