@@ -104,6 +104,8 @@ def decoder_fields(config: Mapping[str, Any], name: str, *, supported: Collectio
         kind = values.get("model_type", kind)
     elif text is not None and kind not in REFUSED:
         raise ConfigError(f"model {name!r}: a text_config is not supported with model_type {kind!r}")
+    elif kind in MULTIMODAL and kind not in supported:
+        raise ConfigError(f"model {name!r}, text_config: expected the decoder of a {kind!r} model, found None")
     if not isinstance(kind, str) or kind not in supported:
         raise _unknown(name, kind, sorted(supported))
     return Fields(name, values, model_type=kind)

@@ -71,8 +71,7 @@ _KV_OR_WINDOW_BY_HIDDEN = make.kv_or_window(dim=make.head_dim_or_hidden)
 _KV_OR_WINDOW_BY_HEADS = make.kv_or_window(make.kv_heads_or_all, make.head_dim_or_hidden)
 _KV_OR_MAMBA2 = {FULL: (_KV_BY_HIDDEN,), LINEAR: (_MAMBA2,)}
 _ZAMBA_KV, _ZAMBA2_KV = (
-    make.attention(heads=heads, dim=lambda fields: make.hidden_per_head(fields, 2))
-    for heads in (make.kv_heads, make.kv_heads_or_all)
+    make.attention(heads=heads, dim=make.zamba_head_dim) for heads in (make.kv_heads, make.kv_heads_or_all)
 )
 _MIMO_V = {"v_dim": lambda fields: fields.size("v_head_dim")}
 _MIMO_WINDOW_V = {"v_dim": lambda fields: fields.size("swa_v_head_dim", "v_head_dim")}
@@ -148,7 +147,8 @@ FAMILIES: Mapping[str, Family] = {
     **_each(replace(_ALL_HEADS, names=_GPT), "codegen", "gptj"),
     **_each(replace(_ALL_HEADS, names=_GPT, defaults=_TIED), "ctrl", "gpt-sw3", "gpt2"),
     "bloom": replace(_ALL_HEADS, names={**_GPT, "hidden_size": "hidden_size"}, defaults=_TIED),
-    "mpt": replace(_ALL_HEADS, names=_MPT, defaults=_TIED),
+    "mpt": replace(_PLAIN, states={FULL: (make.attention(heads=make.mpt_heads, dim=make.hidden_per_head),)}, names=_MPT,
+                   defaults=_TIED),
     "xglm": replace(_ALL_HEADS, names={**_MPT, "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"},
                     defaults=_TIED),
     "gpt_bigcode": replace(_PLAIN, states=_MULTI_QUERY, names=_GPT, defaults=_TIED),

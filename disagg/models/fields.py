@@ -13,89 +13,11 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE
+from disagg.models.meaning import unread_state
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**24
 """Limits against mistakes: no model comes near them, and memory would be allocated for larger values."""
-
-_STATE_FIELDS = {
-    "layer_types": "kinds of layers",
-    "layers_block_type": "kinds of layers",
-    "hybrid_override_pattern": "kinds of layers",
-    "attn_type_list": "kinds of layers",
-    "attn_layer_indices": "attention in some layers only",
-    "attn_layer_period": "attention in some layers only",
-    "global_attn_every_n_layers": "attention in some layers only",
-    "sliding_window": "sliding-window attention",
-    "sliding_window_layers": "sliding-window attention",
-    "sliding_window_pattern": "sliding-window attention",
-    "attention_window_size": "sliding-window attention",
-    "attention_chunk_size": "chunked attention",
-    "kv_lora_rank": "latent attention",
-    "index_topk": "index keys",
-    "index_head_dim": "index keys",
-    "index_topk_freq": "index keys in some layers only",
-    "index_topk_pattern": "index keys in some layers only",
-    "indexer_types": "index keys in some layers only",
-    "index_kpool": "pooled index keys",
-    "sparse_attention_config": "index keys",
-    "compress_ratios": "compressed attention",
-    "compress_rates": "compressed attention",
-    "linear_attn_config": "linear attention",
-    "linear_num_heads": "linear attention",
-    "linear_num_value_heads": "linear attention",
-    "mamba_d_state": "a recurrent state",
-    "ssm_state_size": "a recurrent state",
-    "state_size": "a recurrent state",
-    "conv_L_cache": "a convolution state",
-    "conv_window": "a convolution state",
-    "interleaved_sliding_window": "sliding-window attention",
-    "window_size": "sliding-window attention",
-    "num_sink_tokens": "sink tokens",
-    "layer_group_size": "attention in some layers only",
-    "block_types": "kinds of layers",
-    "hybrid_layer_pattern": "kinds of layers",
-    "sliding_window_size": "sliding-window attention",
-    "local_attention": "sliding-window attention",
-    "conv1d_width": "a convolution state",
-    "conv_kernel": "a convolution state",
-    "conv_kernel_size": "a convolution state",
-    "short_conv_kernel_size": "a convolution state",
-    "mamba_d_conv": "a convolution state",
-    "ple_layer_ids": "a convolution state",
-    "cca_time0": "a convolution state",
-    "linear_key_head_dim": "linear attention",
-    "linear_head_dim": "linear attention",
-    "num_kv_shared_layers": "layers that share another's KV",
-    "kv_source_layers": "layers that share another's KV",
-    "indexer_head_dim": "index keys",
-    "kv_sharing_modes": "layers that share another's KV",
-    "cla_share_factor": "layers that share another's KV",
-    "block_configs": "layers of different sizes",
-    "per_layer_config": "layers of different sizes",
-    "num_key_value_heads_per_layer": "layers of different sizes",
-    "num_global_key_value_heads": "layers of different sizes",
-    "global_head_dim": "layers of different sizes",
-    "swa_num_key_value_heads": "layers of different sizes",
-    "swa_head_dim": "layers of different sizes",
-    "swa_v_head_dim": "layers of different sizes",
-    "attention_other_setting": "layers of different sizes",
-    "use_bidirectional_attention": "bidirectional attention",
-    "is_encoder_decoder": "an encoder",
-    "encoder_layers": "an encoder",
-    "add_cross_attention": "cross-attention",
-    "cross_attention_layers": "cross-attention",
-}  # fmt: skip
-"""Fields that mean state, and what they mean."""
-
-_HARMLESS = {"cla_share_factor": 1, "index_topk_freq": 1, "use_bidirectional_attention": "vision"}
-"""Values of such fields that mean no state of their own. Tokens of an image that attend to each other have ordinary KV.
-
-An `attn_type_list` of ones is attention in all layers.
-"""
-
-_SWITCHES = {"cla_share_factor": "use_cla"}
-"""Flags without which such a field means nothing."""
 
 _PATTERN_FIELDS = (
     "sliding_window", "sliding_window_pattern", "max_window_layers", "global_attn_every_n_layers", "attention_chunk_size",
@@ -116,6 +38,7 @@ class Fields:
         prefix: str = "",
         names: Mapping[str, str] | None = None,
         read: set[str] | None = None,
+        sections: dict[str, Fields] | None = None,
     ) -> None:
         self.model = model
         self.model_type = model_type
@@ -123,21 +46,31 @@ class Fields:
         self._prefix = prefix
         self._names = names or {}
         self._read: set[str] = set() if read is None else read
+        self._sections: dict[str, Fields] = {} if sections is None else sections
 
     def of_family(self, *, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
         """The same fields with a family's own `names` for some, and values for those that the file leaves out.
 
-        A null in the file stays null.
+        A file may also use the common name of a field. A null in the file stays null.
         """
-        values = {**{names.get(key, key): value for key, value in defaults.items()}, **self._values}
-        return Fields(self.model, values, model_type=self.model_type, prefix=self._prefix, names=names)
+        used = {key: own for key, own in names.items() if own in self._values or key not in self._values}
+        values = {**{used.get(key, key): value for key, value in defaults.items()}, **self._values}
+        return Fields(self.model, values, model_type=self.model_type, prefix=self._prefix, names=used)
 
     def with_values(self, values: Mapping[str, Any]) -> Fields:
         """The same fields with other `values` for some. Reading one here marks it as read in the original, too."""
         if not values:
             return self
         merged = {**self._values, **{self._name(key): value for key, value in values.items()}}
-        return Fields(self.model, merged, model_type=self.model_type, prefix=self._prefix, names=self._names, read=self._read)
+        return Fields(
+            self.model,
+            merged,
+            model_type=self.model_type,
+            prefix=self._prefix,
+            names=self._names,
+            read=self._read,
+            sections=self._sections,
+        )
 
     def _name(self, key: str) -> str:
         """The name under which the family's files have a field."""
@@ -147,9 +80,9 @@ class Fields:
         """Whether the file has the field, even if it is null."""
         return self._name(key) in self._values
 
-    def names(self) -> tuple[str, ...]:
-        """The names of all fields, as the file has them."""
-        return tuple(self._values)
+    def values(self) -> Mapping[str, Any]:
+        """All fields, under the names that the file has. They do not count as read."""
+        return self._values
 
     def error(self, key: str, expected: str, found: object) -> ConfigError:
         """An error that names the model and the field."""
@@ -195,7 +128,9 @@ class Fields:
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(key, "an object", value)
-        return Fields(self.model, value or {}, prefix=f"{self._prefix}{key}.")
+        if key not in self._sections:
+            self._sections[key] = Fields(self.model, value or {}, model_type=self.model_type, prefix=f"{self._prefix}{key}.")
+        return self._sections[key]
 
     def dtype(self, *keys: str) -> str | None:
         """The dtype under the first of `keys` that is set, without the prefix `torch.`."""
@@ -210,23 +145,15 @@ class Fields:
         """Mark the fields that give layers their kind as read: a list of kinds has already said it."""
         self._read.update(self._name(key) for key in _PATTERN_FIELDS)
 
-    def _is_harmless(self, key: str, value: Any) -> bool:
-        switch = _SWITCHES.get(key)
-        return (
-            _HARMLESS.get(key) == value
-            or (key == "attn_type_list" and isinstance(value, list) and all(kind == 1 for kind in value))
-            or (switch is not None and self._values.get(switch) is False)
-        )
-
     def check_all_read(self) -> None:
         """Raise `ConfigError` if a field that means state is set and was never read."""
-        for key, meaning in _STATE_FIELDS.items():
-            value = self._values.get(key)
-            if value and key not in self._read and not self._is_harmless(key, value):
-                raise ConfigError(
-                    f"model {self.model!r}, {key}: {meaning} is not supported in a {self.model_type!r} model, "
-                    f"found {reprlib.repr(value)}"
-                )
+        for key, meaning in unread_state(self._values, self._read):
+            raise ConfigError(
+                f"model {self.model!r}, {self._prefix}{key}: {meaning} is not supported in a {self.model_type!r} model, "
+                f"found {reprlib.repr(self._values[key])}"
+            )
+        for section in self._sections.values():
+            section.check_all_read()
 
 
 def _known_dtype(dtype: str, what: str) -> str:
@@ -234,6 +161,16 @@ def _known_dtype(dtype: str, what: str) -> str:
     if dtype not in known:
         raise ConfigError(f"{what}: expected one of {', '.join(known)}, found {dtype!r}")
     return dtype
+
+
+def _kv_quantization(values: Mapping[str, Any], path: str) -> tuple[str, Any] | None:
+    """The path and value of the first field that says how KV is quantized. Each quantizer has its own names for it."""
+    for key, value in values.items():
+        if "kv_cache" in str(key) and value and not isinstance(value, bool) and str(value).lower() != "none":
+            return f"{path}.{key}", value
+        if isinstance(value, Mapping) and (found := _kv_quantization(value, f"{path}.{key}")):
+            return found
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,10 +193,13 @@ def read_dtypes(fields: Fields, *, kv: str | None, scale_block: int | None, ssm:
     Raises `ConfigError` for a type that is not known, and if the file quantizes KV and `kv` is `None`.
     """
     weights = fields.dtype("dtype", "torch_dtype") or "bfloat16"
-    quantized = fields.section("quantization_config")
-    scheme = quantized.raw("kv_cache_scheme")
-    if scheme is not None and kv is None:
-        raise quantized.error("kv_cache_scheme", "null, or a kv_dtype from the caller: KV is quantized", scheme)
+    for key in ("quantization_config", "compression_config"):
+        values = fields.raw(key) or {}
+        if not isinstance(values, Mapping):
+            raise fields.error(key, "an object", values)
+        quantized = None if kv is not None else _kv_quantization(values, key)
+        if quantized is not None:
+            raise fields.error(quantized[0], "null, or a kv_dtype from the caller: KV is quantized", quantized[1])
     kv = weights if kv is None else _known_dtype(kv, "kv_dtype")
     if scale_block is not None and (scale_block < 1 or ITEMSIZE[kv] != 1):
         raise ConfigError(f"kv_scale_block: expected at least 1 and a kv_dtype of 8 bits, found {scale_block} and {kv}")

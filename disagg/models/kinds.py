@@ -258,6 +258,8 @@ def last_share(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
     """Gemma 3n: the last `num_kv_shared_layers` layers read the KV of the last layer of their kind before them."""
     shared = fields.size("num_kv_shared_layers", default=0, least=0, most=len(kinds) - 1)
     first = len(kinds) - shared
+    if set(kinds[first:]) - set(kinds[:first]):
+        raise fields.error("num_kv_shared_layers", f"a layer of each kind among the {first} that keep their own KV", shared)
     return [*kinds[:first], *[REUSED] * shared]
 
 

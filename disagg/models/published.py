@@ -1,9 +1,10 @@
 """Published models: each `config.json` cut down to the fields that determine the state. `tiny` is for experiments.
 
-Checked field by field against public copies of the published files: kimi-linear-48b, falcon-h1-7b, jamba-mini (1.5),
-minimax-m2, mimo-v2-flash; and nemotron-h-8b in part, its head and state sizes against Megatron-Bridge's description. Against
-its repository's inference configuration: deepseek-v3.2 (its draft layer: against deepseek_v3's default). All others against
-model cards and transformers' defaults only (the draft layer of qwen3.5-397b-a17b: from smaller models of the family).
+Checked field by field against public copies of the published files: deepseek-v3, falcon-h1-7b, jamba-mini (1.5),
+kimi-linear-48b, mimo-v2-flash, minimax-m2, qwen3-next-80b; and nemotron-h-8b in part, its head and state sizes against
+Megatron-Bridge's description. Against its repository's inference configuration: deepseek-v3.2 (its draft layer: against
+deepseek_v3's default). All others against model cards and transformers' defaults only (the draft layer of qwen3.5-397b-a17b:
+from smaller models of the family).
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def _listed(fields: Fields) -> OwnSizes:
     """The values in `per_layer_config`, as transformers writes them."""
     section = fields.section("per_layer_config")
     values: dict[int, Mapping[str, Any]] = {}
-    for key in section.names():
-        value = section.raw(key)
+    for key, value in section.values().items():
         if not key.isdecimal() or not isinstance(value, Mapping):
             raise section.error(key, "an object under the number of a layer", value)
         values[int(key)] = value

@@ -50,8 +50,16 @@ def dbrx_heads(fields: Fields) -> int:
     return _divisor(fields, fields.section("attn_config").size("kv_n_heads", default=1))
 
 
+def mpt_heads(fields: Fields) -> int:
+    """MPT: KV heads in `attn_config`, by default one per query head. Transformers reads neither, vLLM does."""
+    attention, heads = fields.section("attn_config"), fields.size("num_attention_heads")
+    default = 1 if attention.raw("attn_type") == "multiquery_attention" else heads
+    return _divisor(fields, attention.size("kv_n_heads", default=default))
+
+
 def mimo_window_heads(fields: Fields) -> int:
     """MiMo-V2: KV heads of the layers with a window, by default twice those of the others."""
+    fields.raw("swa_num_attention_heads")  # of queries
     return _divisor(fields, fields.size("swa_num_key_value_heads", default=2 * fields.size("num_key_value_heads")))
 
 
@@ -70,6 +78,12 @@ def head_dim(fields: Fields) -> int:
 def head_dim_or_hidden(fields: Fields) -> int:
     """Elements per head, by default `hidden_size / num_attention_heads`."""
     return hidden_per_head(fields) if fields.raw("head_dim") is None else head_dim(fields)
+
+
+def zamba_head_dim(fields: Fields) -> int:
+    """Zamba: attention reads the layer's input beside the embedding, so heads are twice as wide."""
+    fields.raw("kv_channels", "num_query_groups")  # in published files; the model does not use them
+    return hidden_per_head(fields, 2)
 
 
 def hidden_per_head(fields: Fields, times: int = 1) -> int:
@@ -139,6 +153,8 @@ def _latent_roles(dim: int, rope: int, dtypes: Dtypes) -> tuple[Role, ...]:
 def mla(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """The latents of multi-head latent attention. Heads are computed from them, so `v_head_dim` adds no state."""
     fields.raw("v_head_dim")
+    if not fields.flag("use_mla", default=True):
+        raise fields.error("use_mla", "true", False)
     roles = _latent_roles(fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim"), dtypes)
     return State(name="mla", rows="pages", layers=layers, roles=roles)
 
@@ -172,9 +188,12 @@ def _recurrent(layers: tuple[int, ...], roles: tuple[Role, ...]) -> State:
 
 def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Gated delta net."""
+    key_heads, value_heads = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}", value_heads)
     roles = gdn_roles(
-        num_key_heads=fields.size("linear_num_key_heads"),
-        num_value_heads=fields.size("linear_num_value_heads"),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
         key_head_dim=fields.size("linear_key_head_dim"),
         value_head_dim=fields.size("linear_value_head_dim"),
         kernel=fields.size("linear_conv_kernel_dim", least=2),
@@ -186,6 +205,8 @@ def gdn(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
 def kda(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
     """Kimi delta attention."""
     linear = fields.section("linear_attn_config")
+    linear.raw("kda_layers", "full_attn_layers")  # the kinds of layers are known here
+    fields.raw("kda_lower_bound")  # a limit of the decay
     dim = linear.size("head_dim", default=fields.raw("linear_head_dim", "head_dim"))
     roles = kda_roles(
         num_heads=linear.size("num_heads", default=fields.raw("linear_num_heads", "num_attention_heads")),
@@ -203,11 +224,13 @@ def mamba2(head_dim: Callable[[Fields, int], int]) -> StateMaker:
     """Mamba2. `head_dim` takes the fields and the number of heads."""
 
     def make(fields: Fields, layers: tuple[int, ...], dtypes: Dtypes) -> State:
-        heads = fields.size("mamba_n_heads")
+        heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
+        if heads % groups:
+            raise fields.error("mamba_n_groups", f"a divisor of mamba_n_heads={heads}", groups)
         roles = mamba2_roles(
             num_heads=heads,
             head_dim=head_dim(fields, heads),
-            num_groups=fields.size("mamba_n_groups"),
+            num_groups=groups,
             state_size=fields.size("mamba_d_state"),
             kernel=fields.size("mamba_d_conv", least=2),
             dtypes=(dtypes.weights, dtypes.ssm or "float32"),

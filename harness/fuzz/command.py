@@ -12,6 +12,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
+from disagg.commands.shell.text import plain_table, show
 from harness.fuzz.engines import introduce
 from harness.fuzz.local import besiege
 from harness.fuzz.port import bombard, overload
@@ -82,9 +85,12 @@ def _attacks(options: argparse.Namespace) -> list[Callable[[], Result]]:
 def _print(results: list[Result]) -> None:
     """A table of the results."""
     columns = ("inputs", "accepted", "seconds", "slowest ms", "grown MiB", "silence ms", "crashes")
-    sys.stdout.write(f"{'target':<20}" + "".join(f"{column:>12}" for column in columns) + "\n")
-    for r in results:
-        cells = (f"{r.inputs}", f"{r.accepted}", f"{r.seconds:.1f}", f"{r.slowest_ms:.1f}", f"{r.grown_mib:.1f}")
-        sys.stdout.write(
-            f"{r.target:<20}" + "".join(f"{cell:>12}" for cell in (*cells, f"{r.silence_ms:.1f}", f"{r.crashes}")) + "\n"
+    lines = [
+        (
+            r.target,
+            *(f"{r.inputs}", f"{r.accepted}", f"{r.seconds:.1f}", f"{r.slowest_ms:.1f}", f"{r.grown_mib:.1f}"),
+            *(f"{r.silence_ms:.1f}", f"{r.crashes}"),
         )
+        for r in results
+    ]
+    show(plain_table(("target", *columns), lines, right=columns), Console())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg.commands.bench.driver import run
-from disagg.commands.bench.processes import RankThread
+from disagg.commands.bench.processes import RankDied, RankThread
 from disagg.commands.bench.report import Row
 from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
 from disagg.commands.cases.sides import Side
@@ -19,7 +20,7 @@ from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.serve import Commands, serve
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import PRESETS, load_model
-from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS
+from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS, Bench
 from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
 
 TOKENS = 75
@@ -75,6 +76,37 @@ def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
     row = moved(model, "tp=2", "tp=1,page=64", fault=fault)
     assert not row.verified
     assert "expected 0x" in row.problem
+
+
+def test_a_rank_that_does_not_end_costs_no_results(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(rank: RankThread) -> None:
+        raise RankDied(f"rank {rank.name} was killed")
+
+    monkeypatch.setattr(RankThread, "end", end)
+    row = moved(model, "tp=2", "tp=1")
+    assert (row.verified, row.problem) == (False, "rank prefill/0 was killed")
+    assert row.bytes == TOKENS * BYTES_PER_TOKEN
+    assert row.gbps > 0
+
+
+def test_a_case_that_fails_costs_no_results_of_others(bench: Bench) -> None:
+    ended = bench("--backend", "local", "--model", "tiny,lama", "--tokens", "20", "--repeat", "1", *("--prefill", "tp=1"),
+                  *("--decode", "tp=1", "--no-ceiling"))  # fmt: skip
+    assert ended.status == 2
+    assert "found 'lama'" in ended.err
+    assert [(row["model"], row["verified"]) for row in ended.rows] == [("tiny", True)]
+    assert len(ended.out.splitlines()) == 2
+
+
+def test_waiting_for_a_running_rank_ends_with_the_time_limit(bench: Bench) -> None:
+    with socket.socket() as listening:  # accepts connections, and never answers
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        ended = bench("--backend", "local", "--model", "tiny", "--tokens", "20", "--timeout", "1", *("--prefill", "tp=1"),
+                      *("--decode", "tp=1", "--connect", address))  # fmt: skip
+    assert ended.status == 1
+    assert f"no reply from {address} within 1 s" in ended.err
 
 
 def test_every_kind_of_preset_is_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -296,6 +297,14 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
     ):
         assert part in ended.stdout
     assert "disagg explain --model llama-3-70b" in explained("--help").stdout
+
+
+def test_a_closed_pipe_ends_the_command_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([*COMMAND, *TINY], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

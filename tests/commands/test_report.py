@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from disagg.commands.bench.report import COLUMNS, Alone, Sample, mechanism_of, summarise, table, to_json
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, Planned
-from disagg.commands.shell.text import size
+from disagg.commands.shell.text import show, size
 
 KEYS = {
     "backend", "transport", "device", "model", "tokens", "prefill", "decode", "components", "bytes", "pieces",
@@ -146,14 +147,15 @@ def test_several_paths_are_mixed() -> None:
     assert row(mixed)["way"] == "mixed"
 
 
-def test_the_table_has_a_line_per_row() -> None:
+def test_the_table_has_a_line_per_row_and_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case(backend="nixl", model="tiny", tokens=100, prefill=Side(tp=2), decode=Side())
     about = [description("prefill")]
     rows = [
         summarise(case, sources=about, destinations=about, planned=Planned({(0, 0): 10}, 1, 0.0), samples=[each], alone=None)
         for each in (sample(), sample(problem="wrong"))
     ]
-    head, good, bad = table(rows).splitlines()
+    show(table(rows), Console(width=20))
+    head, good, bad = map(str.rstrip, capsys.readouterr().out.splitlines())
     assert head.split()[0] == COLUMNS[0]
     assert good.endswith("yes")
     assert bad.endswith("NO")

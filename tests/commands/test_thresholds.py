@@ -26,7 +26,7 @@ SMALL = ("--tokens", "64", "--repeat", "1", "--warm-up", "0", "--timeout", "30")
 
 def test_pieces_of_each_size_are_sent_both_directly_and_packed() -> None:
     assert load_model("tiny").nbytes(1) == TENSORS * TOKEN_NBYTES
-    rows = run_cases(threshold_cases("local", (4, 1), SETTINGS))
+    rows = list(run_cases(threshold_cases("local", (4, 1), SETTINGS)))
     assert [(row.prefill, row.pack_below, row.way) for row in rows] == [
         ("tp=1,page=1", 0, "direct"),
         ("tp=1,page=1", ALWAYS, "packed"),

@@ -145,6 +145,23 @@ class TestKinds:
         assert per_layer(spec.state("kv")) == 2 * 4 * 256 * 2
         assert spec.tied_embeddings
 
+    @pytest.mark.parametrize(
+        ("attention", "heads"),
+        [
+            ({"attn_type": "multihead_attention"}, 24),
+            ({"attn_type": "grouped_query_attention", "kv_n_heads": 8}, 8),  # as in replit-code-v1_5-3b
+            ({"attn_type": "multiquery_attention"}, 1),
+        ],
+    )
+    def test_kv_heads_of_mpt(self, attention: Mapping[str, Any], heads: int) -> None:
+        spec = spec_of({"model_type": "mpt", "n_layers": 32, "n_heads": 24, "d_model": 3072, "attn_config": attention})
+        assert spec.nbytes(1) == 32 * 2 * heads * 128 * 2
+
+    def test_a_file_may_use_the_common_name_of_a_field(self) -> None:
+        own = spec_of({"model_type": "bloom", "n_layer": 70, "n_head": 112, "hidden_size": 14336})
+        common = spec_of({"model_type": "bloom", "n_layer": 70, "num_attention_heads": 112, "hidden_size": 14336})
+        assert common.nbytes(1) == own.nbytes(1)
+
     def test_kimi_k2_is_described_as_deepseek_v3(self) -> None:
         kimi = spec_of({**MLA, "model_type": "kimi_k2"}).state("mla")
         assert (kimi.layers, per_layer(kimi)) == ((0, 1, 2), 576 * 2)

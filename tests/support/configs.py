@@ -22,6 +22,7 @@ GPT_OSS: Mapping[str, Any] = {
     "head_dim": 8,
     "sliding_window": 16,
 }
+MPT: Mapping[str, Any] = {"model_type": "mpt", "n_layers": 4, "n_heads": 8, "d_model": 64}
 GEMMA4: Mapping[str, Any] = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,

@@ -28,6 +28,7 @@ from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -58,14 +59,12 @@ def progress_to(console: Console) -> Iterator[Progress]:
         yield lambda text: print(text, file=sys.stderr, flush=True)
 
 
-def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> list[Row]:
+def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> Iterator[Row]:
     """Run cases in order, with progress on standard error."""
-    rows: list[Row] = []
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
             what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
-            rows.append(run(case, lambda text, what=what: progress(what + text), connect=connect))  # type: ignore[misc]
-    return rows
+            yield run(case, lambda text, what=what: progress(what + text), connect=connect)  # type: ignore[misc]
 
 
 def print_problems(rows: Sequence[Row]) -> None:
@@ -147,6 +146,12 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
         raise ConfigError(f"tokens: expected one length with --thresholds, found {len(settings['tokens'])}")
     single = {**settings, "tokens": (settings["tokens"] or (None,))[0]}
     return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
+
+
+def write_rows(file: Path | None, rows: Sequence[Row]) -> None:
+    """Write the rows to `file` as JSON, if there is one."""
+    if file is not None:
+        file.write_bytes(to_json(rows))
 
 
 def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
@@ -260,10 +265,12 @@ def bench(
         check_plot(plot_file)
     if thresholds_only or costs_file is not None:
         by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
-        measured = [run_cases(cases) for cases in by_backend.values()]
+        measured = [list(run_cases(cases)) for cases in by_backend.values()]
         rows = [row for of_backend in measured for row in of_backend]
         print_problems(rows)
-        print("\n\n".join(map(thresholds.threshold_table, measured)))
+        for of_backend in measured:
+            thresholds.show_thresholds(of_backend, Console())
+        write_rows(json_file, rows)
         if costs_file is not None:
             write_costs(costs_file, measured)
     else:
@@ -274,11 +281,15 @@ def bench(
         cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)
         if connect:
             check_connected(cases)
-        rows = run_cases(cases, connect=connect)
-        print(table(rows))
-        print_problems(rows)
-    if json_file is not None:
-        json_file.write_bytes(to_json(rows))
+        rows = []
+        try:
+            for row in run_cases(cases, connect=connect):
+                rows.append(row)
+        finally:  # a case that fails does not cost the results of those before it
+            if rows:
+                show(table(rows), Console())
+                print_problems(rows)
+                write_rows(json_file, rows)
     if plot_file is not None:
         plot(rows, plot_file)
     sys.exit(0 if all(row.verified for row in rows) else 1)

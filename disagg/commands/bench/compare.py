@@ -13,10 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.commands.bench.report import Row
+from disagg.commands.shell import text
 from disagg.core.errors import ConfigError
-
-WIDTH = 140
-"""Minimum width, also where the output is not a terminal."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -110,7 +108,6 @@ def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Ite
 
 def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str], tolerance: float) -> None:
     """Print a line per case with both figures and the change, then every regression in words."""
-    out = console if console.width >= WIDTH else Console(width=WIDTH, file=console.file, color_system=None)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in ("engine, model, tokens", "sides"):
@@ -123,17 +120,18 @@ def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str
             "WORSE" if bad else "" if each.before else "new",
             f"{case.backend} {case.model} {case.tokens}",
             f"{case.prefill} -> {case.decode}",
-            *(_change(each, figure, text) for figure, text in FIGURES),
+            *(_change(each, figure, shown) for figure, shown in FIGURES),
             style="bold red" if bad else None,
         )
-    print(f"{names[0]} -> {names[1]}", file=out.file)
-    out.print(table)
+    print(f"{names[0]} -> {names[1]}", file=console.file)
+    text.show(table, console)
     for each in found:
         case = each.case
-        for text in each.regressions:
-            print(f"regression: {case.backend}, {case.prefill} -> {case.decode}, {case.tokens} tokens: {text}", file=out.file)
+        for regression in each.regressions:
+            sides = f"{case.prefill} -> {case.decode}"
+            print(f"regression: {case.backend}, {sides}, {case.tokens} tokens: {regression}", file=console.file)
     bad_cases = sum(bool(each.regressions) for each in found)
-    print(f"{len(found)} cases, {bad_cases} worse by more than {tolerance:.0%}", file=out.file)
+    print(f"{len(found)} cases, {bad_cases} worse by more than {tolerance:.0%}", file=console.file)
 
 
 Figure = Callable[[Row], float | None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg.backends import registry as backends
-from disagg.commands.bench.fleet import Progress, Ranks, Remote, connected, rank_config, started
+from disagg.commands.bench.fleet import Progress, Ranks, Remote, connected, end, rank_config, started
 from disagg.commands.bench.report import Alone, Row, Sample, mechanism_of, summarise
 from disagg.commands.cases.instructions import (
     Block,
@@ -284,7 +284,15 @@ def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> flo
 
 
 def run(case: Case, progress: Progress, *, connect: Sequence[str] = ()) -> Row:
-    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`."""
+    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`.
+
+    The row of ranks that did not end properly has their problem and is not verified.
+    """
     check_case(case)
-    with connected(connect, timeout_s=case.timeout_s) if connect else started(case, progress) as ranks:
-        return run_case(case, ranks, progress)
+    if connect:
+        with connected(connect, timeout_s=case.timeout_s) as ranks:
+            return run_case(case, ranks, progress)
+    with started(case, progress) as ranks:
+        row = run_case(case, ranks, progress)
+        problem = row.problem or end(ranks, progress)
+        return msgspec.structs.replace(row, problem=problem, verified=not problem)

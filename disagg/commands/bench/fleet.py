@@ -78,17 +78,14 @@ class Ranks:
     def all(self) -> list[Remote]:
         return [*self.sources, *self.destinations]
 
-    def ask(
-        self, commands: Mapping[Remote, Command], expected: type[AReply], *, timeout_s: float | None = None
-    ) -> dict[Remote, AReply]:
+    def ask(self, commands: Mapping[Remote, Command], expected: type[AReply]) -> dict[Remote, AReply]:
         """Send each rank its command and wait for all replies.
 
-        Raises `RankFailed` for the first reported error or after `timeout_s`, and `RankDied` if a rank has ended.
+        Raises `RankFailed` for the first reported error or after the time limit, and `RankDied` if a rank has ended.
         """
         for remote, command in commands.items():
             remote.send(command)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._timeout_s
         poller = zmq.Poller()
         for remote in commands:
             poller.register(remote.socket, zmq.POLLIN)
@@ -102,7 +99,7 @@ class Ranks:
             if waiting:
                 self._check_alive()
             if waiting and time.monotonic() > deadline:
-                raise RankFailed(f"no reply from {', '.join(map(str, waiting.values()))} within {timeout_s:g} s")
+                raise RankFailed(f"no reply from {', '.join(map(str, waiting.values()))} within {self._timeout_s:g} s")
         return replies
 
     def _check_alive(self) -> None:
@@ -144,9 +141,9 @@ class Ranks:
 
 @contextmanager
 def started(case: Case, progress: Progress) -> Iterator[Ranks]:
-    """The ranks of a case, started for it and ended with the block.
+    """The ranks of a case, started for it. Those that `end` has not ended are killed at the end of the block.
 
-    Raises `RankDied` if one cannot start, or does not end with exit status 0.
+    Raises `RankDied` if one cannot start.
     """
     children: list[StartedRank] = []
     with ExitStack() as opened:
@@ -160,11 +157,21 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
         ranks = Ranks(remotes["prefill"], remotes["decode"], timeout_s=case.timeout_s)
         ranks.describe()
         yield ranks
-        progress("ending the ranks")
-        for remote in ranks.all:
-            remote.send(Exit())
-        for child in children:
-            child.end()
+
+
+def end(ranks: Ranks, progress: Progress) -> str:
+    """End the ranks that this driver started; returns what went wrong first, or an empty string."""
+    progress("ending the ranks")
+    problems = []
+    for remote in ranks.all:
+        remote.send(Exit())
+    for remote in ranks.all:
+        if remote.started is not None:
+            try:
+                remote.started.end()
+            except processes.RankDied as error:
+                problems.append(str(error))
+    return problems[0] if problems else ""
 
 
 def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
@@ -197,7 +204,7 @@ def connected(addresses: Sequence[str], *, timeout_s: float) -> Iterator[Ranks]:
     """
     with ExitStack() as opened:
         remotes = [opened.enter_context(_closing(Remote(address, None))) for address in addresses]
-        about = Ranks(remotes, [], timeout_s=timeout_s).ask(dict.fromkeys(remotes, Describe()), Description, timeout_s=10.0)
+        about = Ranks(remotes, [], timeout_s=timeout_s).ask(dict.fromkeys(remotes, Describe()), Description)
         by_role = {role: [r for r in remotes if about[r].role == role] for role in ("prefill", "decode")}
         if not all(by_role.values()):
             raise ConfigError(f"connect: expected prefill and decode ranks, found {Counter(a.role for a in about.values())}")

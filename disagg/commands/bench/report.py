@@ -10,10 +10,11 @@ from typing import Self
 
 import msgspec
 import numpy as np
+from rich.table import Table
 
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.workload import Case, Planned
-from disagg.commands.shell.text import aligned, size
+from disagg.commands.shell.text import plain_table, size
 
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
@@ -251,9 +252,9 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-RIGHT = {COLUMNS.index(name) for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
+RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> Table:
     """A header and one line per row."""
-    return aligned([COLUMNS, *(cells(row) for row in rows)], right=RIGHT)
+    return plain_table(COLUMNS, map(cells, rows), right=RIGHT)

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from disagg.commands.bench.report import Row
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.shell.text import aligned, size
+from disagg.commands.shell.text import plain_table, show, size
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.runtime.paths import MIN_PIECES
 
@@ -96,18 +98,17 @@ def break_even(speeds: Sequence[PathSpeeds]) -> float | None:
     return float(before.nbytes * (after.nbytes / before.nbytes) ** (deficit / (deficit + lead)))
 
 
-def threshold_table(rows: Sequence[Row]) -> str:
-    """A table of the speeds by piece size, and the break-even size, for the engine and transport of `rows`."""
+def show_thresholds(rows: Sequence[Row], console: Console) -> None:
+    """Print a table of the speeds by piece size, and the break-even size, for the engine and transport of `rows`."""
     speeds = path_speeds(rows)
+    columns = ("piece", "direct GB/s", "packed GB/s")
     lines = [(size(each.nbytes), f"{each.direct:.2f}", f"{each.packed:.2f}") for each in speeds]
     first = rows[0]
-    return "\n".join(
-        (
-            f"{first.backend} over {first.transport}, {size(first.bytes)} per run, median of {first.repeat} runs",
-            aligned([("piece", "direct GB/s", "packed GB/s"), *lines], right=range(3)),
-            f"break-even: {_in_words(speeds)}",
-        )
+    print(
+        f"{first.backend} over {first.transport}, {size(first.bytes)} per run, median of {first.repeat} runs", file=console.file
     )
+    show(plain_table(columns, lines, right=columns), console)
+    print(f"break-even: {_in_words(speeds)}", file=console.file)
 
 
 def _in_words(speeds: Sequence[PathSpeeds]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from disagg.commands.cases.costs import Costs
 from disagg.commands.shell.text import size
 
-BUSY = 1.5
+BUSY = 1.25
 """A rank that moves more than this many times the mean of its side is a hot spot."""
 
 

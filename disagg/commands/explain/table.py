@@ -12,22 +12,20 @@ from rich.table import Table
 
 from disagg.commands.cases.costs import Costs
 from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
+from disagg.commands.shell import text
 from disagg.commands.shell.text import size
 
 PATHS = {"direct": "direct", "packed": "packed (buffers)"}
 """The columns of descriptors, by path."""
-WIDTH = 140
-"""Minimum width: terminals wrap a wide table, while a cut one loses figures."""
 
 
 def show(found: Summary, console: Console) -> None:
     """Print a summary: pairs, reasons, peers of each rank, hot spots, totals."""
-    out = console if console.width >= WIDTH else Console(width=WIDTH, file=console.file, color_system=None)
     sides = f"prefill {found.prefill} -> decode {found.decode}"
-    print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=out.file)
-    out.print(pairs_table(found))
+    print(f"{found.model}, {found.tokens} tokens: {sides}, {found.backend} over {found.transport}", file=console.file)
+    text.show(pairs_table(found), console)
     for line in itertools.chain(reasons(found.pairs), fans(found), ends(found)):
-        print(line, file=out.file)
+        print(line, file=console.file)
 
 
 def pairs_table(found: Summary) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -13,9 +14,16 @@ from disagg.core.errors import ConfigError, DisaggError
 
 
 def main(command: click.Command, name: str) -> NoReturn:
-    """Run a command as the program `name` and exit; an invalid option is reported in one sentence too."""
+    """Run a command as the program `name` and exit; an invalid option is reported in one sentence too.
+
+    A reader that closes the pipe early, such as `head`, ends the program quietly, with exit status 1.
+    """
     try:
         status = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer
+        sys.exit(1)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
@@ -40,7 +48,7 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**options)
         except (DisaggError, OSError) as error:
-            if debug:
+            if debug or isinstance(error, BrokenPipeError):
                 raise
             print(f"{click.get_current_context().command_path}: {sentence(error)}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else 1)

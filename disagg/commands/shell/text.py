@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+MAX_WIDTH = 10_000
 
 
 def size(nbytes: float) -> str:
@@ -12,13 +18,18 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:.4g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"
 
 
-def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int]) -> str:
-    """Lines of cells as columns; those whose numbers are in `right` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: Collection[str]) -> Table:
+    """A table without lines; the columns in `right` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def show(table: Table, console: Console) -> None:
+    """Print all of a table. Terminals wrap lines that are too wide for them, while a cut line would lose figures."""
+    width = Console(width=MAX_WIDTH).measure(table).maximum
+    out = console if console.width >= width else Console(width=width, file=console.file, color_system=None)
+    out.print(table)

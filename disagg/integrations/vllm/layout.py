@@ -65,7 +65,9 @@ def read_caches(
     """
     groups = read_groups(kv)
     stages = _stages(config, groups, topology)
-    spec = from_config(model, name=str(config.model_config.model)) if any(g.kind is Kind.STATE for g in groups) else None
+    spec = None
+    if any(group.kind is Kind.STATE for group in groups):  # KV comes from the tensors, so its dtype in the file does not matter
+        spec = from_config(model, name=str(config.model_config.model), kv_dtype="bfloat16")
     caches = []
     for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
         given = {layer: tensors[layer_name] for layer, layer_name in layers.items()}
