@@ -9,7 +9,19 @@ import sys
 from harness.rdma.guest import PROJECT, GuestError, run_in_guest
 from harness.rdma.packages import FetchError
 
-TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", "tests/rdma")
+HANG_S = 900
+TESTS = (
+    f"{PROJECT}/.venv/bin/pytest",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    f"faulthandler_timeout={HANG_S}",
+    "--numprocesses",
+    "2",
+    "--dist",
+    "loadfile",
+    "tests/rdma",
+)
 
 
 def main() -> int:
