@@ -20,6 +20,8 @@ TESTS = (
     "2",
     "--dist",
     "loadfile",
+    "-m",
+    "not nightly",
     "tests/rdma",
 )
 

@@ -13,6 +13,7 @@ SLOW = 6.0
 """Deadlines of a guest whose CPU is emulated."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["mooncake", "nixl"])
 def test_no_byte_is_wrong_and_every_row_is_free_or_quarantined(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
