@@ -10,6 +10,8 @@ out, or go from decode to prefill, and transfers are posted late. Every round is
 | `give-up` | the same, but it is restarted after its peers have given it up | 1 |
 | `stop` | a rank is stopped for 1 to 20 s | 1, 2 |
 | `cut` | the link between two hosts goes down, or loses all packets, for 1 to 29 s | 2 |
+| `lose` | RDMA packets are lost for 1 to 10 s | 1 |
+| `down` | an RDMA device is down for 1 to 10 s, then its ranks restart | 1 |
 | `users` | a rank restarts as another user; then a peer is stopped until it is given up | 1 |
 | `hidepid-1`, `hidepid-2` | the same, with other users' processes hidden in its `/proc` (`mount -o hidepid=1`, `2`) | 1 |
 | `compete` | two instances reserve the same request, and a rank reserves it twice | 1, 2 |

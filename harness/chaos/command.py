@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from harness.chaos.places import missing_for_places
-from harness.chaos.rounds import KINDS
+from harness.chaos.rounds import KINDS, OVER_RDMA
 from harness.chaos.run import run
 
 
@@ -19,7 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run chaos with each engine. Returns 0 if every run was good or, without fencing, if every run found wrong bytes."""
     parser = argparse.ArgumentParser(prog="python -m harness.chaos", description="Attack ranks under load and check every byte")
     parser.add_argument("--engine", action="append", metavar="NAME", help="nixl or mooncake; default: both")
-    parser.add_argument("--transport", metavar="NAME", help="the engine's transport; default: tcp")
+    parser.add_argument(
+        "--transport", metavar="NAME", help="the engine's transport; default: tcp; rdma makes devices, see harness.rdma"
+    )
     parser.add_argument(
         "--kinds", metavar="KIND,...", help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here"
     )
@@ -27,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--hosts", type=int, choices=(1, 2), help="run on one host or on two only; default: what the kinds need"
     )
     parser.add_argument("--rounds", type=int, default=100, metavar="N", help="number of rounds of each run")
+    parser.add_argument(
+        "--requests", type=int, default=0, metavar="N", help="go on after the rounds until N requests were started"
+    )
+    parser.add_argument("--slow", type=float, default=1.0, metavar="X", help="multiply deadlines by X, on a slow machine")
     parser.add_argument("--silence", type=float, default=8.0, metavar="S", help="a rank that is silent for S seconds is lost")
     parser.add_argument("--longest", type=float, default=60.0, metavar="S", help="the longest stop or cut, in seconds")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choices; timing still varies")
@@ -48,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
                 transport=options.transport,
                 silence_s=options.silence,
                 longest_s=options.longest,
+                requests=options.requests,
+                slow=options.slow,
             )
             reports.append(report)
             sys.stdout.write(f"{report}\n\n")
@@ -59,9 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[int, list[str]]:
     """The kinds of each run, by its number of hosts. Kinds that can run on one host or two alone cause no second run."""
-    wanted = options.kinds.split(",") if options.kinds else list(KINDS)
+    rdma = options.transport == "rdma"
+    wanted = list(OVER_RDMA if rdma else (name for name, kind in KINDS.items() if not kind.needs_link))
+    if options.kinds:
+        wanted = options.kinds.split(",")
     if unknown := [kind for kind in wanted if kind not in KINDS]:
         parser.error(f"--kinds: expected some of {', '.join(KINDS)}, found {', '.join(unknown)}")
+    if not rdma and (needing := [kind for kind in wanted if KINDS[kind].needs_link]):
+        parser.error(f"{', '.join(needing)}: expected --transport rdma")
     needing = [kind for kind in wanted if KINDS[kind].needs_places]
     if (needing or options.hosts == 2) and (missing := missing_for_places()):
         if options.kinds or options.hosts == 2:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.chaos.jobs import RankSettings
-from harness.chaos.load import DEADLINE_S, GRACE_S, Load
+from harness.chaos.load import Load
 from harness.chaos.places import Hosts, Place
 from harness.chaos.processes import INSTANCES, Instance, RankProcess
 from harness.chaos.report import Healing, Report
+from harness.rdma.link import RdmaLink
 
 START_S = 60.0
 RECONNECT_S = 60.0
@@ -27,6 +28,8 @@ SETTLE_S = 2.5
 UNFENCED = {"unsettle": 0.3, "delay": 0.3, "delay_s": (0.02, 0.3), "fencing": False}
 FENCED = {"delay": 0.25, "delay_s": (0.0, 0.2)}
 """A quarter of the transfers is posted late, so that a rank which is stopped or cut off often has some to post afterwards."""
+SPARE = 8
+"""Pools are this many times larger where rows may stay quarantined."""
 FAR = ("prefill-1", "decode-1")
 """The instances on the second host, if there are two."""
 
@@ -39,18 +42,29 @@ class Chaos:
     """One run. `close` ends every process.
 
     `rng` chooses what is done to ranks: it must not depend on the speed of requests. `hosts`: the ranks run on two hosts.
-    `silence_s`: a rank that is silent for this long counts as lost.
+    `silence_s`: a rank that is silent for this long counts as lost. `link`: engines of prefill and of decode
+    ranks use its two devices. Deadlines are multiplied by `slow`.
     """
 
-    def __init__(self, report: Report, *, hosts: Hosts | None, silence_s: float, longest_s: float, grace_s: float) -> None:
-        self.report, self.hosts, self.silence_s = report, hosts, silence_s
-        self._longest_s, self._grace_s = longest_s, grace_s
+    def __init__(
+        self,
+        report: Report,
+        *,
+        hosts: Hosts | None,
+        link: RdmaLink | None,
+        silence_s: float,
+        longest_s: float,
+        grace_s: float,
+        slow: float,
+    ) -> None:
+        self.report, self.hosts, self.link, self.silence_s = report, hosts, link, silence_s * slow
+        self._longest_s, self._grace_s, self._slow = longest_s, grace_s, slow
         self._fenced = report.fencing == "on"
         self._rng = random.Random(report.seed)
         self.rng = random.Random(report.seed)
         self._inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]] = queue.SimpleQueue()
         self.ranks: dict[tuple[str, int], RankProcess] = {}
-        self.load = Load(self._rng, self.report, self.ranks)
+        self.load = Load(self._rng, self.report, self.ranks, slow=slow)
         self._numbers = itertools.count()
         self._healing: dict[str, list[float]] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="disagg-chaos-"))
@@ -70,10 +84,11 @@ class Chaos:
             tp=instance.tp,
             tp_rank=rank,
             page=instance.page,
-            num_pages=instance.num_pages,
+            num_pages=instance.num_pages * (SPARE if self.report.may_quarantine else 1),
             axes=instance.axes,
             backend=self.report.engine,
             transport=self.report.transport,
+            devices=self._devices(instance),
             listen=address or f"tcp://{host}:0",
             leader=leader,
             pack_below=self._rng.choice((None, 0)),
@@ -88,8 +103,15 @@ class Chaos:
         self.ranks[instance.name, rank] = process
         return process
 
+    def _devices(self, instance: Instance) -> tuple[str, ...]:
+        """The RDMA devices of an instance's engines. UCX's names have a port."""
+        if self.link is None:
+            return ()
+        port = ":1" if self.report.engine == "nixl" else ""
+        return tuple(device.name + port for device in self.link.side(0 if instance.prefills else 1))
+
     def _await_start(self, ranks: Sequence[RankProcess]) -> None:
-        self.pump(lambda: all(rank.address for rank in ranks), START_S, "ranks that did not start")
+        self.pump(lambda: all(rank.address for rank in ranks), START_S * self._slow, "ranks that did not start")
         for rank in ranks:
             if rank.address:
                 self._introduce(rank)
@@ -174,7 +196,7 @@ class Chaos:
                 self.load.ended(rank, message)
             case "refused":
                 self.load.refused(message["error"])
-            case "gone":
+            case "gone" if not rank.may_end:
                 tail = rank.log.read_text(errors="replace").splitlines()[-12:]
                 self.report.crashed.append(f"{rank.name}, status {rank.process.wait()}: " + "\n    ".join(tail))
                 raise RunEnded
@@ -210,12 +232,12 @@ class Chaos:
         """Wait until every rank has connected to both peers. `what` describes the fault."""
         began = time.monotonic()
         ready = self.states_satisfy(lambda state: len(state["ready"]) == 2)
-        if self.pump(ready, RECONNECT_S, f"{what}: not ready again"):
+        if self.pump(ready, RECONNECT_S * self._slow, f"{what}: not ready again"):
             self.note_time(kind, time.monotonic() - began)
 
     def losses(self) -> dict[RankProcess, int]:
         """How many peers each rank has lost so far."""
-        self.pump(self.states_satisfy(bool), RECONNECT_S, "no answer")
+        self.pump(self.states_satisfy(bool), RECONNECT_S * self._slow, "no answer")
         return {rank: rank.state.get("losses", 0) for rank in self.live()}
 
     def stays_healed(self, what: str, *, since: dict[RankProcess, int] | None = None) -> None:
@@ -245,9 +267,18 @@ class Chaos:
     def finish(self) -> None:
         """Wait until every request has ended, and every row is free."""
         self.load.running = False
-        self.pump(lambda: self.load.idle, DEADLINE_S + GRACE_S)
-        free = self.states_satisfy(lambda s: not s["under_way"] and not s["leased"] and s["free"] == s["num_pages"])
-        self.pump(free, self._grace_s)
+        self.pump(lambda: self.load.idle, self.load.deadline_s + self.load.grace_s)
+        self.pump(self.states_satisfy(lambda s: not s["under_way"] and self._missing(s) == 0), self._grace_s * self._slow)
+
+    def _missing(self, state: dict[str, Any]) -> int:
+        """Rows of a rank that are neither free nor, where that may be, quarantined."""
+        quarantined = state["quarantined_pages"] if self.report.may_quarantine else 0
+        return int(state["num_pages"] - state["free"] - quarantined)
+
+    def receives_again(self, what: str) -> None:
+        """Wait until a request succeeds."""
+        before = self.report.successes
+        self.pump(lambda: self.report.successes > before, RECONNECT_S * self._slow, f"nothing was received after {what}")
 
     def complete_report(self) -> None:
         """Enter what is known of the ranks now."""
@@ -259,7 +290,8 @@ class Chaos:
         for state in states:
             reasons.update(state["reasons"])
         report.reasons = dict(reasons)
-        report.missing_rows = sum(state["num_pages"] - state["free"] for state in states)
+        report.missing_rows = sum(self._missing(state) for state in states)
+        report.quarantined_rows = sum(state["quarantined_pages"] for state in states)
         report.dead_threads = sorted(set(report.dead_threads))
 
     def close(self) -> None:

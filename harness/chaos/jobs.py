@@ -12,7 +12,8 @@ from disagg.protocol.messages import Verify
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank starts. `faults` are the fields of `BackendFaults`. A rank that is silent for `silence_s` counts as lost.
 
-    `off_loopback`: it listens on an address of a network that only the test uses.
+    `off_loopback`: it listens on an address of a network that only the test uses. `devices`: its engine's network
+    devices; empty for all.
     """
 
     name: str
@@ -23,6 +24,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     axes: str
     backend: str
     transport: str
+    devices: tuple[str, ...]
     listen: str
     leader: str | None
     pack_below: int | None

@@ -49,10 +49,15 @@ class Waiting:
 class Load:
     """Keeps up to `WINDOW` requests in progress while `running`, between the ranks of `processes`.
 
+    Requests have at most `deadline_s`, and their ends must be reported within `grace_s` after it; both are multiplied by
+    `slow`.
     `contest`: the share of requests that another instance reserves, too, and for which the right one opens a second receiver.
     """
 
-    def __init__(self, rng: random.Random, report: Report, processes: Mapping[tuple[str, int], RankProcess]) -> None:
+    def __init__(
+        self, rng: random.Random, report: Report, processes: Mapping[tuple[str, int], RankProcess], *, slow: float = 1.0
+    ) -> None:
+        self.deadline_s, self.grace_s = DEADLINE_S * slow, GRACE_S * slow
         self.running = False
         self.contest = 0.0
         self.received: Counter[RankProcess] = Counter()
@@ -163,7 +168,7 @@ class Load:
                 if contested and instance is destination:
                     rank.send({"op": "rival", "job": msgspec.to_builtins(job)})
         if ranks:
-            late_at = time.monotonic() + first_job.deadline_s + GRACE_S
+            late_at = time.monotonic() + first_job.deadline_s + self.grace_s
             self._report.requests += 1
             self._waiting[first_job.request_id, first_job.attempt] = Waiting(first_job, ranks, late_at, destination, contested)
 
@@ -178,7 +183,7 @@ class Load:
             peer="",
             tokens=tokens,
             first=rng.choice((0, 0, rng.randrange(tokens))),
-            deadline_s=rng.choice((0.01, 0.1, *4 * (DEADLINE_S,))),
+            deadline_s=rng.choice((0.01, 0.1, *4 * (self.deadline_s,))),
             delay_s=0.0,
             abort_s=None,
             hold_s=0.0,

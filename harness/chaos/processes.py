@@ -42,14 +42,17 @@ INSTANCES = (
 
 
 class RankProcess:
-    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message; `{}` until then."""
+    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message; `{}` until then.
+
+    `may_end`: its end is no finding.
+    """
 
     def __init__(self, instance: Instance, settings: RankSettings, log: Path, place: Place) -> None:
         self.instance, self.rank, self.place = instance, settings.tp_rank, place
         self.name = f"{instance.name}/{settings.tp_rank}"
         self.address = ""
         self.transport = ""
-        self.stopped = self.killed = False
+        self.stopped = self.killed = self.may_end = False
         self.state: dict[str, Any] = {}
         self.log = log
         self._errors = log.open("wb")

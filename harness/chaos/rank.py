@@ -24,6 +24,7 @@ import numpy as np
 
 from disagg.backends.base import StagingShape
 from disagg.core.errors import DisaggError
+from disagg.core.leases import Lease, LeaseState
 from disagg.core.rows import Pages
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
@@ -74,6 +75,7 @@ class Rank:
             trusted_network=settings.off_loopback,
             leader=settings.leader,
             transport=settings.transport,
+            devices=settings.devices,
             pack_below=settings.pack_below,
             verify=settings.verify,
             limits=Limits(retry_s=0.1, max_retry_s=1.0, drain_timeout_s=1.0),
@@ -84,8 +86,8 @@ class Rank:
         self._held: dict[tuple[str, str, int], Holding] = {}
         self._unwanted: set[tuple[str, int]] = set()
         self._threads: set[str] = set()
-        self._leased = 0
-        self._released: deque[list[int]] = deque()
+        self._leases: dict[Lease, list[int]] = {}
+        self._released: deque[Lease] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._running = True
@@ -113,8 +115,7 @@ class Rank:
             for event in self.manager.events():
                 (self._end_rival if event.tag.is_rival else self._end)(event)
             while self._released:
-                self.pool.give_back(self._released.popleft())
-                self._leased -= 1
+                self.pool.give_back(self._leases.pop(self._released.popleft()))
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
             for what in self.pool.wrong:
@@ -156,10 +157,11 @@ class Rank:
             {
                 "op": "state",
                 "under_way": len(self._held),
-                "leased": self._leased,
+                "leased": len(self._leases),
                 "quarantined": sum(health.quarantined.values()),
                 "reasons": health.quarantined,
                 "free": len(self.pool.free),
+                "quarantined_pages": sum(len(pages) for lease, pages in self._leases.items() if self._is_quarantined(lease)),
                 "num_pages": self.pool.num_pages,
                 "problem": health.problem,
                 "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
@@ -170,6 +172,12 @@ class Rank:
                 "dead_threads": sorted(self._threads - alive),
             }
         )
+
+    def _is_quarantined(self, lease: Lease) -> bool:
+        """Whether rows are quarantined; notes those that are without a reason."""
+        if lease.state is LeaseState.QUARANTINED and not lease.reason:
+            self.pool.wrong.append("rows are quarantined without a reason")
+        return lease.state is LeaseState.QUARANTINED
 
     def _begin(self, job: Job) -> None:
         sends = job.direction == "send"
@@ -208,8 +216,8 @@ class Rank:
     def _end_rival(self, event: Event) -> None:
         """A second receiver was not refused at once. It must have failed."""
         holding: Holding = event.tag
-        self._leased += 1
-        event.lease.on_release(lambda: self._released.append(holding.pages))
+        self._leases[event.lease] = holding.pages
+        event.lease.on_release(lambda: self._released.append(event.lease))
         if event.ok:
             self.pool.wrong.append(f"{holding.job.request_id}#{holding.job.attempt}: received a second time")
         else:
@@ -244,20 +252,20 @@ class Rank:
         holding: Holding = event.tag
         job, pages = holding.job, holding.pages
         del self._held[job.direction, job.request_id, job.attempt]
-        self._leased += 1
+        self._leases[event.lease] = pages
         if event.ok and job.direction == "receive":
             self.pool.check(job, pages, "at its success")
             if event.payload != job.request_id.encode():
                 self.pool.wrong.append(f"{job.request_id}#{job.attempt}: payload {event.payload!r}")
             self.after(job.hold_s, lambda: self._release(holding, event))
         else:
-            event.lease.on_release(lambda: self._released.append(pages))
+            event.lease.on_release(lambda: self._released.append(event.lease))
         self._report_end(job, "ok" if event.ok else "failed", error=str(event.error or ""))
 
     def _release(self, holding: Holding, event: Event) -> None:
         """Check received pages again after the server used them, then release them."""
         self.pool.check(holding.job, holding.pages, "some time after its success")
-        event.lease.on_release(lambda: self._released.append(holding.pages))
+        event.lease.on_release(lambda: self._released.append(event.lease))
 
     def _report_end(self, job: Job, outcome: str, *, error: str) -> None:
         named = {"request_id": job.request_id, "attempt": job.attempt, "direction": job.direction}

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.chaos.controller import Chaos
-from harness.chaos.load import DEADLINE_S, GRACE_S
 from harness.chaos.places import OTHER_USER, Place
 from harness.chaos.processes import RankProcess
 
@@ -30,13 +29,14 @@ LOADED_S, IDLE_S = 10.0, 5.0
 @dataclass(frozen=True)
 class Kind:
     """A kind of round. `hosts`: on how many hosts it can run. `weight`: how often it is chosen. `needs_places`: it needs what
-    `places.missing_for_places` checks.
+    `places.missing_for_places` checks. `needs_link`: it needs RDMA devices on a link, which `--transport rdma` makes.
     """
 
     run: Callable[[Chaos], None]
     weight: int
     hosts: tuple[int, ...] = (1,)
     needs_places: bool = False
+    needs_link: bool = False
 
 
 def kill(chaos: Chaos) -> None:
@@ -63,7 +63,7 @@ def give_up(chaos: Chaos) -> None:
     rank = rng.choice(chaos.live())
     began, address = time.monotonic(), chaos.kill(rank)
     noticed = chaos.states_satisfy(lambda state: rank.instance.name not in state["ready"], chaos.opposite(rank))
-    if chaos.pump(noticed, chaos.silence_s + DEADLINE_S, f"{rank.name} killed: its peers have not noticed"):
+    if chaos.pump(noticed, chaos.silence_s + chaos.load.deadline_s, f"{rank.name} killed: its peers have not noticed"):
         chaos.note_time("give-up: noticed", time.monotonic() - began)
     chaos.wait(max(0.0, began + chaos.silence_s + 0.5 + rng.random() * 2 - time.monotonic()))
     losses = chaos.losses()
@@ -96,6 +96,42 @@ def cut(chaos: Chaos) -> None:
     chaos.heal("cut: afterwards", what)
 
 
+def lose(chaos: Chaos) -> None:
+    """Lose some of the RDMA packets for 1 to 10 s."""
+    assert chaos.link is not None
+    percent, seconds = chaos.rng.uniform(0.5, 5), chaos.rng.uniform(1, chaos.longest(10))
+    chaos.report.faults["lose"] += 1
+    chaos.link.lose(percent)
+    chaos.wait(seconds)
+    chaos.report.lost_packets += chaos.link.lost_packets
+    chaos.link.mend()
+    _judge_link(chaos, "lose", f"{percent:.1f}% of the packets were lost for {seconds:.1f} s")
+
+
+def take_down(chaos: Chaos) -> None:
+    """Take the RDMA device of all prefill or all decode ranks down for 1 to 10 s, and restart these ranks.
+
+    No engine survives this: NIXL's ends the process, and Mooncake's takes no work for that device any more.
+    """
+    assert chaos.link is not None
+    side, seconds = chaos.rng.randrange(2), chaos.rng.uniform(1, chaos.longest(10))
+    users = [rank for rank in chaos.live() if rank.instance.prefills == (side == 0)]
+    for rank in users:
+        rank.may_end = True
+    chaos.link.take_down(*chaos.link.side(side))
+    chaos.wait(seconds)
+    chaos.link.mend()
+    for rank in users:
+        _replace(chaos, rank, "down")
+    _judge_link(chaos, "down", f"the devices of side {side} were down for {seconds:.1f} s")
+
+
+def _judge_link(chaos: Chaos, kind: str, what: str) -> None:
+    """Wait until all ranks are connected and a request succeeds."""
+    chaos.heal(kind, what)
+    chaos.receives_again(what)
+
+
 def users(chaos: Chaos, *, hidepid: int) -> None:
     """Restart a rank as another user, with `/proc` mounted in that way. Then stop one of its peers until that rank has given it
     up, and let it continue.
@@ -117,7 +153,7 @@ def compete(chaos: Chaos) -> None:
     chaos.wait(CONTEST_S)
     chaos.load.contest = 0.0
     began = time.monotonic()
-    chaos.pump(lambda: not chaos.load.num_contested, DEADLINE_S + GRACE_S + 1)
+    chaos.pump(lambda: not chaos.load.num_contested, chaos.load.deadline_s + chaos.load.grace_s + 1)
     chaos.note_time("compete: all ended", time.monotonic() - began)
 
 
@@ -152,7 +188,7 @@ def many_peers(chaos: Chaos) -> None:
     rank.send({"op": "peers", "peers": {f"absent-{n}": addresses[n % 2].format(10000 + n) for n in range(NUM_ABSENT)}})
     began = time.monotonic()
     known = chaos.states_satisfy(lambda state: state["num_peers"] > NUM_ABSENT, [rank])
-    chaos.pump(known, GRACE_S, f"{rank.name}: does not know its {NUM_ABSENT} absent peers")
+    chaos.pump(known, chaos.load.grace_s, f"{rank.name}: does not know its {NUM_ABSENT} absent peers")
     chaos.note_time("many-peers: known", time.monotonic() - began)
     received = chaos.load.received[rank]
     chaos.wait(LOADED_S)
@@ -160,7 +196,7 @@ def many_peers(chaos: Chaos) -> None:
     if chaos.load.received[rank] == received:
         chaos.report.unhealed.append(f"{rank.name} with {NUM_ABSENT} absent peers received nothing in {LOADED_S} s")
     chaos.load.running = False
-    chaos.pump(lambda: chaos.load.idle, DEADLINE_S + GRACE_S)
+    chaos.pump(lambda: chaos.load.idle, chaos.load.deadline_s + chaos.load.grace_s)
     chaos.report.cpu.append(_cpu_share(chaos, rank))
     chaos.load.running = True
     where = _replace(chaos, rank, "many-peers")
@@ -172,6 +208,8 @@ KINDS: Mapping[str, Kind] = {
     "give-up": Kind(give_up, 1),
     "stop": Kind(stop, 2, hosts=(1, 2)),
     "cut": Kind(cut, 2, hosts=(2,), needs_places=True),
+    "lose": Kind(lose, 3, needs_link=True),
+    "down": Kind(take_down, 3, needs_link=True),
     "users": Kind(functools.partial(users, hidepid=0), 1, needs_places=True),
     "hidepid-1": Kind(functools.partial(users, hidepid=1), 1, needs_places=True),
     "hidepid-2": Kind(functools.partial(users, hidepid=2), 1, needs_places=True),
@@ -180,6 +218,8 @@ KINDS: Mapping[str, Kind] = {
     "many-peers": Kind(many_peers, 1),
 }
 """Ranks are killed on one host only: no other host can prove that they have ended, so rows would stay quarantined there."""
+OVER_RDMA = ("kill", "give-up", "stop", "compete", "lose", "down")
+"""The kinds that run over RDMA by default."""
 
 
 def _replace(chaos: Chaos, rank: RankProcess, kind: str, place: Place | None = None) -> str:
@@ -215,7 +255,7 @@ def _cpu_share(chaos: Chaos, rank: RankProcess) -> float:
     """The CPU time that a rank uses without requests, in cores."""
     times: list[tuple[float, float]] = []
     for seconds in (IDLE_S, 0.0):
-        chaos.pump(chaos.states_satisfy(bool, [rank]), GRACE_S, f"{rank.name}: no answer")
+        chaos.pump(chaos.states_satisfy(bool, [rank]), chaos.load.grace_s, f"{rank.name}: no answer")
         times.append((time.monotonic(), rank.state["cpu_s"]))
         chaos.wait(seconds)
     (began, cpu_before), (ended, cpu_after) = times

@@ -13,8 +13,11 @@ from harness.chaos.load import GRACE_S
 from harness.chaos.places import Hosts
 from harness.chaos.report import Report
 from harness.chaos.rounds import KINDS
+from harness.rdma.link import RdmaLink
 
 TRANSPORTS = {"nixl": "tcp", "mooncake": "tcp"}
+REQUEST_S = 1.0
+"""The longest mean time between two requests."""
 UNFENCED_S = 30.0
 """Maximum time under load for wrong bytes to appear without fencing; it depends on the machine."""
 
@@ -38,15 +41,19 @@ def run(
     silence_s: float = 8.0,
     longest_s: float = 60.0,
     grace_s: float = GRACE_S,
+    requests: int = 0,
+    slow: float = 1.0,
 ) -> Report:
     """Run once and return the report. Ends early once a rank has crashed or lost a thread.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
-    `grace_s`: how long rows may take to be released at the end.
+    `grace_s`: how long rows may take to be released at the end. `requests`: the run goes on until so many were started.
+    Deadlines are multiplied by `slow`.
     """
     report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
-    link = Hosts() if hosts == 2 else None
-    chaos = Chaos(report, hosts=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s)
+    between = Hosts() if hosts == 2 else None
+    link = RdmaLink(0) if report.transport == "rdma" else None
+    chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
     began = time.monotonic()
     try:
         with suppress(RunEnded):
@@ -55,6 +62,7 @@ def run(
             for kind in schedule(kinds, rounds, seed=seed):
                 KINDS[kind].run(chaos)
                 report.rounds_done += 1
+            chaos.pump(lambda: report.requests >= requests, requests * REQUEST_S * slow)
             if fencing:
                 chaos.wait(0.5)
                 chaos.finish()
@@ -64,8 +72,9 @@ def run(
         report.seconds = time.monotonic() - began
         chaos.complete_report()
         chaos.close()
-        if link is not None:
-            link.close()
+        for made in (between, link):
+            if made is not None:
+                made.close()
     if report.good:
         shutil.rmtree(chaos.folder)
         report.logs = ""

@@ -9,12 +9,26 @@ import sys
 from harness.debian import FetchError
 from harness.rdma.guest import PROJECT, GuestError, run_in_guest
 
-TESTS = (f"{PROJECT}/.venv/bin/pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", "tests/rdma")
+HANG_S = 900
+TESTS = (
+    f"{PROJECT}/.venv/bin/pytest",
+    "-p",
+    "no:cacheprovider",
+    "-o",
+    f"faulthandler_timeout={HANG_S}",
+    "--numprocesses",
+    "2",
+    "--dist",
+    "loadfile",
+    "-m",
+    "not nightly",
+    "tests/rdma",
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.rdma", description=__doc__)
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that the command may take in the guest")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that the command may take in the guest")
     parser.add_argument("command", nargs="*", help="the command and its arguments; default: the tests of tests/rdma")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the guest first

@@ -12,3 +12,7 @@ for bundled in .venv/lib/python*/site-packages/nixl_cu*.libs/libibverbs-*; do
   mount --bind "/usr/lib/$(uname -m)-linux-gnu/libibverbs.so.1" "$bundled"
 done
 export UCX_IB_GID_INDEX=1 MC_GID_INDEX=1
+
+# Routes to this host's own addresses come after the rules of `link.py`, not first.
+ip rule add pref 200 lookup local
+ip rule delete pref 0

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 MODULES = (
-    "virtio_pci", "9pnet_virtio", "9p", "overlay", "crc32_generic", "crc32c_generic", "dummy", "veth", "sch_netem", "ib_uverbs",
-    "rdma_ucm", "rdma_rxe",
+    "virtio_pci", "9pnet_virtio", "9p", "overlay", "crc32_generic", "crc32c_generic", "dummy", "veth", "bridge", "sch_netem",
+    "ib_uverbs", "rdma_ucm", "rdma_rxe",
 )  # fmt: skip
 _DEPENDS = re.compile(rb"\0depends=([^\0]*)\0")
 

@@ -185,7 +185,7 @@ def test_an_engine_does_not_connect_to_itself(stack: ExitStack) -> None:
             BackendOptions(host="192.0.2.9", transport=Transport.RDMA, devices=("mlx5_0:1", "mlx5_1:1")),
             True,
             True,
-            {"UCX_TLS": "ib,self,cuda", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1"},
+            {"UCX_TLS": "ib,self,cuda", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1", "UCX_MAX_RMA_RAILS": "2"},
         ),
     ],
 )

@@ -103,11 +103,20 @@ def test_a_report_with_a_finding_is_not_good(trouble: str) -> None:
     assert "decode-0/0: something" in str(found)
 
 
+def test_rows_may_stay_quarantined_over_rdma_only() -> None:
+    report = Report("nixl", "rdma", 1, 1, 1, "on", successes=1, quarantined=2, quarantined_rows=5)
+    assert report.good
+    assert "2 requests, 5 rows" in str(report)
+    assert not dataclasses.replace(report, transport="tcp").good
+    assert not dataclasses.replace(report, missing_rows=1).good
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--kinds", "kill,trip"], "expected some of kill, .*, found trip"),
         (["--kinds", "cut", "--hosts", "1"], "none of cut runs on 1 hosts"),
+        (["--kinds", "lose"], "lose: expected --transport rdma"),
         (["--kinds", "kill", "--hosts", "2"], "none of kill runs on 2 hosts|--hosts 2: expected"),
     ],
 )

@@ -1,153 +1,59 @@
-"""A rank is killed in the middle of a write over verbs: no wrong byte, and rows come back or are quarantined with a reason."""
+"""A rank is killed or cut off while bytes are under way over verbs: no wrong byte, and rows come back or are quarantined."""
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 import numpy as np
 import pytest
 
-from disagg import new_request_id
-from disagg.core.leases import Lease, LeaseState
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg import Pages, new_request_id
+from disagg.core.leases import LeaseState
+from disagg.requests import Sender
 from disagg.testing import reference
-from disagg.testing.faults import BackendFaults, inject
-from disagg.testing.reference import KVModel, PageList
-from tests.support.cluster import Rank, Side, receive, send, start_side
-from tests.support.rdma import MTU, assert_sent, device_names, sent_packets
+from harness.rdma.link import RdmaLink
+from tests.support.cluster import Rank
+from tests.support.rdma import MTU
+from tests.support.rdma_pair import (
+    MODEL,
+    NBYTES_PER_TOKEN,
+    PATIENCE_S,
+    TOKENS,
+    begin,
+    pages_of,
+    pair,
+    proved_or_quarantined,
+    wrong_bytes,
+)
 
-PATIENCE_S = 90.0
-TOKENS, NUM_LAYERS = 160, 4
-MODEL = KVModel(num_kv_heads=4, dims={"k": 128, "v": 128}, dtype="uint16")
-NBYTES_PER_TOKEN = NUM_LAYERS * 4 * (128 + 128) * 2
-PATIENT = ConnectionLimits(hello_retry_s=0.2, heartbeat_s=1.0, heartbeat_timeout_s=20.0)
-SIDES = {"prefill": Side(page=8, num_pages=64), "decode": Side(page=16, num_pages=64)}
-OTHER = {"prefill": "decode", "decode": "prefill"}
 ENGINES = ("mooncake", "nixl")
+HALF = TOKENS // 2
+ATTEMPTS = 3
+CUT_OFF_S = 10.0
+"""Deadline of a request whose packets vanish."""
 
 
-def start(role: str, engine: str, backend: object) -> Rank:
-    settings = {
-        "backend": backend,
-        "require": "rdma",
-        "devices": device_names(engine),
-        "pack_below": 0,
-        "connection_limits": PATIENT,
-    }
-    (rank,) = start_side(MODEL, SIDES[role], f"{role}-0", num_layers=NUM_LAYERS, settings=settings)
-    return rank
-
-
-def pages_of(rank: Rank, number: int) -> PageList:
-    """Pages for request `number`; no two requests share one."""
-    count = reference.pages_needed(rank.spec, num_tokens=TOKENS, first_token=0)
-    return PageList(tuple(range(number * count, (number + 1) * count)), 0)
-
-
-def begin(role: str, rank: Rank, request: bytes, number: int) -> Any:
-    """Send or receive that request, by the rank's role."""
-    pages = pages_of(rank, number)
-    if role == "decode":
-        return receive(rank, request, pages, need=(0, TOKENS), deadline_s=PATIENCE_S)
-    reference.fill(MODEL, rank.spec, rank.pools, pages, num_tokens=TOKENS)
-    return send(rank, request, pages, TOKENS, deadline_s=PATIENCE_S)
-
-
-def serve(pipe: Connection, role: str, engine: str, kill_at: int | None) -> None:
-    """A rank in a process of its own, which kills itself in the middle of its transfer `kill_at`."""
-    backend = engine if kill_at is None else inject(engine, BackendFaults(kill_at=kill_at))
-    rank = start(role, engine, backend)
-    pipe.send(rank.manager.address)
-    rank.manager.add_peer(f"{OTHER[role]}-0", address=pipe.recv())
-    rank.manager.wait_ready(f"{OTHER[role]}-0", timeout_s=PATIENCE_S)
-    while (order := pipe.recv()) is not None:
-        pipe.send(begin(role, rank, *order).wait(timeout_s=PATIENCE_S).ok)
-    rank.manager.close()
-
-
-@dataclass
-class Remote:
-    """The rank in the other process."""
-
-    process: BaseProcess
-    pipe: Connection
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.pipe.send(None)
-        self.process.join(PATIENCE_S)
-
-
-@contextmanager
-def pair(role: str, engine: str, kill_at: int | None) -> Iterator[tuple[Rank, Callable[[], Remote]]]:
-    """A rank of this process, and a function that starts and connects a peer of it, with `role`."""
-    with ExitStack() as stack:
-        own = start(OTHER[role], engine, engine)
-        stack.callback(own.manager.close)
-        faults = iter((kill_at, None))
-
-        def start_peer() -> Remote:
-            context = multiprocessing.get_context("spawn")
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, role, engine, next(faults)))
-            process.start()
-            remote = Remote(process, ours)
-            stack.callback(remote.end)
-            address = ours.recv()
-            ours.send(own.manager.address)
-            own.manager.add_peer(f"{role}-0", address=address)
-            return remote
-
-        yield own, start_peer
-
-
-def proved_or_quarantined(lease: Lease) -> LeaseState:
-    """The state of the lease once its rows are released or quarantined."""
-    deadline = time.monotonic() + PATIENCE_S
-    while lease.state is LeaseState.HELD:
-        assert time.monotonic() < deadline, "rows are neither released nor quarantined"
-        time.sleep(0.05)
-    assert lease.released or lease.reason
-    return lease.state
-
-
-def wrong_bytes(rank: Rank, numbers: tuple[int, ...], *, partial: int) -> int:
-    """Bytes of the pools that are neither those of the requests `numbers` nor untouched; `partial` may be there in part."""
-    wrong = 0
-    wanted = {
-        number: reference.expected(MODEL, rank.spec, pages_of(rank, number), num_tokens=TOKENS, need=(0, TOKENS))
-        for number in (*numbers, partial)
-    }
-    for layer, tensors in rank.pools.items():
-        for i, tensor in enumerate(tensors):
-            found, may = tensor.view(np.uint8), wanted[partial][layer][i].view(np.uint8)
-            must = np.full_like(found, reference.CANARY)
-            for number in numbers:
-                content = wanted[number][layer][i].view(np.uint8)
-                must = np.where(content != reference.CANARY, content, must)
-            wrong += int(((found != must) & ((found != may) | (may == reference.CANARY))).sum())
-    return wrong
+@pytest.fixture
+def link(engine: str) -> Iterator[RdmaLink]:
+    """A link for each engine, since tests of both run at once."""
+    link = RdmaLink(1 + ENGINES.index(engine))
+    yield link
+    link.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_writer_that_dies_in_mid_write(engine: str) -> None:
-    since = sent_packets(engine)
-    with pair("prefill", engine, kill_at=2) as (own, start_peer):
+def test_a_writer_that_dies_in_mid_write(engine: str, link: RdmaLink) -> None:
+    since = link.sent_packets
+    with pair("prefill", engine, link, kill_at=2) as (own, start_peer):
         writer = start_peer()
-        own.manager.wait_ready("prefill-0", timeout_s=PATIENCE_S)
         requests = [new_request_id() for _ in range(3)]
         receivers = [begin("decode", own, requests[0], 0)]
         writer.pipe.send((requests[0], 0))
         assert receivers[0].wait(timeout_s=PATIENCE_S).ok
-        assert writer.pipe.recv() is True
+        assert writer.pipe.recv() == (True, 0)
         assert wrong_bytes(own, (0,), partial=0) == 0
         receivers.append(begin("decode", own, requests[1], 1))
         writer.pipe.send((requests[1], 1))
@@ -158,9 +64,78 @@ def test_a_writer_that_dies_in_mid_write(engine: str) -> None:
         assert writer.process.exitcode == -signal.SIGKILL
         assert wrong_bytes(own, (0,), partial=1) == 0
         start_peer().pipe.send((requests[2], 2))
-        own.manager.wait_ready("prefill-0", timeout_s=PATIENCE_S)
         receivers.append(begin("decode", own, requests[2], 2))
         assert receivers[2].wait(timeout_s=PATIENCE_S).ok
         assert wrong_bytes(own, (0, 2), partial=1) == 0
         assert sum(own.manager.health().quarantined.values()) == (state is LeaseState.QUARANTINED)
-    assert_sent(engine, 2 * TOKENS * NBYTES_PER_TOKEN // MTU, since=since)
+    assert link.sent_packets - since >= 2 * TOKENS * NBYTES_PER_TOKEN // MTU
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reader_that_dies_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
+    """Half of the tokens have landed. The packets of the others are lost, so that they are under way when the reader dies."""
+    with pair("decode", engine, link) as (own, start_peer):
+        reader = start_peer()
+        sender = send_half(own, link, reader.pipe)
+        reader.process.kill()
+        reader.process.join(PATIENCE_S)
+        link.mend()
+        event = sender.wait(timeout_s=PATIENCE_S)
+        assert not event.ok
+        state = proved_or_quarantined(event.lease)
+        check_next_request(own, start_peer().pipe)
+        assert sum(own.manager.health().quarantined.values()) == (state is LeaseState.QUARANTINED)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_link_that_is_cut_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
+    """The peer lives, but no packet of its device arrives any more until after the request's deadline."""
+    with pair("decode", engine, link) as (own, start_peer):
+        reader = start_peer()
+        sender = send_half(own, link, reader.pipe, deadline_s=CUT_OFF_S)
+        event = sender.wait(timeout_s=PATIENCE_S)
+        assert not event.ok
+        assert reader.pipe.recv() == (False, 0)
+        link.mend()
+        state = proved_or_quarantined(event.lease)
+        check_next_request(own, reader.pipe)
+        assert sum(own.manager.health().quarantined.values()) == (state is LeaseState.QUARANTINED)
+
+
+def send_half(own: Rank, link: RdmaLink, pipe: Connection, *, deadline_s: float = PATIENCE_S) -> Sender:
+    """Send request 0: bytes of its first half have landed, and packets of its second half are lost when this returns."""
+    request, pages = new_request_id(), pages_of(own, 0)
+    reference.fill(MODEL, own.spec, own.pools, pages, num_tokens=TOKENS)
+    rows = {"kv": Pages(np.array(pages.ids, dtype=np.int32))}
+    pipe.send((request, 0))
+    before = link.sent_packets
+    sender = own.manager.sender(request, peer="decode-0", deadline_s=deadline_s)
+    sender.send(rows, tokens=(0, HALF))
+    wait_until(lambda: link.sent_packets - before >= HALF * NBYTES_PER_TOKEN // MTU)
+    link.lose(100)
+    sender.send(rows, tokens=(HALF, TOKENS))
+    sender.finish()
+    wait_until(lambda: link.lost_packets > 0)
+    return sender
+
+
+def check_next_request(own: Rank, pipe: Connection) -> None:
+    """Send requests, as a server would, until one succeeds: every byte of it must be right."""
+    failures = []
+    for number in range(1, ATTEMPTS + 1):
+        request = new_request_id()
+        pipe.send((request, number))
+        sent = begin("prefill", own, request, number).wait(timeout_s=PATIENCE_S)
+        received, num_wrong = pipe.recv()
+        if sent.ok and received:
+            assert num_wrong == 0
+            return
+        failures.append(str(sent.error))
+    pytest.fail(f"no request succeeded: {failures}")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

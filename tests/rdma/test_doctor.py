@@ -20,10 +20,12 @@ from tests.support.rdma import rdma_options
 DOCTOR = (sys.executable, "-m", "disagg.commands", "doctor", "--no-engines", "--require", "rdma")
 LIMITED = ("setpriv", "--inh-caps=-ipc_lock", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536:65536")
 BACKENDS = (NixlBackend, MooncakeBackend)
+TIMEOUT_S = 240.0
 
 
 def doctor(*prefix: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*prefix, *DOCTOR], env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False)
+    command = [*prefix, *DOCTOR]
+    return subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def start(backend: type[NixlBackend] | type[MooncakeBackend], *devices: str) -> Backend:
@@ -97,7 +99,7 @@ from tests.support.rdma import rdma_options
 {backend.__name__}(rdma_options({backend.name!r}))
 """
     command = [*LIMITED, sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 1
     assert "BackendUnavailable" in ended.stderr
     assert "at most 64 KiB of memory may be locked" in ended.stderr

@@ -7,7 +7,7 @@ import importlib
 from disagg.backends.mooncake.launch import import_engine
 from disagg.backends.nixl.bindings import load_bindings
 
-for module in ("disagg.manager", "disagg.testing.faults", "tests.support.cluster", "tests.support.rdma_contract"):
+for module in ("disagg.manager", "disagg.testing.faults", "tests.support.rdma_pair", "tests.support.rdma_contract"):
     importlib.import_module(module)
 load_bindings()
 import_engine()

@@ -12,7 +12,7 @@ from disagg.core.errors import BackendUnavailable, ConfigError
 
 CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
 """Transports that leave UCX no choice."""
-NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX"})
+NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX", "UCX_MAX_RMA_RAILS"})
 """Settings that leave UCX all of the requested transports, whatever their value."""
 
 
@@ -49,6 +49,8 @@ def ucx_settings(options: BackendOptions, *, rdma: bool, gpus: bool) -> dict[str
         settings["UCX_TLS"] = "^shm"
     if options.devices:
         settings["UCX_NET_DEVICES"] = ",".join(options.devices)
+        if len(options.devices) > 1:
+            settings["UCX_MAX_RMA_RAILS"] = str(len(options.devices))  # UCX would use one
     elif wanted is Transport.SHM or (loopback and wanted is not Transport.RDMA):
         settings["UCX_NET_DEVICES"] = _loopback_device()
     return settings

@@ -1,0 +1,222 @@
+"""Transfers over several network devices of limited rate: how much of their sum arrives, and what a cut rail does.
+
+    sudo .venv/bin/python -m benchmarks.rails [--rails 1 2 4] [--cut SECONDS]
+
+Two network namespaces, joined by veth pairs of 1 Gbit/s each (`tc tbf`), hold one rank each. Engine `nixl` over TCP shares
+every transfer over all devices. Pages differ in their axis order, so that pieces have 512 bytes and travel packed. Every byte
+is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disagg import KVManager, ModelId, Pages, Topology, new_request_id
+from disagg.protocol.types import Event
+from disagg.state import paged
+
+RATE = 125e6
+"""Bytes per second of a rail."""
+PAGE, NUM_PAGES, NUM_LAYERS, NUM_KV_HEADS, DIM = 16, 512, 4, 4, 256
+"""Of `uint16`: a head of a token has 512 bytes, and all pages together have 128 MiB."""
+AXES = {"prefill": "page token kv_head dim", "decode": "page kv_head token dim"}
+ADDRESSES = {"prefill": "10.50.{}.1", "decode": "10.50.{}.2"}
+OTHER = {"prefill": "decode", "decode": "prefill"}
+PATIENCE_S = 120.0
+REPEAT = 5
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def namespace(role: str) -> str:
+    return f"rails{os.getpid()}-{role}"
+
+
+def interfaces(role: str, num_rails: int) -> list[str]:
+    return [f"{role}{rail}" for rail in range(num_rails)]
+
+
+@contextmanager
+def network(num_rails: int) -> Iterator[None]:
+    """The namespaces, and the rails between them."""
+    try:
+        for role in ADDRESSES:
+            run(f"ip netns add {namespace(role)}")
+            run(f"ip -n {namespace(role)} link set lo up")
+        for rail in range(num_rails):
+            near, far = (f"{role}{rail} netns {namespace(role)}" for role in ADDRESSES)
+            run(f"ip link add {near} type veth peer name {far}")
+            for role, address in ADDRESSES.items():
+                inside = f"ip netns exec {namespace(role)}"
+                run(f"{inside} ip address add {address.format(rail)}/24 dev {role}{rail}")
+                run(f"{inside} ip link set {role}{rail} up")
+                run(f"{inside} tc qdisc add dev {role}{rail} root tbf rate {RATE * 8:.0f}bit burst 128k latency 50ms")
+        yield
+    finally:
+        for role in ADDRESSES:
+            subprocess.run(["ip", "netns", "delete", namespace(role)], capture_output=True, check=False)
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def content() -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """What the request holds: `[layer, K or V, page, token, head, dim]`."""
+    shape = (NUM_LAYERS, 2, NUM_PAGES, PAGE, NUM_KV_HEADS, DIM)
+    return np.random.default_rng(1).integers(1, 1 << 16, shape, dtype=np.uint16)
+
+
+def serve(role: str, num_rails: int) -> None:
+    """A rank: prints its address, then takes the peer's address, then a request id per line; prints how each one ended."""
+    names = AXES[role].split()
+    order = tuple(["page", "token", "kv_head", "dim"].index(name) for name in names)
+    expected = content().transpose(0, 1, *(2 + axis for axis in order))
+    pools = np.ascontiguousarray(expected) if role == "prefill" else np.zeros(expected.shape, np.uint16)
+    pairs = {layer: (pools[layer, 0], pools[layer, 1]) for layer in range(NUM_LAYERS)}
+    topology = Topology()
+    manager = KVManager(
+        name=role,
+        topology=topology,
+        components=[paged.gqa(pairs, axes=AXES[role], num_kv_heads=NUM_KV_HEADS, topology=topology)],
+        model=ModelId("rails"),
+        backend="nixl",
+        require="tcp",
+        devices=interfaces(role, num_rails),
+        listen=f"tcp://{ADDRESSES[role].format(0)}:0",
+        insecure=True,
+        trusted_network=True,
+    )
+    answer(manager.address)
+    manager.add_peer(OTHER[role], address=sys.stdin.readline().strip())
+    manager.wait_ready(OTHER[role], timeout_s=PATIENCE_S)
+    rows = {"kv": Pages(np.arange(NUM_PAGES, dtype=np.int32))}
+    answer("ready")
+    for line in sys.stdin:
+        request, began = bytes.fromhex(line), time.monotonic()
+        if role == "decode":
+            pools[:] = 0
+            receiver = manager.receiver(
+                request, peer="prefill", rows=rows, need={"kv": (0, NUM_PAGES * PAGE)}, deadline_s=PATIENCE_S
+            )
+            event: Event = receiver.wait(timeout_s=PATIENCE_S)
+        else:
+            sender = manager.sender(request, peer="decode", deadline_s=PATIENCE_S)
+            sender.send(rows, tokens=(0, NUM_PAGES * PAGE))
+            sender.finish()
+            event = sender.wait(timeout_s=PATIENCE_S)
+        seconds = time.monotonic() - began
+        answer(json.dumps([event.ok, seconds, int((pools != expected).sum())]))
+    manager.close()
+
+
+def answer(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+# -- the measurement ---------------------------------------------------------------------------------------------------
+
+
+class Remote:
+    """A rank's process in its namespace."""
+
+    def __init__(self, role: str, num_rails: int) -> None:
+        command = ["ip", "netns", "exec", namespace(role), sys.executable, "-m", "benchmarks.rails"]
+        self.process = subprocess.Popen(
+            [*command, "--serve", role, "--rails", str(num_rails)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(num_rails: int, *, cut_s: float | None) -> dict[str, Any]:
+    """The best rate of `REPEAT` requests, in shares of the rails' sum; then the seconds of one during which rail 1 is cut."""
+    with network(num_rails):
+        ranks = [Remote(role, num_rails) for role in ADDRESSES]
+        try:
+            addresses = [rank.receive() for rank in ranks]
+            for rank, address in zip(ranks, reversed(addresses), strict=True):
+                rank.send(address)
+            for rank in ranks:
+                assert rank.receive() == "ready"
+            found = [transfer(ranks) for _ in range(REPEAT)]
+            result: dict[str, Any] = {
+                "rails": num_rails,
+                "share": content().nbytes / min(found) / RATE / num_rails,
+                "megabytes": counters(num_rails),
+            }
+            if cut_s is not None and num_rails > 1:
+                result["cut_s"] = transfer(ranks, cut_s=cut_s)
+                result["after_s"] = transfer(ranks)
+            return result
+        finally:
+            for rank in ranks:
+                rank.close()
+
+
+def transfer(ranks: Sequence[Remote], *, cut_s: float | None = None) -> float:
+    """Seconds of one request; rail 1 is down for `cut_s` of them. Every byte must be right."""
+    request = new_request_id().hex()
+    for rank in reversed(ranks):
+        rank.send(request)
+    if cut_s is not None:
+        time.sleep(0.1)
+        run(f"ip -n {namespace('decode')} link set decode1 down")
+        time.sleep(cut_s)
+        run(f"ip -n {namespace('decode')} link set decode1 up")
+    answers = [json.loads(rank.receive()) for rank in ranks]
+    assert all(ok and wrong == 0 for ok, _, wrong in answers), answers
+    return float(answers[1][1])
+
+
+def counters(num_rails: int) -> list[float]:
+    """Megabytes that each device of the prefill rank has sent."""
+    inside = f"ip netns exec {namespace('prefill')} cat"
+    paths = [Path(f"/sys/class/net/{name}/statistics/tx_bytes") for name in interfaces("prefill", num_rails)]
+    shown = subprocess.run([*inside.split(), *paths], check=True, capture_output=True, text=True).stdout
+    return [int(line) / 1e6 for line in shown.split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rails", type=int, nargs="+", default=[1, 2, 4], help="numbers of rails, one measurement for each")
+    parser.add_argument("--cut", type=float, help="also cut a rail for so many seconds during a request")
+    parser.add_argument("--serve", choices=ADDRESSES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.rails[0])
+        return
+    for num_rails in options.rails:
+        answer(json.dumps(measure(num_rails, cut_s=options.cut)))
+
+
+if __name__ == "__main__":
+    main()
