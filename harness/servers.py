@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -91,6 +92,7 @@ class Server:
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+        num_ranks = int(dict(itertools.pairwise(options)).get("--tp", 1))
         python = os.environ.get("SGLANG_PYTHON", sys.executable)
         return cls(
             [
@@ -99,7 +101,7 @@ class Server:
                 *(*disaggregation, *backend, *options),
             ],
             port,
-            {**SGLANG_ENVIRONMENT, **environ},
+            {**SGLANG_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": _cores(num_ranks), **environ},
         )
 
     @classmethod
@@ -119,7 +121,7 @@ class Server:
         """The end of what the process has written."""
         return Path(self._log.name).read_text()[-6000:]
 
-    def wait_ready(self, *, timeout_s: float = 150.0) -> Server:
+    def wait_ready(self, *, timeout_s: float = 240.0) -> Server:
         """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""
         until = time.monotonic() + timeout_s
         while True:
@@ -174,6 +176,23 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log.close()
+
+
+def _cores(num_ranks: int) -> str:
+    """A core for each rank of an SGLang server, in turn. Otherwise all ranks bind their threads to the same ones."""
+    cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
+    return "|".join(itertools.islice(cores, num_ranks))
+
+
+@contextlib.contextmanager
+def vllm_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill at TP 1 with blocks of 32, decode at TP 2 with blocks of 64, and the proxy, all ready."""
+    with (
+        Server.vllm(model, "--block-size", "32") as prefill,
+        Server.vllm(model, "--tensor-parallel-size", "2", "--block-size", "64") as decode,
+        Server.proxy(prefill, decode) as proxy,
+    ):
+        yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
 
 
 def _choices(answer: Any) -> Iterator[dict[str, Any]]:
