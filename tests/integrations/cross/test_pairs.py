@@ -126,34 +126,36 @@ def wait_idle(vllm: Server) -> None:
 def test_vllm_is_killed_as_prefill_and_as_decode(servers: Servers) -> None:
     """The proxies ask again until a server answers at the same address. Each client gets one answer."""
     with ThreadPoolExecutor() as pool:
-        waiting = [
-            pool.submit(proxy.complete, prompts(LENGTHS, seed=seed)[-1], stream=False, timeout_s=400)
-            for proxy, seed in ((servers.vllm_to_sglang, 31), (servers.sglang_to_vllm, 32))
-        ]
-        time.sleep(0.05)
+        waiting = {seed: pool.submit(ask_for_long, servers, seed) for seed in (31, 32)}
+        time.sleep(0.3)
         servers.vllm.kill()
         servers.vllm = servers.stack.enter_context(
             Server.vllm(servers.folder, *servers.pair.vllm, "--enable-prefix-caching", extra=PATIENT, instead_of=servers.vllm)
         )
-        check([servers.expected[seed][-1] for seed in (31, 32)], [each.result() for each in waiting])
+        for seed, answer in waiting.items():
+            check(servers.expected[seed][-1:], [answer.result()])
 
 
 @ONE_PAIR
 def test_sglang_is_killed_as_prefill_and_as_decode(servers: Servers) -> None:
     """VLLM's decode computes what it does not get; SGLang's decode is asked again once it is back."""
-    asked = {seed: prompts(LENGTHS, seed=seed)[-1] for seed in (31, 32)}
     with ThreadPoolExecutor() as pool:
-        waiting = [
-            pool.submit(servers.vllm_to_sglang.complete, asked[31], stream=False, timeout_s=400),
-            pool.submit(servers.sglang_to_vllm.complete, asked[32], stream=False, timeout_s=400),
-        ]
-        time.sleep(0.05)
-        servers.sglang_prefill.kill()
+        waiting = {seed: pool.submit(ask_for_long, servers, seed) for seed in (31, 32)}
+        time.sleep(0.3)
         servers.sglang_decode.kill()
-        check(servers.expected[32][-1:], [waiting[1].result()])
+        servers.sglang_prefill.kill()
+        check(servers.expected[32][-1:], [waiting[32].result()])
         servers.sglang_decode = servers.stack.enter_context(
             Server.sglang(servers.folder, *servers.pair.sglang_decode, mode="decode", instead_of=servers.sglang_decode)
         )
-        check(servers.expected[31][-1:], [waiting[0].result()])
+        check(servers.expected[31][-1:], [waiting[31].result()])
     check(servers.expected[32][:3], [servers.sglang_to_vllm.complete(each) for each in prompts(LENGTHS, seed=32)[:3]])
     wait_idle(servers.vllm)
+
+
+def ask_for_long(servers: Servers, seed: int) -> Reply:
+    """The first tokens of an answer that takes long enough for a server to be killed meanwhile."""
+    proxy = servers.vllm_to_sglang if seed == 31 else servers.sglang_to_vllm
+    reply = proxy.complete(prompts(LENGTHS, seed=seed)[-1], max_tokens=300, stream=False, timeout_s=400)
+    assert len(reply.tokens) == 300
+    return Reply(reply.tokens[:16], reply.logprobs[:16], 0.0)
