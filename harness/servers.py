@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -57,16 +58,18 @@ class Server:
     """A process that serves HTTP at `url`, and is stopped at the end of a `with` block."""
 
     def __init__(self, command: Sequence[str], port: int, environ: Mapping[str, str] = ENVIRONMENT) -> None:
-        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.port, self.url, self.bootstrap_port = port, f"http://127.0.0.1:{port}", 0
         self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="server-", suffix=".log")  # noqa: SIM115  (until it is stopped)
         self._process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **environ}, stdout=self._log, stderr=self._log, start_new_session=True
         )
 
     @classmethod
-    def vllm(cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None, port: int | None = None) -> Server:
-        """A vLLM server of a model in float32, with 256 blocks."""
-        port = port or free_port()
+    def vllm(
+        cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None, instead_of: Server | None = None
+    ) -> Server:
+        """A vLLM server of a model in float32, with 256 blocks. It takes the port of `instead_of`, which has ended."""
+        port = free_port() if instead_of is None else instead_of.port
         common = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "256")
         return cls(
             [
@@ -78,12 +81,16 @@ class Server:
         )
 
     @classmethod
-    def sglang(cls, model: Path, *options: str, mode: str | None = None, port: int | None = None, **environ: str) -> Server:
+    def sglang(
+        cls, model: Path, *options: str, mode: str | None = None, instead_of: Server | None = None, **environ: str
+    ) -> Server:
         """An SGLang server of a model in float32 that serves 8,192 tokens. `mode` is `prefill`, `decode`, or none for both.
 
-        `SGLANG_PYTHON` names the interpreter of its environment, if it is not this one.
+        It takes the ports of the server `instead_of`, which has ended. `SGLANG_PYTHON` names the interpreter of its
+        environment, if it is not this one.
         """
-        port, bootstrap_port = port or free_port(), free_port()
+        port = free_port() if instead_of is None else instead_of.port
+        bootstrap_port = free_port() if instead_of is None else instead_of.bootstrap_port
         disaggregation = {
             None: (),
             "prefill": ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap_port)),
@@ -91,22 +98,25 @@ class Server:
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+        num_ranks = int(dict(itertools.pairwise(options)).get("--tp", 1))
         python = os.environ.get("SGLANG_PYTHON", sys.executable)
-        return cls(
+        server = cls(
             [
                 *(python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
                 *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *common),
                 *(*disaggregation, *backend, *options),
             ],
             port,
-            {**SGLANG_ENVIRONMENT, **environ},
+            {**SGLANG_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": _cores(num_ranks), **environ},
         )
+        server.bootstrap_port = bootstrap_port
+        return server
 
     @classmethod
     def proxy(cls, prefill: Server, decode: Server) -> Server:
         """The example's proxy."""
         port = free_port()
-        command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "100", "--prefill", prefill.url, "--decode", decode.url]
+        command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "300", "--prefill", prefill.url, "--decode", decode.url]
         return cls([*command, "--port", str(port)], port)
 
     def __enter__(self) -> Server:
@@ -119,7 +129,7 @@ class Server:
         """The end of what the process has written."""
         return Path(self._log.name).read_text()[-6000:]
 
-    def wait_ready(self, *, timeout_s: float = 150.0) -> Server:
+    def wait_ready(self, *, timeout_s: float = 240.0) -> Server:
         """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""
         until = time.monotonic() + timeout_s
         while True:
@@ -129,10 +139,10 @@ class Server:
                 raise RuntimeError(f"{self.url} does not answer: {self.log()}")
             time.sleep(0.3)
 
-    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, stream: bool = True, **fields: Any) -> Reply:
+    def complete(self, prompt: Sequence[int], *, max_tokens: int = 16, stream: bool = True, **options: Any) -> Reply:
         """The greedy answer to a prompt of token ids. Raises `urllib.error.HTTPError` for an error."""
         reply, begun_s = Reply([], [], 0.0), time.monotonic()
-        with self.ask(prompt, max_tokens=max_tokens, stream=stream, **fields) as answer:
+        with self.ask(prompt, max_tokens=max_tokens, stream=stream, **options) as answer:
             for choice in _choices(answer) if stream else json.load(answer)["choices"]:
                 reply.first_token_s = reply.first_token_s or time.monotonic() - begun_s
                 if choice.get("logprobs"):
@@ -158,6 +168,11 @@ class Server:
             raise KeyError(name)
         return sum(map(float, found))
 
+    def flush(self) -> None:
+        """Empty an SGLang server's prefix cache. Raises `urllib.error.HTTPError` if it still has requests after a while."""
+        with urllib.request.urlopen(f"{self.url}/flush_cache?timeout=60", timeout=90):
+            pass
+
     def kill(self) -> None:
         """End the process and all that it has started with SIGKILL."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -174,6 +189,23 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log.close()
+
+
+def _cores(num_ranks: int) -> str:
+    """A core for each rank of an SGLang server, in turn. Otherwise all ranks bind their threads to the same ones."""
+    cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
+    return "|".join(itertools.islice(cores, num_ranks))
+
+
+@contextlib.contextmanager
+def vllm_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill at TP 1 with blocks of 32, decode at TP 2 with blocks of 64, and the proxy, all ready."""
+    with (
+        Server.vllm(model, "--block-size", "32") as prefill,
+        Server.vllm(model, "--tensor-parallel-size", "2", "--block-size", "64") as decode,
+        Server.proxy(prefill, decode) as proxy,
+    ):
+        yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
 
 
 def _choices(answer: Any) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
+from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
 
@@ -215,6 +216,16 @@ def real_models() -> Iterator[str]:
         yield f"| {name} | {kinds} | {pair.prefill} → {pair.decode} | {engines} |"
 
 
+def across_engines() -> Iterator[str]:
+    """A table of pairs of servers of different engines."""
+    yield "| model | prefill | decode |"
+    yield "|---|---|---|"
+    for pair in cross.PAIRS.values():
+        vllm = cross.label("vLLM", pair.vllm)
+        yield f"| {pair.model} | {vllm} | {cross.label('SGLang', pair.sglang_decode)} |"
+        yield f"| {pair.model} | {cross.label('SGLang', pair.sglang_prefill)} | {vllm} |"
+
+
 # -- source ------------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +255,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
-        sides, real_models, described, refused, source, work_requests,
+        sides, across_engines, real_models, described, refused, source, work_requests,
     )
 }  # fmt: skip
 

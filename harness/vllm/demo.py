@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.servers import Server
+from harness.servers import Server, vllm_pair
 from harness.vllm.models import write_model
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -42,14 +42,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model("llama", Path(folder) / "llama")
         print("demo-vllm: starting vLLM twice: TP 1 with blocks of 32 prefills, TP 2 with blocks of 64 decodes", flush=True)
-        with (
-            Server.vllm(model, "--block-size", "32") as prefill,
-            Server.vllm(model, "--tensor-parallel-size", "2", "--block-size", "64") as decode,
-            Server.proxy(prefill, decode) as proxy,
-        ):
-            for server in (prefill, decode, proxy):
-                server.wait_ready()
-            good = run(prefill, decode, proxy)
+        with vllm_pair(model) as servers:
+            good = run(*servers)
     sys.exit(0 if good else "demo-vllm: an answer differs, or decode has computed a prompt itself")
 
 

@@ -17,9 +17,10 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.config import Config
-from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.errors import ConfigError, DisaggError, PeerUnreachable
 from disagg.core.leases import Lease
 from disagg.core.topology import Topology
+from disagg.integrations.peers import Peers
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
@@ -96,6 +97,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()
         self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
+        self.peers = Peers(self.transfers, frozenset())
         self.components = tuple(part.name for part in parts)
         self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.leader = leader
@@ -184,10 +186,14 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
-    def locate(self, receiver: Any) -> Prefill | None:
-        """The instance that serves a receiver's request, from the bootstrap server if it is not known yet."""
+    def locate(self, receiver: Any) -> Prefill:
+        """The instance that serves a receiver's request, from the bootstrap server if it is not known yet.
+
+        Raises `DisaggError` for an instance that is gone, and if the bootstrap server does not name one.
+        """
         other = named(receiver.bootstrap_addr)
         if other is not None:
+            self.peers.reach(other.name, address=other.address)
             return other
         key = receiver.bootstrap_addr, receiver.prefill_dp_rank
         if key not in self._prefills:
@@ -195,7 +201,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             for dp_rank in sorted({0, receiver.prefill_dp_rank}):
                 found = receiver._get_bootstrap_info_from_server(dp_rank, 0, 0, 0)
                 if found is None:
-                    return None
+                    raise PeerUnreachable(f"bootstrap server {receiver.bootstrap_addr} did not name a prefill instance")
                 addresses.append(_tcp(found["rank_ip"], found["rank_port"]))
             address = addresses[-1]
             # Attention data parallelism: groups of one instance. SGLang's other kind: an instance for each rank.

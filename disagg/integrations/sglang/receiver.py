@@ -33,9 +33,10 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _setup_bootstrap_infos(self) -> None:
         """SGLang's `init`: find the instance. `bootstrap_infos` must not be empty once it is found."""
-        self.prefill = self.kv_mgr.locate(self)
-        if self.prefill is None:
-            self.kv_mgr.fail(self.bootstrap_room, f"bootstrap server {self.bootstrap_addr} did not name a prefill instance")
+        try:
+            self.prefill = self.kv_mgr.locate(self)
+        except DisaggError as error:
+            self.kv_mgr.fail(self.bootstrap_room, error)
             self.conclude_state = KVPoll.Failed
         else:
             self.bootstrap_infos = [{"address": self.prefill.address, "is_dummy": False}]

@@ -24,11 +24,11 @@ from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.integrations.identity import model_id, read_config
 from disagg.integrations.options import Options
+from disagg.integrations.peers import Peers
 from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
-from disagg.integrations.vllm.peers import Peers
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager
 from disagg.protocol.types import Event
@@ -229,7 +229,7 @@ class WorkerHalf:
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def _receive(self, load: Load, receive: _Receive) -> None:
-        manager = self._peers.reach(load.hand_off)
+        manager = self._reach(load.hand_off)
         receive.handle = manager.receiver(
             load.hand_off.request_id,
             peer=load.hand_off.remote_engine_id,
@@ -242,8 +242,13 @@ class WorkerHalf:
         )
 
     def _decline(self, hand_off: HandOff) -> None:
-        manager = self._peers.reach(hand_off)
+        manager = self._reach(hand_off)
         manager.decline(hand_off.request_id, peer=hand_off.remote_engine_id, attempt=hand_off.remote_attempt)
+
+    def _reach(self, hand_off: HandOff) -> KVManager:
+        return self._peers.reach(
+            hand_off.remote_engine_id, address=hand_off.remote_address, public_key=hand_off.remote_public_key
+        )
 
     def _received(self, receive: _Receive, event: Event) -> None:
         if not event.ok:

@@ -21,6 +21,12 @@ PAIRS = {
         sglang_decode=("--page-size", "16"),
         sglang_prefill=("--page-size", "32", "--chunked-prefill-size", "256"),
     ),
+    "gemma3": Pair(
+        model="gemma3",
+        vllm=("--block-size", "32"),
+        sglang_decode=("--tp", "2", "--page-size", "64"),
+        sglang_prefill=("--page-size", "16", "--chunked-prefill-size", "256"),
+    ),
 }
 
 

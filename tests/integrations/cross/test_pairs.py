@@ -22,6 +22,8 @@ from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 65, 200, 700, 1153)
 NUM_TOKENS = sum(length - 1 for length in LENGTHS)
+PATIENT = {"load_timeout_s": 120.0}  # for the first contact on a machine with other work
+ONE_PAIR = pytest.mark.parametrize("servers", ["llama"], indirect=True)
 EXTERNAL, LOCAL = "vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"
 
 
@@ -44,7 +46,7 @@ def start(folder: Path, pair: Pair, stack: ExitStack) -> Servers:
     """Start all servers of a pair. `expected` are SGLang's own answers, by the seed of the prompts."""
     begin = stack.enter_context
     alone = begin(Server.sglang(folder, *pair.sglang_decode))
-    vllm = begin(Server.vllm(folder, *pair.vllm, "--enable-prefix-caching"))
+    vllm = begin(Server.vllm(folder, *pair.vllm, "--enable-prefix-caching", extra=PATIENT))
     alone.wait_ready()
     expected = {seed: [alone.complete(prompt) for prompt in prompts(LENGTHS, seed=seed)] for seed in (31, 32)}
     alone.stop()
@@ -120,36 +122,40 @@ def wait_idle(vllm: Server) -> None:
     assert vllm.metric("vllm:kv_cache_usage_perc") == 0
 
 
+@ONE_PAIR
 def test_vllm_is_killed_as_prefill_and_as_decode(servers: Servers) -> None:
     """The proxies ask again until a server answers at the same address. Each client gets one answer."""
     with ThreadPoolExecutor() as pool:
-        waiting = [
-            pool.submit(proxy.complete, prompts(LENGTHS, seed=seed)[-1], stream=False)
-            for proxy, seed in ((servers.vllm_to_sglang, 31), (servers.sglang_to_vllm, 32))
-        ]
-        time.sleep(0.05)
+        waiting = {seed: pool.submit(ask_for_long, servers, seed) for seed in (31, 32)}
+        time.sleep(0.3)
         servers.vllm.kill()
         servers.vllm = servers.stack.enter_context(
-            Server.vllm(servers.folder, *servers.pair.vllm, "--enable-prefix-caching", port=servers.vllm.port)
+            Server.vllm(servers.folder, *servers.pair.vllm, "--enable-prefix-caching", extra=PATIENT, instead_of=servers.vllm)
         )
-        check([servers.expected[seed][-1] for seed in (31, 32)], [each.result() for each in waiting])
+        for seed, answer in waiting.items():
+            check(servers.expected[seed][-1:], [answer.result()])
 
 
+@ONE_PAIR
 def test_sglang_is_killed_as_prefill_and_as_decode(servers: Servers) -> None:
     """VLLM's decode computes what it does not get; SGLang's decode is asked again once it is back."""
-    asked = {seed: prompts(LENGTHS, seed=seed)[-1] for seed in (31, 32)}
     with ThreadPoolExecutor() as pool:
-        waiting = [
-            pool.submit(servers.vllm_to_sglang.complete, asked[31], stream=False),
-            pool.submit(servers.sglang_to_vllm.complete, asked[32], stream=False),
-        ]
-        time.sleep(0.05)
-        servers.sglang_prefill.kill()
+        waiting = {seed: pool.submit(ask_for_long, servers, seed) for seed in (31, 32)}
+        time.sleep(0.3)
         servers.sglang_decode.kill()
-        check(servers.expected[32][-1:], [waiting[1].result()])
+        servers.sglang_prefill.kill()
+        check(servers.expected[32][-1:], [waiting[32].result()])
         servers.sglang_decode = servers.stack.enter_context(
-            Server.sglang(servers.folder, *servers.pair.sglang_decode, mode="decode", port=servers.sglang_decode.port)
+            Server.sglang(servers.folder, *servers.pair.sglang_decode, mode="decode", instead_of=servers.sglang_decode)
         )
-        check(servers.expected[31][-1:], [waiting[0].result()])
+        check(servers.expected[31][-1:], [waiting[31].result()])
     check(servers.expected[32][:3], [servers.sglang_to_vllm.complete(each) for each in prompts(LENGTHS, seed=32)[:3]])
     wait_idle(servers.vllm)
+
+
+def ask_for_long(servers: Servers, seed: int) -> Reply:
+    """The first tokens of an answer that takes long enough for a server to be killed meanwhile."""
+    proxy = servers.vllm_to_sglang if seed == 31 else servers.sglang_to_vllm
+    reply = proxy.complete(prompts(LENGTHS, seed=seed)[-1], max_tokens=300, stream=False, timeout_s=400)
+    assert len(reply.tokens) == 300
+    return Reply(reply.tokens[:16], reply.logprobs[:16], 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.servers import Server
+from harness.servers import Server, vllm_pair
 from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 200, 700, 1153)
@@ -17,15 +17,8 @@ LENGTHS = (2, 33, 64, 200, 700, 1153)
 @pytest.fixture(scope="module")
 def servers(model: Callable[[str], Path]) -> Iterator[tuple[Server, Server, Server]]:
     """Prefill, decode, and the proxy."""
-    folder = model("llama")
-    with (
-        Server.vllm(folder, "--block-size", "32") as prefill,
-        Server.vllm(folder, "--tensor-parallel-size", "2", "--block-size", "64") as decode,
-        Server.proxy(prefill, decode) as proxy,
-    ):
-        for server in (prefill, decode, proxy):
-            server.wait_ready()
-        yield prefill, decode, proxy
+    with vllm_pair(model("llama")) as ready:
+        yield ready
 
 
 def test_answers_through_a_proxy(servers: tuple[Server, Server, Server]) -> None:

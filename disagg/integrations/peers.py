@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
-from disagg.integrations.vllm.metadata import HandOff
 from disagg.manager import KVManager
 
 FORGET_S = 600.0
-"""How long an instance that is gone is kept: a vLLM server has a new name each time it starts."""
+"""How long an instance that is gone is kept: a server has a new name each time it starts."""
 PROBE_S = 0.05
 """How long a probe waits. A host that is up answers at once, whether or not somebody listens."""
 
@@ -37,16 +36,15 @@ class Peers:
         self._trusted = trusted
         self._peers: dict[str, _Peer] = {}
 
-    def reach(self, hand_off: HandOff) -> KVManager:
-        """The manager, which knows the instance of a hand-off now, though it may not be connected yet.
+    def reach(self, name: str, *, address: str, public_key: str | None = None) -> KVManager:
+        """The manager, which knows the instance now, though it may not be connected yet.
 
         Raises `PeerUnreachable` for an instance that is gone, so that its requests do not wait until their deadline, and
         `ConfigError` for one that may not be known.
         """
-        name, address = hand_off.remote_engine_id, hand_off.remote_address
         peer = self._peers.get(name)
         if peer is None or peer.address != address:
-            self._add(hand_off)
+            self._add(name, address, public_key)
             peer = self._peers[name] = _Peer(address, time.monotonic())
         peer.used_s = time.monotonic()
         if self._manager.peer(name).state == "ready":
@@ -55,14 +53,11 @@ class Peers:
             raise PeerUnreachable(f"prefill server {name!r} at {address} is gone: {self._manager.peer(name).reason}")
         return self._manager
 
-    def _add(self, hand_off: HandOff) -> None:
-        key = hand_off.remote_public_key
+    def _add(self, name: str, address: str, key: str | None) -> None:
         if self._trusted and key not in self._trusted:
-            raise ConfigError(f"prefill server {hand_off.remote_engine_id!r}: expected one of trusted_keys, found {key!r}")
+            raise ConfigError(f"prefill server {name!r}: expected one of trusted_keys, found {key!r}")
         self._forget()
-        self._manager.add_peer(
-            hand_off.remote_engine_id, address=hand_off.remote_address, public_key=key if self._trusted else None
-        )
+        self._manager.add_peer(name, address=address, public_key=key if self._trusted else None)
 
     def _forget(self) -> None:
         """Remove peers that are not connected and have not been used for a while."""
