@@ -163,10 +163,11 @@ class Run:
         self.summary.events["started"] += 1
 
     def _change(self) -> None:
-        """End a worker, and start another of its role."""
-        victim = self._random.choice(
-            [self._workers[name] for names in self._found.values() for name in names if name in self._workers]
-        )
+        """End a worker that is in etcd, and start another of its role; nothing if the others have yet to start."""
+        found = [self._workers[name] for names in self._found.values() for name in names if name in self._workers]
+        if not found:
+            return
+        victim = self._random.choice(found)
         kill = self._random.random() < 0.5
         del self._workers[victim.name]
         self._ended.append(victim)
