@@ -6,10 +6,10 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_pictures.py
+PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_pictures.py scripts/docs_site.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -75,6 +75,9 @@ build: setup ## Build the source distribution and the wheel in dist/
 	@echo "build: source distribution and wheel"; rm -rf dist
 	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
 	@rm -f build.log; ls dist
+
+wheels: ## Build wheels of a release for x86-64 and aarch64 in dist/, without containers (PYTHONS=..., ARCHS=...)
+	@scripts/wheels.sh
 
 wheel-test: build ## Test the wheel in a clean environment, outside the source tree
 	@scripts/wheel_test.sh

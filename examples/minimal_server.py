@@ -207,14 +207,14 @@ class Worker:
         return tokens
 
 
-def serve(worker: Worker, name: str) -> None:
+def serve(worker: Worker, config: Config) -> None:
     """Read commands from standard input until it ends, and write answers to standard output."""
 
     def write(answer: Mapping[str, Any]) -> None:
         print(json.dumps(answer), flush=True)
 
-    write({"name": name, "address": worker.manager.address})
-    with worker.manager as manager, selectors.DefaultSelector() as selector:
+    write({"name": config.name, "address": worker.manager.address})
+    with worker.manager as manager, config.discovery(manager), selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(manager, selectors.EVENT_READ)  # readable when a request has ended
         rest = b""
@@ -229,7 +229,7 @@ def serve(worker: Worker, name: str) -> None:
                         worker.handle(json.loads(line))
             for answer in worker.step():
                 write(answer)
-        sys.exit(f"{name}: {manager.health().problem}")
+        sys.exit(f"{config.name}: {manager.health().problem}")
 
 
 # -- the router ----------------------------------------------------------------------------------------------------------
@@ -257,19 +257,30 @@ class Remote:
 
     def answer(self) -> dict[str, Any]:
         """Read the worker's next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        answer = self.read()
+        if answer is None:
             sys.exit(f"{self.name or self.command}: ended with status {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        """Close the worker's input, which ends it, and wait for that."""
-        assert self.process.stdin is not None
+    def read(self) -> dict[str, Any] | None:
+        """Read the worker's next answer, or `None` once it has ended."""
         assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"{") and line.endswith(b"\n"):  # UCX writes its own lines to standard output
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        return None
+
+    def close_input(self) -> None:
+        """Close the worker's input, which ends it."""
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
+
+    def close(self) -> None:
+        """Close the worker's input, and wait until it has ended."""
+        assert self.process.stdout is not None
+        self.close_input()
         self.process.wait(60)
         self.process.stdout.close()
 
@@ -331,7 +342,7 @@ def main() -> None:
         demo(given.backend)
         return
     config = Config.load(file=given.config, environ=os.environ)
-    serve(Worker(config, role=given.role), config.name)
+    serve(Worker(config, role=given.role), config)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ATTEMPTS = 3
@@ -19,14 +21,23 @@ class FetchError(Exception):
     """The packages could not be fetched or unpacked."""
 
 
-def fetched(name: str, programs: Sequence[str], *, image_of: str | None = None) -> Path:
+@dataclass(frozen=True)
+class Foreign:
+    """Another release of Debian, for another architecture."""
+
+    release: str
+    architecture: str
+
+
+def fetched(name: str, programs: Sequence[str], *, image_of: str | None = None, foreign: Foreign | None = None) -> Path:
     """A folder whose subfolder `root` has the tree of a Debian system with these packages, from the cache if it is complete
     there. `name` begins the folder's name.
 
     What the packages depend on is included, except for packages that this machine has. `image_of` is a meta-package of Linux,
-    whose kernel image is unpacked, too, without its dependencies. Raises `FetchError`.
+    whose kernel image is unpacked, too, without its dependencies. With `foreign` nothing of this machine counts as there.
+    Raises `FetchError`.
     """
-    folder = _cache() / f"{name}-{_digest((*programs, image_of or ''))}"
+    folder = _cache() / f"{name}-{_digest((*programs, image_of or '', repr(foreign)))}"
     if (folder / _COMPLETE).exists():
         return folder
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -38,7 +49,10 @@ def fetched(name: str, programs: Sequence[str], *, image_of: str | None = None) 
         (root / each).symlink_to(f"usr/{each}")
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            _download(archives, programs, image_of)
+            if foreign is None:
+                _download(archives, programs, image_of)
+            else:
+                _download_foreign(partial, archives, programs, foreign)
             break
         except FetchError:
             if attempt == ATTEMPTS:
@@ -71,6 +85,41 @@ def _download(archives: Path, programs: Sequence[str], image_of: str | None) -> 
         if not images:
             raise FetchError(f"apt-cache names no kernel image for {image_of}:\n{depends}")
         _run([*fetch, "download", images[0]], folder=archives)
+
+
+def _download_foreign(folder: Path, archives: Path, programs: Sequence[str], foreign: Foreign) -> None:
+    """Fetch all packages, with lists and a configuration of apt's own in `folder`, from the host that this machine's use."""
+    state = folder / "state"
+    (state / "lists/partial").mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    (keyring, *_) = sorted(Path("/usr/share/keyrings").glob("debian-archive-keyring.*"))
+    sources = state / "sources.list"
+    sources.write_text(f"deb [signed-by={keyring}] {_archive()} {foreign.release} main\n")
+    settings = {
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": folder / "cache",
+        "Dir::Cache::archives": archives,
+        "Dir::Etc::sourcelist": sources,
+        "Dir::Etc::sourceparts": "-",
+        "APT::Architecture": foreign.architecture,
+        "APT::Architectures": foreign.architecture,
+        "APT::Sandbox::User": "root",
+    }
+    apt = [*_APT, *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+    (folder / "cache").mkdir(exist_ok=True)
+    _run([*apt, "update"])
+    _run([*apt, "--no-install-recommends", "--download-only", "install", *programs])
+
+
+def _archive() -> str:
+    """The address of Debian's archive in this machine's own sources."""
+    files = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    text = "\n".join(file.read_text() for file in files if file.is_file())
+    found = re.search(r"(?m)^(?:deb (?:\[.*\] )?|URIs: )(\S+/debian)/?(?:\s|$)", text)
+    if found is None:
+        raise FetchError("this machine's sources name no archive of Debian")
+    return found[1]
 
 
 def _unpack(archive: Path, root: Path) -> None:

@@ -2,13 +2,14 @@
 
 In README.md and docs/, the function NAME writes the text between `<!-- generated: NAME -->` and `<!-- end -->`. A name may
 have arguments: `source examples/minimal_server.py Worker`. `--check` writes nothing and exits with status 1 if a page is
-outdated. `--pictures` also redraws the pictures.
+outdated. `--pictures` also redraws the pictures, `--charts` those of figures in docs/benchmarks alone.
 """
 
 from __future__ import annotations
 
 import ast
 import enum
+import json
 import re
 import sys
 import typing
@@ -20,10 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+import click  # noqa: E402
 import msgspec  # noqa: E402
 
 from benchmarks.work_requests import work_requests  # noqa: E402
+from disagg.commands.bench.command import bench  # noqa: E402
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
+from disagg.commands.shell.group import COMMANDS, disagg  # noqa: E402
 from disagg.config import Config  # noqa: E402
 from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
@@ -249,6 +253,65 @@ def source(path: str, *names: str) -> Iterator[str]:
     yield "```"
 
 
+# -- commands and figures ----------------------------------------------------------------------------------------------
+
+
+def command_line() -> Iterator[str]:
+    """Every command with its help and its options, from the commands themselves."""
+    for name, command in (*((f"disagg {name}", disagg.get_command(None, name)) for name in COMMANDS), ("disagg-bench", bench)):
+        assert command is not None
+        yield f"## {name}"
+        yield ""
+        yield " ".join((command.help or "").split())
+        yield ""
+        arguments = [each.metavar or each.name or "" for each in command.params if isinstance(each, click.Argument)]
+        yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
+        yield ""
+        yield "| option | | default |"
+        yield "|---|---|---|"
+        with click.Context(command, info_name=name) as context:
+            for each in command.params:
+                if isinstance(each, click.Option) and not each.hidden:
+                    yield _option_row(each, context)
+        yield ""
+
+
+def _option_row(option: click.Option, context: click.Context) -> str:
+    names = " / ".join(filter(None, (", ".join(option.opts), ", ".join(option.secondary_opts))))
+    value = "" if option.is_flag else f" {option.make_metavar(context)}"
+    text, _, default = (option.help or "").partition("  [default: ")
+    default = default.rstrip("]")
+    shown = option.default
+    if not default and isinstance(shown, str | int | float) and not isinstance(shown, bool) and not option.multiple:
+        default = str(shown)
+    cells = (f"`{names}{value}`", " ".join(text.split()), f"`{default}`" if default else "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def vllm_figures() -> Iterator[str]:
+    """What docs/benchmarks/vllm-cpu.json says of the two connectors."""
+    figures = json.loads((ROOT / "docs/benchmarks/vllm-cpu.json").read_text())
+    rows = {(row["connector"], row["decode_block"]): row for row in figures["rows"]}
+    names = ("DisaggConnector", "NixlConnector")
+
+    def spread(rows: list[dict[str, Any]], key: str) -> str:
+        found = [value for row in rows for value in (row[key].values() if isinstance(row[key], dict) else row[key])]
+        return f"{min(found):.1f} to {max(found):.1f} ms"
+
+    yield f"| vLLM {figures['vllm']}, {figures['cores']} CPU cores, {figures['date']} | {' | '.join(names)} |"
+    yield "|---|---|---|"
+    for text, key in (
+        ("first token after prefill's answer, median", "first_token_ms_p50"),
+        ("the same, minimum", "first_token_ms_min"),
+    ):
+        yield f"| {text} | {' | '.join(spread([rows[name, 32]], key) for name in names)} |"
+    for block in (32, 64):
+        equal = (f"{rows[name, block]['equal']} of {rows[name, block]['asked']}" for name in names)
+        yield f"| right answers, blocks of 32 → {block} tokens | {' | '.join(equal)} |"
+    dead = (spread([rows[name, 32]], "prefill_killed_first_token_ms") for name in names)
+    yield f"| first token if prefill was killed | {' | '.join(dead)} |"
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
@@ -256,6 +319,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
         sides, across_engines, real_models, described, refused, source, work_requests,
+        command_line, vllm_figures,
     )
 }  # fmt: skip
 
@@ -280,6 +344,10 @@ def main() -> None:
         from scripts.docs_pictures import draw
 
         draw(ROOT / "docs" / "images")
+    if "--pictures" in sys.argv or "--charts" in sys.argv:
+        from scripts.docs_charts import draw_charts
+
+        draw_charts(ROOT)
     found = outdated()
     for page in found:
         if "--check" not in sys.argv:

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Installs the wheel in `dist/` into a new virtual environment and uses it outside the source tree, as a user would.
+# Installs a wheel into a new virtual environment and uses it outside the source tree, as a user would. The argument is the wheel,
+# by default the one in dist/; PYTHON names the interpreter, by default that of .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-wheel=$(echo "$PWD"/dist/disagg-*.whl)
+wheel=$(realpath "${1:-$(echo dist/disagg-*.whl)}")
+python=${PYTHON:-$PWD/.venv/bin/python}
 constraints=$PWD/constraints-dev.txt
 examples=$PWD/examples
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-echo "wheel-test: installing ${wheel##*/} into a new environment"
-.venv/bin/python -m venv "$folder/venv"
+echo "wheel-test: installing ${wheel##*/} into a new environment with $("$python" -V)"
+"$python" -m venv "$folder/venv"
 PIP_DISABLE_PIP_VERSION_CHECK=1 "$folder/venv/bin/pip" install -q --constraint "$constraints" "$wheel" >"$folder/pip.log" 2>&1 || {
   tail -n 40 "$folder/pip.log" >&2
   exit 1
@@ -40,3 +42,8 @@ echo "wheel-test: running disagg-bench with the local backend"
 disagg-bench --backend local --model llama-3-8b --tokens 256 --prefill tp=2 --decode tp=1,page=32
 echo "wheel-test: running smallest_embed.py"
 python "$examples/smallest_embed.py"
+echo "wheel-test: running disagg explain and disagg doctor"
+disagg explain --model llama-3-8b --tokens 256 --prefill tp=2 --decode tp=1 >explain.txt
+grep -q "tp=2" explain.txt
+disagg doctor >doctor.txt || true # the machine may lack an engine; the report must be complete
+grep -q "cma" doctor.txt

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.text import size
+from disagg.core.errors import ConfigError
 
 TIMEOUT_S = 2.0
 EPILOG = """\b
@@ -70,13 +71,18 @@ class Sample:
         return sorted(counts.items())
 
 
+def metrics_of(url: str) -> str:
+    """The address of a rank's metrics, from `HOST:PORT` or its server's address. Raises `ConfigError` for another scheme."""
+    address = (url if "://" in url else f"http://{url}").rstrip("/")
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"url: expected http://HOST:PORT or HOST:PORT, found {url!r}")
+    return address if address.endswith("/metrics") else f"{address}/metrics"
+
+
 def read(url: str) -> Sample:
     """A rank's metrics now. What cannot be read is a sample with a problem."""
-    address = url if "://" in url else f"http://{url}"
-    if not address.rstrip("/").endswith("/metrics"):
-        address = f"{address.rstrip('/')}/metrics"
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:  # noqa: S310 - what the caller names
+        with urllib.request.urlopen(metrics_of(url), timeout=TIMEOUT_S) as answer:  # noqa: S310 - what the caller names
             text = answer.read().decode()
         values = {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -168,6 +174,8 @@ def table(rows: Sequence[tuple[str, ...]]) -> Table:
 @one_sentence
 def top(*, urls: tuple[str, ...], interval: float, once: bool) -> None:
     """Show the requests, rates and health of ranks, from the metrics that each serves at URL."""
+    for url in urls:
+        metrics_of(url)
     console = Console()
     with ThreadPoolExecutor(min(len(urls), 32)) as pool:
         before = list(pool.map(read, urls))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +21,11 @@ from disagg.commands.bench import compare as comparing
 from disagg.commands.bench import thresholds
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
+from disagg.commands.bench.html import write_html
 from disagg.commands.bench.plot import check_plot, plot
-from disagg.commands.bench.report import Row, table, to_json
+from disagg.commands.bench.report import PACED_TITLE, Row, paced_table, table, to_json
 from disagg.commands.cases import options
+from disagg.commands.cases.arrivals import TOGETHER, Arrivals, Kind, generated, read_trace
 from disagg.commands.cases.costs import fitted_costs
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
@@ -45,6 +48,10 @@ Examples:
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
   disagg-bench --backend nixl --transport tcp --thresholds
   disagg-bench --backend nixl --transport rdma --calibrate costs.json
+  disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
+      --requests 200 --concurrency 8 --arrivals poisson --rate 50
+  disagg-bench --backend nixl --model tiny --trace examples/traces/sample.jsonl \\
+      --concurrency 8 --prefill tp=2 --decode tp=1 --html report.html
   disagg-bench --compare before.json after.json --tolerance 0.05
 """
 
@@ -100,8 +107,31 @@ COUNTS = Several(click.IntRange(1))
 SWEPT = ("backend", "model", "tokens", "requests", "concurrency", "run_pages")
 
 
-def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings: Mapping[str, Any], **same: Any) -> list[Case]:
-    """Every pair of sides, with every page size (none: the sides' own) and every combination of the settings in `SWEPT`."""
+def paced(settings: dict[str, Any], *, has_requests: bool) -> list[Arrivals]:
+    """The arrivals of each number of requests, with the settings of the trace filled in. Raises `ConfigError` and `OSError`."""
+    kind, per_s, trace = settings.pop("arrivals"), settings.pop("per_s"), settings.pop("trace")
+    if trace is None:
+        return [generated(kind, requests=n, per_s=per_s, seed=settings["seed"]) for n in settings["requests"]]
+    if kind != "together" or settings["tokens"] is not None:
+        raise ConfigError("trace: expected neither --arrivals nor --tokens with it: the trace has both")
+    found = [read_trace(trace, requests=n, per_s=per_s) for n in (settings["requests"] if has_requests else (None,))]
+    settings["requests"] = tuple(len(each.times_s) for each in found)
+    settings["tokens"] = (max(max(each.tokens) for each in found),)
+    return found
+
+
+def cases_of(
+    sides: Sequence[tuple[Side, Side]],
+    pages: Sequence[int],
+    settings: Mapping[str, Any],
+    *,
+    arrivals: Sequence[Arrivals] = (),
+    **same: Any,
+) -> list[Case]:
+    """Every pair of sides, with every page size (none: the sides' own) and every combination of the settings in `SWEPT`.
+    `arrivals` are those of each number of requests.
+    """
+    paced_by = dict(zip(settings["requests"], arrivals, strict=True)) if arrivals else {}
     rest = {name: value for name, value in settings.items() if name not in SWEPT}
     cases = []
     for chosen in itertools.product(*(settings[name] for name in SWEPT)):
@@ -109,7 +139,8 @@ def cases_of(sides: Sequence[tuple[Side, Side]], pages: Sequence[int], settings:
             for page in pages or (None,):
                 ours, theirs = (side if page is None else replace(side, page=page) for side in (prefill, decode))
                 swept = dict(zip(SWEPT, chosen, strict=True))
-                cases.append(Case(prefill=ours, decode=theirs, **swept, **rest, **same))
+                at = paced_by.get(swept["requests"], TOGETHER)
+                cases.append(Case(prefill=ours, decode=theirs, arrivals=at, **swept, **rest, **same))
     return cases
 
 
@@ -180,6 +211,19 @@ def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
 )
 @click.option("--requests", type=COUNTS, default="1", help="Requests per run.")
 @click.option("--concurrency", type=COUNTS, default="1", help="Requests that each rank has in flight at a time.")
+@click.option(
+    "--arrivals",
+    type=click.Choice(typing.get_args(Kind)),
+    default="together",
+    help="When requests arrive: as soon as the concurrency allows, at random, or 8 at a time at random.",
+)
+@click.option("--rate", "per_s", type=click.FloatRange(0, min_open=True), help="Requests per second, on average.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Take times and lengths of requests from a file in Mooncake's JSONL format: timestamp (ms), input_length. "
+    "--requests takes its first lines, --rate stretches its times.",
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Memory of the pools.")
 @click.option(
     "--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="Transport that the engine may use."
@@ -205,6 +249,7 @@ def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
 @click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that each step may take.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows (png, svg or pdf).")
+@click.option("--html", "html_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a report as one HTML file.")
 @click.option(
     "--thresholds",
     "thresholds_only",
@@ -246,6 +291,7 @@ def bench(
     head_dim: int | None,
     json_file: Path | None,
     plot_file: Path | None,
+    html_file: Path | None,
     connect: tuple[str, ...],
     fault: str | None,
     thresholds_only: bool,
@@ -263,6 +309,8 @@ def bench(
     logging.basicConfig(level=logging.ERROR)
     if plot_file is not None:
         check_plot(plot_file)
+    if html_file is not None:
+        check_plot(html_file.with_suffix(".svg"))
     if thresholds_only or costs_file is not None:
         by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
         measured = [list(run_cases(cases)) for cases in by_backend.values()]
@@ -276,9 +324,11 @@ def bench(
     else:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
+        has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
+        arrivals = paced(settings, has_requests=has_requests)
         check_options(settings, prefill=prefill, connect=connect)
         sides = parse_sides(prefill, decode)
-        cases = cases_of(sides, pages, settings, num_layers=layers, fault=Fault(fault) if fault else None)
+        cases = cases_of(sides, pages, settings, arrivals=arrivals, num_layers=layers, fault=Fault(fault) if fault else None)
         if connect:
             check_connected(cases)
         rows = []
@@ -287,9 +337,15 @@ def bench(
                 rows.append(row)
         finally:  # a case that fails does not cost the results of those before it
             if rows:
-                show(table(rows), Console())
+                console = Console()
+                show(table(rows), console)
+                if (paced_rows := paced_table(rows)) is not None:
+                    console.print(f"\n{PACED_TITLE}")
+                    show(paced_rows, console)
                 print_problems(rows)
                 write_rows(json_file, rows)
     if plot_file is not None:
         plot(rows, plot_file)
+    if html_file is not None:
+        write_html(rows, html_file)
     sys.exit(0 if all(row.verified for row in rows) else 1)

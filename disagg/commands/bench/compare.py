@@ -41,6 +41,8 @@ def _key(row: Row) -> Key:
         row.concurrency,
         row.pack_below,
         row.run_pages,
+        row.arrivals,
+        None if row.per_s is None else round(row.per_s, 1),
     )
 
 

@@ -149,15 +149,17 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
     ids = [new_request_id() for _ in range(case.requests)]
     ranks.run(ranks.destinations, Clear())
     receiving = {r: _start(case, Direction.RECEIVE, source, _named(items, ids)) for r, items in prepared.received.items()}
-    ranks.ask(receiving, Done)
+    if not case.arrivals.times_s:
+        ranks.ask(receiving, Done)
     killed = ranks.sources[-1] if case.fault is Fault.KILL else None
     faults = {r: case.fault if case.fault is Fault.PAGES or r is killed else None for r in ranks.sources}
     sending = {
         r: _start(case, Direction.SEND, destination, _named(items, ids), faults[r]) for r, items in prepared.sent.items()
     }
-    soon = time.monotonic() + LEAD_S
+    together = {**receiving, **sending} if case.arrivals.times_s else sending
     before = _cpu_s(ranks)
-    ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in sending.items()}, Done)
+    soon = time.monotonic() + LEAD_S
+    ranks.ask({r: msgspec.structs.replace(start, at=soon + r.offset_s) for r, start in together.items()}, Done)
     reports = ranks.ask(dict.fromkeys(ranks.all, Collect()), RunReport)
     cpu_s = _cpu_s(ranks) - before
     problem = _first_failure(reports) or _first_difference(ranks, prepared.received)

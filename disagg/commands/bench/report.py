@@ -22,6 +22,8 @@ STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 @dataclass(frozen=True)
 class Sample:
     """One run of a case, in seconds and bytes. `latencies_s`: for each request, from its first `send` to its last success.
+    `queued_s`: from its arrival to that `send`; `added_s`: from its arrival to its last success, which is what the transfer
+    adds to the time to the first token.
 
     `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
     """
@@ -33,14 +35,19 @@ class Sample:
     ways: dict[str, int]
     problem: str
     cpu_s: float = 0.0
+    queued_s: tuple[float, ...] = ()
+    added_s: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
         """The run that the reports of all ranks describe, all on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
+        queued: dict[int, float] = {}
         for report in sent:
             for result in _succeeded(report):
+                arrived = result.start - result.queued_s
+                queued[result.number] = min(result.start, starts.get(result.number, result.start)) - arrived
                 starts[result.number] = min(result.start, starts.get(result.number, result.start))
         for report in received:
             for result in _succeeded(report):
@@ -59,6 +66,8 @@ class Sample:
             ways=dict(ways),
             problem=problem,
             cpu_s=cpu_s,
+            queued_s=tuple(queued[number] for number in starts if number in ends),
+            added_s=tuple(ends[number] - starts[number] + queued[number] for number in starts if number in ends),
         )
 
 
@@ -106,8 +115,12 @@ class Row(msgspec.Struct, frozen=True):
     * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
       median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
-    * `latency_ms`: over all requests of all runs.
-    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it. `raw_gbps`: the
+    * `latency_ms`: over all requests of all runs, from the first `send` to the last success.
+    * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
+      request's arrival to its first `send`, and `added_ms` to its last success: what the transfer adds to the time to the first
+      token.
+    * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it, if requests arrive
+      together. `raw_gbps`: the
       system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
     * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
       Where cores are the limit, their quotient bounds `ratio`.
@@ -148,6 +161,10 @@ class Row(msgspec.Struct, frozen=True):
     ceiling_core_s_per_gb: float | None = None
     thresholds: dict[str, list[int]] = {}
     problem: str = ""
+    arrivals: str = "together"
+    per_s: float | None = None
+    queue_ms: dict[str, float] | None = None
+    added_ms: dict[str, float] | None = None
 
 
 def summarise(
@@ -162,7 +179,7 @@ def summarise(
     """The row of a case's runs."""
     good = [sample for sample in samples if not sample.problem] or samples
     median = sorted(good, key=lambda sample: sample.total_s)[(len(good) - 1) // 2]
-    latencies = [1e3 * latency for sample in good for latency in sample.latencies_s] or [0.0]
+    is_paced = bool(case.arrivals.times_s)
     problem = next((sample.problem for sample in samples if sample.problem), "")
     spent = {**median.seconds, "plan": planned.plan_s, "total": median.total_s}
     nbytes = sum(planned.nbytes.values())
@@ -184,10 +201,10 @@ def summarise(
         way=next(iter(median.ways), "none") if len(median.ways) < 2 else "mixed",
         ways=median.ways,
         seconds={stage: spent.get(stage, 0.0) for stage in STAGES},
-        latency_ms={"p50": float(np.percentile(latencies, 50)), "p99": float(np.percentile(latencies, 99))},
+        latency_ms=_percentiles(latency for sample in good for latency in sample.latencies_s),
         gbps=gbps,
         ceiling_gbps=alone.gbps if alone else None,
-        ratio=gbps / alone.gbps if alone else None,
+        ratio=gbps / alone.gbps if alone and not is_paced else None,
         verified=not problem,
         versions=sources[0].versions,
         posts=median.posts,
@@ -204,7 +221,17 @@ def summarise(
         ceiling_core_s_per_gb=alone.cpu_s / nbytes * 1e9 if alone and nbytes else None,
         thresholds=_merged(about.thresholds for about in sources),
         problem=problem,
+        arrivals=case.arrivals.name,
+        per_s=case.arrivals.per_s,
+        queue_ms=_percentiles(each for sample in good for each in sample.queued_s) if is_paced else None,
+        added_ms=_percentiles(each for sample in good for each in sample.added_s) if is_paced else None,
     )
+
+
+def _percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """The median and the 99th percentile, in ms."""
+    found = [1e3 * each for each in seconds] or [0.0]
+    return {"p50": float(np.percentile(found, 50)), "p99": float(np.percentile(found, 99))}
 
 
 def _merged(found: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
@@ -258,3 +285,20 @@ RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
 def table(rows: Sequence[Row]) -> Table:
     """A header and one line per row."""
     return plain_table(COLUMNS, map(cells, rows), right=RIGHT)
+
+
+PACED_TITLE = "from arrival to the last byte, which adds to the time to the first token:"
+PACED_COLUMNS = ("prefill", "decode", "arrivals", "per s", "queue p50 ms", "queue p99 ms", "added p50 ms", "added p99 ms")
+
+
+def paced_table(rows: Sequence[Row]) -> Table | None:
+    """For requests that do not arrive together, what the transfers add to the time to the first token."""
+    paced = [paced_cells(row) for row in rows if row.added_ms is not None]
+    return plain_table(PACED_COLUMNS, paced, right=PACED_COLUMNS[3:]) if paced else None
+
+
+def paced_cells(row: Row) -> tuple[str, ...]:
+    """A row whose requests do not arrive together as the columns of `paced_table`."""
+    figures = [each[name] for each in (row.queue_ms, row.added_ms) if each is not None for name in ("p50", "p99")]
+    per_s = "-" if row.per_s is None else f"{row.per_s:.1f}"
+    return (row.prefill, row.decode, row.arrivals, per_s, *(f"{figure:.1f}" for figure in figures))

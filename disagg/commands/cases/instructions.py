@@ -30,7 +30,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request on one rank. `needs`: the range of its `tokens` that this rank's memory must hold, by component.
 
     `rows` are its pages, from the page with token `needs[0]` on, or its one slot or ring. `group` is the peer's group if this
-    rank receives. Every run has a new `request_id`.
+    rank receives. Every run has a new `request_id`. It arrives `arrival_s` seconds after the start of the run.
     """
 
     number: int
@@ -39,6 +39,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: dict[str, tuple[int, ...]]
     group: int = 0
     request_id: bytes = b""
+    arrival_s: float = 0.0
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,13 +226,16 @@ class Description(Reply, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one request ended on this rank. `start`: when the manager got it; `end`: when its event came."""
+    """How one request ended on this rank. `start`: when the manager got it; `end`: when its event came. `queued_s`: how long
+    after its arrival the manager got it.
+    """
 
     number: int
     ok: bool
     error: str
     start: float
     end: float
+    queued_s: float = 0.0
 
 
 class RunReport(Reply, frozen=True):

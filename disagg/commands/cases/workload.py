@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from disagg.commands.cases.arrivals import TOGETHER, Arrivals
 from disagg.commands.cases.instructions import Block, Description, Fault, Item
 from disagg.commands.cases.places import RankPlace, rows_of
 from disagg.commands.cases.sides import Side
@@ -59,6 +60,7 @@ class Case:
     seed: int = 0
     timeout_s: float = 120.0
     fault: Fault | None = None
+    arrivals: Arrivals = TOGETHER
 
     def __post_init__(self) -> None:
         for name in ("tokens", "requests", "concurrency", "repeat", "run_pages"):
@@ -71,20 +73,43 @@ class Case:
                 raise ConfigError(f"{name.replace('_', '-')}: expected at least 0, found {getattr(self, name)}")
         if not 0 <= self.prefix_hit < self.tokens:
             raise ConfigError(f"prefix-hit: expected 0 to {self.tokens - 1} of {self.tokens} tokens, found {self.prefix_hit}")
+        if self.arrivals.times_s:
+            self._check_arrivals()
         if self.device == "cuda" and self.backend == "local":
             raise ConfigError("device: expected 'cpu' with backend 'local', found 'cuda'")
         if self.fault is Fault.KILL and self.backend == "local":
             raise ConfigError("fault: backend 'local' has no separate process to kill")
 
+    def _check_arrivals(self) -> None:
+        last, shortest = self.arrivals.times_s[-1], min(self.arrivals.tokens or (self.tokens,))
+        if last > self.timeout_s / 2:
+            raise ConfigError(f"timeout: expected at least {2 * last:.0f} s, since requests arrive for {last:.1f} s")
+        if self.prefix_hit >= shortest:
+            raise ConfigError(f"prefix-hit: expected less than {shortest}, the tokens of the shortest request")
+
+    def tokens_of(self, number: int) -> int:
+        """The tokens of a request."""
+        return self.arrivals.tokens[number] if self.arrivals.tokens else self.tokens
+
+    def arrival_of(self, number: int) -> float:
+        """When a request arrives, in seconds after the start."""
+        return self.arrivals.times_s[number] if self.arrivals.times_s else 0.0
+
 
 def rows_needed(state: State, side: Side, case: Case, *, prefix: int) -> int:
     """Rows of one state that every rank of a side needs for its requests of the case, including `SPARE_ROWS`."""
-    return -(-case.requests // side.dp) * _rows_per_request(state, side, case, prefix) + SPARE_ROWS
+    shares = _shares(state, side, case, prefix)
+    return max(sum(shares[first :: side.dp]) for first in range(side.dp)) + SPARE_ROWS
 
 
-def _rows_per_request(state: State, side: Side, case: Case, prefix: int) -> int:
-    need = state.needed(case.tokens, prefix=prefix)
-    return max(RankPlace(side, side.topology(rank)).num_rows(state, case.tokens, need) for rank in range(side.num_ranks))
+def _shares(state: State, side: Side, case: Case, prefix: int) -> list[int]:
+    """The rows of each request, the same on all ranks of a group."""
+    by_tokens: dict[int, int] = {}
+    for tokens in {case.tokens_of(number) for number in range(case.requests)}:
+        need = state.needed(tokens, prefix=prefix)
+        places = (RankPlace(side, side.topology(rank)) for rank in range(side.num_ranks))
+        by_tokens[tokens] = max(place.num_rows(state, tokens, need) for place in places)
+    return [by_tokens[case.tokens_of(number)] for number in range(case.requests)]
 
 
 def items_of(
@@ -104,25 +129,36 @@ def items_of(
                 f"found {pools.get(state.name, 0)}"
             )
     orders = {s.name: _order(f"{case.seed}/{name}/{s.name}", pools[s.name], case.run_pages) for s in spec.states}
-    shares = {state.name: _rows_per_request(state, side, case, prefix) for state in spec.states}
-    needs = {state.name: state.needed(case.tokens, prefix=prefix) for state in spec.states}
-    ranks = []
-    for rank in range(side.num_ranks):
-        place = RankPlace(side, side.topology(rank))
-        counts = {state.name: place.num_rows(state, case.tokens, needs[state.name]) for state in spec.states}
-        ranks.append(
-            tuple(
-                Item(
-                    number=number,
-                    tokens=case.tokens,
-                    needs=needs,
-                    rows={n: tuple(orders[n][turn * shares[n] : turn * shares[n] + count]) for n, count in counts.items()},
-                    group=number % peer.dp,
-                )
-                for turn, number in enumerate(range(place.topology.dp_rank, case.requests, side.dp))
-            )
+    shares = {state.name: _shares(state, side, case, prefix) for state in spec.states}
+    return [
+        tuple(_items_of_rank(spec, RankPlace(side, side.topology(rank)), case, orders, shares, prefix=prefix, groups=peer.dp))
+        for rank in range(side.num_ranks)
+    ]
+
+
+def _items_of_rank(
+    spec: ModelSpec,
+    place: RankPlace,
+    case: Case,
+    orders: Mapping[str, Sequence[int]],
+    shares: Mapping[str, Sequence[int]],
+    *,
+    prefix: int,
+    groups: int,
+) -> Iterator[Item]:
+    """One rank's requests, which take the rows of each order one after the other."""
+    used = dict.fromkeys(shares, 0)
+    for number in range(place.topology.dp_rank, case.requests, place.side.dp):
+        tokens = case.tokens_of(number)
+        needs = {state.name: state.needed(tokens, prefix=prefix) for state in spec.states}
+        rows = {}
+        for state in spec.states:
+            first, count = used[state.name], place.num_rows(state, tokens, needs[state.name])
+            rows[state.name] = tuple(orders[state.name][first : first + count])
+            used[state.name] += shares[state.name][number]
+        yield Item(
+            number=number, tokens=tokens, needs=needs, rows=rows, group=number % groups, arrival_s=case.arrival_of(number)
         )
-    return ranks
 
 
 def _order(seed: str, count: int, run: int) -> list[int]:

@@ -42,14 +42,17 @@ class Requests:
         self._command = command
         self._waiting = deque(command.items)
         self._started: dict[int, float] = {}
+        self._queued_s: dict[int, float] = {}
+        self._begin = 0.0
         self._results: list[Result] = []
         self._before = msgspec.structs.asdict(manager.stats)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="disagg-bench-run", daemon=True)
 
     def start(self) -> None:
-        """Wait until the start time, then begin. On return, the first `window` requests have started."""
+        """Wait until the start time, then begin. On return, the first `window` requests that have arrived have started."""
         time.sleep(max(0.0, self._command.at - time.monotonic()))
+        self._begin = self._command.at or time.monotonic()
         self._open()
         self._thread.start()
 
@@ -81,7 +84,11 @@ class Requests:
         """Wait for events and record the requests that ended."""
         poller = select.poll()
         poller.register(self._manager.fileno(), select.POLLIN)
-        if not poller.poll((self._command.deadline_s + GRACE_S) * 1000):
+        arrives_in_s = self._arrives_in_s() if len(self._started) < self._command.window else None
+        patience_s = self._command.deadline_s + GRACE_S
+        if not poller.poll((patience_s if arrives_in_s is None else max(0.0, arrives_in_s)) * 1000):
+            if arrives_in_s is not None:
+                return
             raise TimeoutError(f"requests {sorted(self._started)} have not ended {GRACE_S} s after their deadlines")
         events, now = self._manager.events(), time.monotonic()
         for event in events:
@@ -89,19 +96,31 @@ class Requests:
             error = "" if event.ok else str(event.error)
             if event.ok and self._command.direction is Direction.RECEIVE and event.payload != payload_of(item):
                 error = f"payload: expected {payload_of(item)!r}, found {event.payload!r}"
-            self._results.append(Result(item.number, not error, error, self._started.pop(item.number), now))
+            self._end(item, error, now)
+
+    def _arrives_in_s(self) -> float | None:
+        """When the next request arrives, in seconds from now; `None` if there is none."""
+        return self._begin + self._waiting[0].arrival_s - time.monotonic() if self._waiting else None
 
     def _open(self) -> None:
-        while self._waiting and len(self._started) < self._command.window:
+        """Start the requests that have arrived, as far as the window allows."""
+        while len(self._started) < self._command.window and (arrives_in_s := self._arrives_in_s()) is not None:
+            if arrives_in_s > 0:
+                return
             item = self._waiting.popleft()
             self._started[item.number] = time.monotonic()
+            self._queued_s[item.number] = -arrives_in_s
             try:
                 if self._command.direction is Direction.SEND:
                     self._send(item)
                 else:
                     self._receive(item)
             except DisaggError as error:
-                self._results.append(Result(item.number, False, str(error), self._started.pop(item.number), time.monotonic()))
+                self._end(item, str(error), time.monotonic())
+
+    def _end(self, item: Item, error: str, now: float) -> None:
+        started, queued_s = self._started.pop(item.number), self._queued_s.pop(item.number)
+        self._results.append(Result(item.number, not error, error, started, now, queued_s))
 
     def _receive(self, item: Item) -> None:
         self._manager.receiver(

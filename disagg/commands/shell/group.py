@@ -24,7 +24,7 @@ class LazyGroup(click.Group):
         del ctx
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
         del ctx
         if cmd_name not in COMMANDS:
             return None

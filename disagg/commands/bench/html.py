@@ -1,0 +1,70 @@
+"""Rows as one HTML file that needs nothing else: tables, the versions, and the picture."""
+
+from __future__ import annotations
+
+import html
+import io
+import platform
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from disagg.commands.bench.plot import figure_of
+from disagg.commands.bench.report import COLUMNS, PACED_COLUMNS, STAGES, Row, cells, paced_cells
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color-scheme: light dark; }
+div { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: 0.25rem 0.75rem; text-align: left; border-bottom: 1px solid #8884; }
+.no { color: #c00; font-weight: bold; }
+svg { max-width: 100%; height: auto; background: white; }
+"""
+
+
+def write_html(rows: Sequence[Row], path: Path) -> None:
+    """Write the report of `rows` to the file `path`. Raises `OSError`."""
+    parts = [
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>",
+        f"<title>disagg-bench</title><style>{STYLE}</style><h1>disagg-bench</h1>",
+        f"<p>{len(rows)} cases, {sum(row.verified for row in rows)} of them verified byte for byte.</p>",
+        f"<p>{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {html.escape(platform.platform())}</p>",
+        _table(COLUMNS, map(cells, rows)),
+    ]
+    paced = [row for row in rows if row.added_ms is not None]
+    if paced:
+        parts += [
+            "<h2>What the transfers add to the time to the first token</h2>",
+            "<p>From a request's arrival to its first send (queue), and to its last byte (added).</p>",
+            _table(PACED_COLUMNS, map(paced_cells, paced)),
+        ]
+    parts += [
+        "<h2>Picture</h2><div>",
+        _svg(rows),
+        "</div><h2>Milliseconds by phase</h2><p>Of the rank that spent most in it. Phases overlap.</p>",
+        _table(("prefill", "decode", "way", *STAGES), map(_phases, rows)),
+        "<h2>Versions</h2>",
+        _table(("package", "version"), sorted({each for row in rows for each in row.versions.items()})),
+    ]
+    problems = [f"{row.prefill} -> {row.decode}: {row.problem}" for row in rows if row.problem]
+    if problems:
+        parts.append("<h2>Problems</h2><ul class='no'>" + "".join(f"<li>{html.escape(each)}" for each in problems) + "</ul>")
+    path.write_text("\n".join(parts) + "\n")
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(each)}</th>" for each in headings)
+    lines = ("".join(f"<td{' class=no' if cell == 'NO' else ''}>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return f"<div><table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+
+
+def _phases(row: Row) -> tuple[str, ...]:
+    return (row.prefill, row.decode, row.way, *(f"{1e3 * row.seconds[stage]:.2f}" for stage in STAGES))
+
+
+def _svg(rows: Sequence[Row]) -> str:
+    """The picture, without the prologue that a file of its own has."""
+    target = io.StringIO()
+    figure_of(rows).savefig(target, format="svg")
+    text = target.getvalue()
+    return text[text.index("<svg") :]

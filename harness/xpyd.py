@@ -1,0 +1,277 @@
+"""`python -m harness.xpyd --seconds 300`: prefill and decode workers that find each other in etcd, and come and go under load.
+
+Three workers of each role (`examples/minimal_server.py`) serve requests in every combination. Every few seconds one of them is
+killed or closed, and another starts. The router finds workers in etcd, too, and repeats a failed request elsewhere with the
+next attempt number. Each answer is compared with that of a single worker; each failure must have a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import queue
+import random
+import re
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg import new_request_id
+from disagg.core.errors import DiscoveryError
+from disagg.discovery import peer_source
+from examples import minimal_server
+from examples.minimal_server import Remote, generate
+from harness.services import etcd_server
+
+ROLES = ("prefill", "decode")
+NUM_WORKERS = 3
+NUM_OPEN = 12
+"""Requests that are under way at a time."""
+LOST_S = 100.0
+"""A request without an answer for so long is lost: deadlines are shorter."""
+LIMITS = "heartbeat_s=0.5,heartbeat_timeout_s=4.0"
+
+
+class Worker:
+    """A worker's process, and a thread that passes its answers on; `None` when it has ended."""
+
+    def __init__(
+        self, role: str, name: str, *, etcd: str, backend: str, answers: queue.SimpleQueue[tuple[Worker, Any]]
+    ) -> None:
+        self.role, self.name = role, name
+        other = ROLES[1 - ROLES.index(role)]
+        self.remote = Remote(
+            [sys.executable, minimal_server.__file__, role],
+            {
+                "DISAGG_NAME": name,
+                "DISAGG_BACKEND": backend,
+                "DISAGG_ANNOUNCE": f"etcd://{etcd}/xpyd/{role}",
+                "DISAGG_DISCOVER": f"etcd://{etcd}/xpyd/{other}",
+                "DISAGG_CONNECTION_LIMITS": LIMITS,
+                "DISAGG_ADMIT": "any",
+            },
+        )
+        self._answers = answers
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while (answer := self.remote.read()) is not None:
+            self._answers.put((self, answer))
+        self._answers.put((self, None))
+
+    def end(self, *, kill: bool) -> None:
+        """Kill the process, or close its input, which ends it."""
+        if kill:
+            self.remote.process.kill()
+        self.remote.close_input()
+
+    def join(self) -> None:
+        """Wait until the process has ended."""
+        self._thread.join(60)
+        self.remote.close()
+
+
+@dataclass
+class Open:
+    """A request under way: its decode worker, and when it was sent."""
+
+    request: dict[str, Any]
+    decode: Worker
+    since: float
+
+
+@dataclass
+class Summary:
+    """What a run did."""
+
+    answered: int = 0
+    lost: int = 0
+    wrong: list[str] = field(default_factory=list)
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+    events: collections.Counter[str] = field(default_factory=collections.Counter)
+    pairs: set[tuple[str, str]] = field(default_factory=set)
+    failed_workers: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every request was answered rightly, whatever happened to workers."""
+        return not (self.wrong or self.lost or self.failed_workers) and self.answered > 0 and "" not in self.reasons
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.answered} requests answered by {len(self.pairs)} pairs, {len(self.wrong)} wrong, {self.lost} lost",
+            "workers: " + ", ".join(f"{count} {what}" for what, count in sorted(self.events.items())),
+            f"{self.reasons.total()} attempts failed and were repeated:",
+            *(f"  {count:5d}  {reason}" for reason, count in self.reasons.most_common()),
+            *self.wrong[:5],
+            *self.failed_workers,
+        ]
+        return "\n".join(lines)
+
+
+class Run:
+    """Workers, the router and the load."""
+
+    def __init__(self, *, etcd: str, backend: str, seed: int) -> None:
+        self.summary = Summary()
+        self._etcd, self._backend = etcd, backend
+        self._random = random.Random(seed)
+        self._answers: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
+        self._workers: dict[str, Worker] = {}
+        self._ended: list[Worker] = []
+        self._numbers = itertools.count()
+        self._sources = {role: peer_source(f"etcd://{etcd}/xpyd/{role}") for role in ROLES}
+        self._found: dict[str, list[str]] = {role: [] for role in ROLES}
+        self._found_at = 0.0
+        self._open: dict[str, Open] = {}
+
+    def run(self, *, seconds: float, change_every_s: float) -> Summary:
+        """Serve requests for `seconds` while a worker goes and another comes every `change_every_s`."""
+        try:
+            for role in ROLES:
+                for _ in range(NUM_WORKERS):
+                    self._start(role)
+            while not all(len(found) == NUM_WORKERS for found in self._found.values()):
+                self._find()
+                self._take(0.1)
+            until = time.monotonic() + seconds
+            next_change = time.monotonic() + change_every_s
+            while time.monotonic() < until or self._open:
+                self._find()
+                while len(self._open) < NUM_OPEN and time.monotonic() < until and self._submit(self._new_request()):
+                    pass
+                if next_change <= time.monotonic() < until:
+                    self._change()
+                    next_change += change_every_s
+                self._take(0.05)
+                self._expire()
+        finally:
+            for worker in (*self._workers.values(), *self._ended):
+                worker.end(kill=False)
+            for worker in (*self._workers.values(), *self._ended):
+                worker.join()
+        return self.summary
+
+    def _start(self, role: str) -> None:
+        name = f"{role}-{next(self._numbers)}"
+        self._workers[name] = Worker(role, name, etcd=self._etcd, backend=self._backend, answers=self._answers)
+        self.summary.events["started"] += 1
+
+    def _change(self) -> None:
+        """End a worker that is in etcd, and start another of its role; nothing if the others have yet to start."""
+        found = [self._workers[name] for names in self._found.values() for name in names if name in self._workers]
+        if not found:
+            return
+        victim = self._random.choice(found)
+        kill = self._random.random() < 0.5
+        del self._workers[victim.name]
+        self._ended.append(victim)
+        self.summary.events["killed" if kill else "closed"] += 1
+        victim.end(kill=kill)
+        self._start(victim.role)
+
+    def _find(self) -> None:
+        """The workers in etcd, asked twice a second."""
+        if time.monotonic() > self._found_at + 0.5:
+            self._found_at = time.monotonic()
+            try:
+                self._found = {role: sorted(source.find()) for role, source in self._sources.items()}
+            except DiscoveryError:
+                self.summary.events["times etcd was silent"] += 1
+
+    def _new_request(self) -> dict[str, Any]:
+        prompt = [self._random.randrange(32000) for _ in range(self._random.randrange(20, 400))]
+        return {"id": new_request_id().hex(), "attempt": 0, "prompt": prompt, "output": 4}
+
+    def _submit(self, request: dict[str, Any]) -> bool:
+        known = {role: [name for name in names if name in self._workers] for role, names in self._found.items()}
+        if not all(known.values()):
+            return False
+        prefill, decode = (self._workers[self._random.choice(known[role])] for role in ROLES)
+        self._open[request["id"]] = Open(request, decode, time.monotonic())
+        prefill.remote.send(do="prefill", peer=decode.name, **request)
+        decode.remote.send(do="decode", peer=prefill.name, **request)
+        request["prefill"] = prefill.name
+        return True
+
+    def _take(self, timeout_s: float) -> None:
+        """Take the answers of workers."""
+        try:
+            worker, answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if answer is None:
+            self._worker_ended(worker)
+        elif "id" in answer and worker.role == "decode":
+            found = self._open.get(answer["id"])
+            if found is not None and found.decode is worker:
+                self._take_answer(found, answer)
+
+    def _take_answer(self, found: Open, answer: dict[str, Any]) -> None:
+        request = found.request
+        if "error" in answer:
+            self._repeat(found, answer["error"])
+            return
+        del self._open[request["id"]]
+        self.summary.pairs.add((request["prefill"], found.decode.name))
+        if answer["tokens"] == generate(request["prompt"], request["output"]):
+            self.summary.answered += 1
+        else:
+            self.summary.wrong.append(f"wrong answer: {answer}")
+
+    def _repeat(self, found: Open, reason: str) -> None:
+        """Try a request again elsewhere."""
+        self.summary.reasons[_kind(reason)] += 1
+        request = {**found.request, "attempt": found.request["attempt"] + 1}
+        request.pop("prefill", None)
+        while not self._submit(request):
+            if time.monotonic() > found.since + LOST_S:
+                self._open.pop(request["id"], None)
+                self.summary.lost += 1
+                return
+            time.sleep(0.05)
+            self._find()
+
+    def _worker_ended(self, worker: Worker) -> None:
+        if self._workers.pop(worker.name, None) is not None:
+            self.summary.failed_workers.append(f"{worker.name} ended by itself with status {worker.remote.process.wait()}")
+        for found in [each for each in self._open.values() if each.decode is worker]:
+            self._repeat(found, "its decode worker has ended")
+
+    def _expire(self) -> None:
+        for found in [each for each in self._open.values() if time.monotonic() > each.since + LOST_S]:
+            del self._open[found.request["id"]]
+            self.summary.lost += 1
+
+
+def _kind(reason: str) -> str:
+    """A reason without names and numbers."""
+    return re.sub(r"(prefill|decode)-[0-9]+(/[0-9]+)?|'[^']*'|[0-9a-f]{32}|tcp://\S+|[0-9.]+", "*", reason)[:100]
+
+
+def run(*, seconds: float, change_every_s: float = 3.0, backend: str = "auto", seed: int = 0) -> Summary:
+    """Run with an etcd server of its own. Raises `FetchError` where its package cannot be had."""
+    with ExitStack() as opened:
+        etcd = opened.enter_context(etcd_server())
+        return Run(etcd=etcd.address, backend=backend, seed=seed).run(seconds=seconds, change_every_s=change_every_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--change-every", type=float, default=3.0, metavar="SECONDS")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    summary = run(seconds=given.seconds, change_every_s=given.change_every, backend=given.backend, seed=given.seed)
+    sys.stdout.write(f"{summary}\n")
+    sys.exit(not summary.ok)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Charts are drawn from the figures beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from scripts.docs_charts import CHARTS, draw_charts
+
+ROOT = Path(__file__).parents[2]
+
+
+def drawn_at(root: Path) -> dict[str, str]:
+    """The texts of each chart that is drawn from the figures of a folder."""
+    (root / "docs/images").mkdir(exist_ok=True)
+    draw_charts(root)
+    return {name: texts(root / "docs/images" / name) for name in CHARTS}
+
+
+def texts(chart: Path) -> str:
+    """What a chart says, and where its lines are, without what depends on the version of the program that drew it."""
+    text = chart.read_text()
+    return "\n".join(re.findall(r"<text[^>]*>([^<]+)</text>", text) + re.findall(r"<path d=\"([^\"]{60,})", text))
+
+
+def test_every_chart_shows_its_figures(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/benchmarks", tmp_path / "docs/benchmarks")
+    assert drawn_at(tmp_path) == {name: texts(ROOT / "docs/images" / name) for name in CHARTS}
+    for source in CHARTS.values():
+        file = tmp_path / "docs/benchmarks" / source
+        changed = json.loads(file.read_text())
+        changed["rows"][0]["first_token_ms_p50"]["100"] *= 3
+        file.write_text(json.dumps(changed))
+    found = drawn_at(tmp_path)
+    assert all(found[name] != texts(ROOT / "docs/images" / name) for name in CHARTS)
