@@ -17,6 +17,9 @@ _COMPLETE = "complete"
 _APT = ("apt-get", "-q", "-y", "-o", "Debug::NoLocking=1", "-o", "Acquire::Retries=3")
 
 
+_failed: dict[Path, str] = {}
+
+
 class FetchError(Exception):
     """The packages could not be fetched or unpacked."""
 
@@ -40,6 +43,10 @@ def fetched(name: str, programs: Sequence[str], *, image_of: str | None = None, 
     folder = _cache() / f"{name}-{_digest((*programs, image_of or '', repr(foreign)))}"
     if (folder / _COMPLETE).exists():
         return folder
+    if shutil.which("apt-get") is None:
+        raise FetchError("apt-get is missing: the programs come from Debian's packages")
+    if folder in _failed:  # this process has tried, and others of its tests need not wait as long
+        raise FetchError(_failed[folder])
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     root, archives = partial / "root", partial / "archives"
@@ -54,8 +61,10 @@ def fetched(name: str, programs: Sequence[str], *, image_of: str | None = None, 
             else:
                 _download_foreign(partial, archives, programs, foreign)
             break
-        except FetchError:
+        except FetchError as error:
             if attempt == ATTEMPTS:
+                _failed[folder] = str(error)
+                shutil.rmtree(partial)
                 raise
             time.sleep(5 * attempt)
     for archive in sorted(archives.glob("*.deb")):
@@ -133,10 +142,7 @@ def _unpack(archive: Path, root: Path) -> None:
 
 def _run(command: list[str], *, folder: Path | None = None) -> str:
     """The output of `command`; raises `FetchError` with its last lines."""
-    try:
-        done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    except FileNotFoundError as error:
-        raise FetchError(f"{command[0]} is missing: the programs come from Debian's packages") from error
+    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         raise FetchError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-2000:]}")
     return done.stdout

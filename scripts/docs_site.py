@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 VERSION = "11.17.2"
@@ -21,14 +21,24 @@ TARGET = "javascripts/mermaid.min.js"
 """As `extra_javascript` of mkdocs.yml names it; Material for MkDocs uses it instead of its own address."""
 
 
+class FetchError(Exception):
+    """npm is missing, or could not fetch the package."""
+
+
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the program to the site's files."""
-    files.append(File.generated(config, TARGET, abs_src_path=str(mermaid())))
+    """Add the program to the site's files. Without npm the theme loads it from its own address."""
+    try:
+        program = mermaid()
+    except FetchError as error:
+        print(f"docs: the diagrams are drawn by a program from another host: {error}", file=sys.stderr)
+        config["extra_javascript"] = [each for each in config["extra_javascript"] if str(each) != TARGET]
+        return files
+    files.append(File.generated(config, TARGET, abs_src_path=str(program)))
     return files
 
 
 def mermaid() -> Path:
-    """The program in the cache. Raises `PluginError` if it is not there and npm cannot fetch it."""
+    """The program in the cache. Raises `FetchError` if it is not there and npm cannot fetch it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "disagg"
     cached = folder / f"mermaid-{VERSION}.min.js"
     if not cached.exists():
@@ -38,7 +48,7 @@ def mermaid() -> Path:
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - its own words
             except (OSError, subprocess.SubprocessError) as error:
-                raise PluginError(f"npm cannot fetch mermaid {VERSION}, which draws the diagrams: {error}") from error
+                raise FetchError(f"npm cannot fetch mermaid {VERSION}, which draws the diagrams: {error}") from error
             (archive,) = Path(temporary).glob("*.tgz")
             with tarfile.open(archive) as opened:
                 found = opened.extractfile(MEMBER)

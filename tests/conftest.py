@@ -1,4 +1,4 @@
-"""Hypothesis profiles, and the tests whose coverage is measured.
+"""Hypothesis profiles, the tests whose coverage is measured, and programs that cannot be fetched.
 
 The profile `ci` prints how to reproduce a failure. `nightly` tries many more examples.
 """
@@ -13,12 +13,24 @@ from collections.abc import Generator
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from harness.debian import FetchError
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=50, deadline=None, print_blob=True)
 settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
 
 COVERED_FOLDERS = ("core", "layout", "models", "protocol", "state")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, object]:
+    """Skip a test that needs a program of Debian's packages where none can be fetched, and say so."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(FetchError):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: {str(call.excinfo.value).splitlines()[0]}")
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
