@@ -74,6 +74,16 @@ def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Co
             yield run(case, lambda text, what=what: progress(what + text), connect=connect)  # type: ignore[misc]
 
 
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the tables of the results, and what is wrong with them."""
+    console = Console()
+    show(table(rows), console)
+    if (paced_rows := paced_table(rows)) is not None:
+        console.print(f"\n{PACED_TITLE}")
+        show(paced_rows, console)
+    print_problems(rows)
+
+
 def print_problems(rows: Sequence[Row]) -> None:
     """Print one sentence for every row that is not verified."""
     for row in rows:
@@ -337,12 +347,7 @@ def bench(
                 rows.append(row)
         finally:  # a case that fails does not cost the results of those before it
             if rows:
-                console = Console()
-                show(table(rows), console)
-                if (paced_rows := paced_table(rows)) is not None:
-                    console.print(f"\n{PACED_TITLE}")
-                    show(paced_rows, console)
-                print_problems(rows)
+                print_rows(rows)
                 write_rows(json_file, rows)
     if plot_file is not None:
         plot(rows, plot_file)

@@ -223,13 +223,14 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
 
     def check_prefill(self, bootstrap_addr: str) -> None:
-        """Forget an instance that was ready and is not any more: the bootstrap server may know its successor."""
+        """Forget an instance that was ready and is not any more, or refuses: the bootstrap server may know its successor."""
         for key, prefill in list(self._prefills.items()):
             if key[0] != bootstrap_addr:
                 continue
-            if self.transfers.peer(prefill.name).state == "ready":
+            state = self.transfers.peer(prefill.name).state
+            if state == "ready":
                 self._seen.add(prefill.name)
-            elif prefill.name in self._seen:
+            elif state == "refused" or prefill.name in self._seen:
                 self._seen.discard(prefill.name)
                 self._gone[bootstrap_addr] = prefill.name
                 del self._prefills[key]
