@@ -17,13 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from disagg.backends.base import BackendOptions, Transport
 from disagg.backends.registry import load
 from disagg.core.memory import MemoryRegion
 from disagg.layout.agreement import Agreement, encode_placements
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, Reject, RingGrant, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, RingGrant, Welcome, decode, encode
 from harness.fuzz.rank import NOWHERE
 from harness.fuzz.runs import Result
 from harness.fuzz.samples import MODEL, PEER_SIDE, components, hello_of
@@ -33,13 +34,12 @@ START_S = 60.0
 HANG_S = 120.0
 WATCH_INTERVAL_S = 0.02
 EPOCH = 5
-AGAIN = Reject(field="hello", reason="say hello again", hello_first=True)
 
 
 class Impostor:
     """The test as the rank's peer: answers its hellos at `address`, with the endpoint of an engine of its own.
 
-    If it `forgets` the rank, it has it say hello once more.
+    If it `forgets` the rank, that starts a new connection.
     """
 
     def __init__(self, engine: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -94,12 +94,22 @@ class Impostor:
         """Answer on the rank's connection."""
         self._router.send_multipart([connection, encode(message)])
 
+    def forget(self, connection: bytes, hello: Hello) -> None:
+        """Answer the hello of a rank with another ring than before: the rank gives the connection up and says hello again."""
+        welcome = self.welcome(hello)
+        assert welcome.ring is not None
+        other = msgspec.structs.replace(welcome.ring, first=welcome.ring.first + 1)
+        self.reply(connection, msgspec.structs.replace(welcome, ring=other))
+
     def serve(self, timeout_s: float) -> list[Message]:
         """Answer the rank's hellos. Returns its other messages."""
         others: list[Message] = []
         for connection, message in self.received(timeout_s):
             if isinstance(message, Hello):
-                self.reply(connection, AGAIN if self.forgets else self.welcome(message))
+                if self.forgets:
+                    self.forget(connection, message)
+                else:
+                    self.reply(connection, self.welcome(message))
                 self.forgets = False
             else:
                 others.append(message)

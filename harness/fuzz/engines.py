@@ -13,7 +13,7 @@ import zmq
 
 from disagg.backends.endpoint import Endpoint
 from disagg.protocol.messages import Hello
-from harness.fuzz.attacked import AGAIN, HANG_S, AttackedRank, Impostor
+from harness.fuzz.attacked import HANG_S, AttackedRank, Impostor
 from harness.fuzz.damage import damage, damage_bytes
 from harness.fuzz.runs import Result
 from harness.fuzz.targets import Finding
@@ -123,7 +123,7 @@ class _Attacked:
         try:
             connection, hello = self._next_hello()
             while self.rank.check()["ready"]:
-                self._impostor.reply(connection, AGAIN)
+                self._impostor.forget(connection, hello)
                 connection, hello = self._next_hello()
             self.last = [*self.last[-3:], data]
             self._impostor.reply(connection, self._impostor.welcome(hello, data))
