@@ -171,6 +171,18 @@ def test_a_connection_unknown_to_the_peer_gets_a_new_hello() -> None:
     assert take_effects(table) == [], "the same process at the same generation: nothing is lost"
 
 
+def test_a_connection_that_opens_late_gets_a_hello_at_once() -> None:
+    """The host's name had to be resolved, and what was sent meanwhile is lost."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    table.tick(0.0)
+    take_effects(table)
+    table.dialled(99, 0.1)
+    table.dialled(0, 0.1)
+    table.tick(0.1)
+    assert take_effects(table) == [SendHello(0)]
+
+
 def test_a_peer_whose_connection_has_ended_is_asked_for_another() -> None:
     """As after a TCP reset: libzmq connects again by itself, and tells neither side of it."""
     table, peer = peer_table(), peer_table()
@@ -423,6 +435,8 @@ def test_a_silent_leader_of_this_instance_is_not_reported_as_lost() -> None:
     assert lost_in(table) == []
     table.tick(1.0)
     assert SendHello(0, 0, 3) in take_effects(table)
+    reply(table, SECOND, welcome("prefill-0", 0, 4), 1.0)
+    assert lost_in(table) == [], "started anew"
 
 
 def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
