@@ -228,9 +228,9 @@ class KVManager:
         `[start, stop)` of the request that this rank needs. A slot is always needed whole.
 
         A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
-        leader's `address` is given, with keys also its `public_key`; it is forgotten once it has been away for
-        `ConnectionLimits.forget_s`, which ends what waits for it. Nothing is reserved before `ready` has passed. `label` is the
-        server's own name of the request, for the log.
+        leader's `address` is given, with keys also its `public_key`. Such a peer is forgotten after it has been away for
+        `ConnectionLimits.forget_s`, and the requests that wait for it fail. Nothing is reserved before `ready` has passed.
+        `label` is the server's own name of the request, for the log.
 
         Raises `PeerUnreachable` for an unknown peer without an address, `LayoutError` for rows that cannot hold the needed
         tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and for rows that

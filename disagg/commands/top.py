@@ -80,7 +80,7 @@ def metrics_of(url: str) -> str:
 
 
 def read(url: str) -> Sample:
-    """A rank's metrics now. What cannot be read is a sample with a problem."""
+    """Read a rank's metrics now. If that fails, the sample says why."""
     try:
         with urllib.request.urlopen(metrics_of(url), timeout=TIMEOUT_S) as answer:  # noqa: S310 - what the caller names
             text = answer.read().decode()

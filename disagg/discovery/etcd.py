@@ -80,7 +80,7 @@ class EtcdClient:
 
 
 class EtcdPeers:
-    """The instances below `prefix`, such as `/disagg/decode/`. What is not an announcement is skipped with a warning."""
+    """The instances below `prefix`, such as `/disagg/decode/`. Other entries are skipped with a warning."""
 
     def __init__(self, client: EtcdClient, prefix: str) -> None:
         self._client = client

@@ -1,6 +1,6 @@
 """Reads a model from its config: the kind of each layer, and the states that it leaves.
 
-A model that this library cannot describe in full is an error that names what is not supported: an unknown model type, an
+A model that this library cannot describe in full raises an error that names what is not supported: an unknown model type, an
 unknown kind of layer, or a field that means state and that the family does not read.
 """
 

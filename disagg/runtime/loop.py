@@ -36,7 +36,7 @@ BUSY_POLLS = 8
 
 
 class Advances(Protocol):
-    """Has timers: `advance` does what is due by now, and `next_tick` says when something is due next."""
+    """Something with timers: `advance` runs those that are due, and `next_tick` says when the next one is."""
 
     def advance(self, now: float) -> None: ...
 

@@ -144,7 +144,7 @@ class Metrics:
         rest.inc(1 if ended.cause else ended.nbytes)
 
     def _forget(self, peer: str) -> None:
-        """Remove what was counted for a peer."""
+        """Remove the counters of a peer."""
         counted = self._children.pop(peer)
         for direction, outcome in {(direction, "failed" if cause else "ok") for direction, cause in counted}:
             self._ended.remove(direction, peer, outcome)

@@ -68,7 +68,7 @@ class Openings:
         self._requests.end_unopened(handle, error)
 
     def advance(self, now: float) -> None:
-        """Open what waited for a peer that is ready now, and end what is late or whose peer refuses this instance."""
+        """Open the requests whose peer is ready now. End those that are late, or whose peer refuses this instance."""
         for peer, waiting in list(self._waiting.items()):
             self._advance(peer, waiting, now)
 

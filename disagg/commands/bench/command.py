@@ -75,7 +75,7 @@ def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Co
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the tables of the results, and what is wrong with them."""
+    """Print the results as tables, then a sentence for each that was not verified."""
     console = Console()
     show(table(rows), console)
     if (paced_rows := paced_table(rows)) is not None:

@@ -22,7 +22,7 @@ def main(command: click.Command, name: str) -> NoReturn:
         status = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(1)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()

@@ -33,7 +33,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logging(level: Level, form: Format = "text") -> None:
-    """Log to standard error what has at least this level. A second call replaces the first."""
+    """Log messages of this level and above to standard error. A second call replaces the first."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
