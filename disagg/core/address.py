@@ -40,11 +40,21 @@ def dialable(address: str, *, what: str) -> str:
 
 
 def _is_host(host: str) -> bool:
+    return is_numeric(host) or (_NAME.fullmatch(host) is not None and len(host) <= 253)
+
+
+def is_numeric(host: str) -> bool:
+    """Whether `host` is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return _NAME.fullmatch(host) is not None and len(host) <= 253
+        return False
     return True
+
+
+def bracketed(host: str) -> str:
+    """`host` as addresses and URLs contain it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:
@@ -68,4 +78,4 @@ def advertised_address(advertise: str | None, bound: str) -> str:
     if advertise is None:
         return bound
     host, port = parse_address(advertise, what="advertise")
-    return advertise if port else f"tcp://{host}:{parse_address(bound, what='listen')[1]}"
+    return advertise if port else f"tcp://{bracketed(host)}:{parse_address(bound, what='listen')[1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 
+from disagg.core.address import bracketed
 from disagg.core.errors import BackendUnavailable, DiscoveryError
 from disagg.discovery.source import Found
 
@@ -68,9 +69,8 @@ class DnsPeers:
     def _by_address(self, port: int) -> Iterator[tuple[str, str]]:
         for kind in ("A", "AAAA"):
             for record in self._ask(kind):
-                address = ipaddress.ip_address(record.address)
-                host = f"[{address}]" if address.version == 6 else str(address)
-                yield f"{self._label}-{address}", f"tcp://{host}:{port}"
+                address = str(ipaddress.ip_address(record.address))
+                yield f"{self._label}-{address}", f"tcp://{bracketed(address)}:{port}"
 
     def _ask(self, kind: str) -> dns.resolver.Answer | tuple[()]:
         try:

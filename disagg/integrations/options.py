@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from disagg.config import Config, public_key
-from disagg.core.address import is_wildcard, parse_address
+from disagg.core.address import bracketed, is_wildcard, parse_address
 from disagg.settings import meaning
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -53,5 +53,5 @@ class Options(Config, frozen=True, kw_only=True):
         Only rank 0 has the configured port, plus the replica's number; other ranks take any free port.
         """
         host, port = parse_address(self.listen, what="listen")
-        shown = "*" if is_wildcard(host) else f"[{host}]" if ":" in host else host
+        shown = "*" if is_wildcard(host) else bracketed(host)
         return f"tcp://{shown}:{port + dp_rank if port and rank == 0 else 0}"

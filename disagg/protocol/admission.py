@@ -115,8 +115,7 @@ class Admission:
             return
         link.heard = True
         if not link.is_ready and not link.refused and link.hello_at > now + GREET_AGAIN_S:
-            link.greet_soon(now)
-            self._links.arm(link)
+            self._links.greet_soon(link, now)
 
     def _on_accepted(self, hello: Hello, now: float) -> None:
         """A hello of a peer was accepted: see whether its process, or the generation of the connection, is new."""

@@ -95,6 +95,10 @@ class Links:
     def lose(self, link: PeerConnection, cause: str, now: float) -> None:
         """Drop a connection, and greet again at once."""
         self.drop(link, cause)
+        self.greet_soon(link, now)
+
+    def greet_soon(self, link: PeerConnection, now: float) -> None:
+        """Send a hello on a connection at the next tick."""
         link.greet_soon(now)
         self.arm(link)
 

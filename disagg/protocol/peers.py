@@ -6,8 +6,8 @@ leader's welcome names the other ranks of its instance. A restarted rank has a n
 closed.
 
 A peer lives as long as the connection that it opened to this rank: libzmq pings it, whatever the peer's interpreter does. Once
-that connection has ended, this rank asks the peer for another, and waits `CLOSED_GRACE_S` for it. What was lost with the first
-is sent again by the sessions.
+that connection has ended, this rank asks the peer for another, and waits `CLOSED_GRACE_S` for it. The sessions send again what
+was lost with the first.
 
 The name of a rank belongs to one process at a time. Another that says hello under it is refused while the first is connected.
 What answers at a configured address has the name in any case.
@@ -164,11 +164,10 @@ class PeerTable:
             link.problem, link.unanswered = problem, RECONNECT_AFTER
 
     def dialled(self, dial: int, now: float) -> None:
-        """A connection is open whose host name had to be resolved: what was sent before is lost."""
+        """A connection was opened after its host name was resolved. Earlier messages on it were lost, so say hello again."""
         link = self._links.get(dial)
         if link is not None:
-            link.greet_soon(now)
-            self._links.arm(link)
+            self._links.greet_soon(link, now)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -210,8 +209,7 @@ class PeerTable:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:
             link.wait_until(now + CLOSED_GRACE_S, ended=True)
-            link.hello_at = now
-            self._links.arm(link)
+            self._links.greet_soon(link, now)
         return accepted.peer
 
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:

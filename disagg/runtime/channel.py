@@ -22,7 +22,7 @@ import zmq
 import zmq.auth.thread
 
 from disagg.core import _native
-from disagg.core.address import is_loopback, parse_address
+from disagg.core.address import bracketed, is_loopback, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
@@ -96,14 +96,13 @@ class Channel:
             if keys is not None:
                 self._router.curve_server = True
                 self._router.curve_publickey, self._router.curve_secretkey = keys.public.encode(), keys.secret.encode()
-            bracketed = f"[{host}]" if ":" in host else host
             self._router.setsockopt(zmq.IPV6, int(":" in host))
-            self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+            self._router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = listen if port else f"tcp://{bracketed}:{bound.rpartition(':')[2]}"
+        self.address = listen if port else f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor.socket, zmq.POLLIN)

@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from disagg.core.address import bracketed
 from disagg.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ class MetricsServer:
             self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"metrics: cannot listen at {host!r}, port {port}: {error}") from error
-        bound = f"[{host}]" if ":" in host else host
-        self.url = f"http://{bound}:{self._socket.getsockname()[1]}/metrics"
+        self.url = f"http://{bracketed(host)}:{self._socket.getsockname()[1]}/metrics"
         self._metrics: Any = make_wsgi_app(registry)
         self._problem = problem
         self._connections: dict[asyncio.Task[None], None] = {}

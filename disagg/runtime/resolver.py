@@ -5,13 +5,12 @@ that does not answer would hold them all up.
 from __future__ import annotations
 
 import functools
-import ipaddress
 import queue
 import socket
 import threading
 from collections.abc import Callable
 
-from disagg.core.address import parse_address
+from disagg.core.address import bracketed, is_numeric, parse_address
 
 MAX_RESOLVING = 8
 """Names that are resolved at a time. One that hangs delays others only if there are this many of them."""
@@ -33,7 +32,7 @@ class Resolver:
 
     def resolve(self, address: str, then: Resolved) -> None:
         """Call `then` in the control thread once the host of `tcp://host:port` is resolved, at once if it is numeric."""
-        if _is_numeric(parse_address(address, what="peer address")[0]):
+        if is_numeric(parse_address(address, what="peer address")[0]):
             then(address)
             return
         waiting = self._waiting.setdefault(address, [])
@@ -65,14 +64,6 @@ class Resolver:
             then(found)
 
 
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _resolve(address: str) -> str | OSError:
     """`address` with a numeric host, IPv4 if it has one; or why there is none."""
     host, port = parse_address(address, what="peer address")
@@ -80,5 +71,5 @@ def _resolve(address: str) -> str | OSError:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return error
-    family, _, _, _, place = min(found, key=lambda each: each[0] is not socket.AF_INET)
-    return f"tcp://[{place[0]}]:{port}" if family is socket.AF_INET6 else f"tcp://{place[0]}:{port}"
+    *_, place = min(found, key=lambda each: each[0] is not socket.AF_INET)
+    return f"tcp://{bracketed(str(place[0]))}:{port}"

@@ -49,3 +49,4 @@ def test_the_advertised_address_has_the_bound_port_unless_it_names_one() -> None
     assert advertised_address(None, "tcp://a:5") == "tcp://a:5"
     assert advertised_address("tcp://b:0", "tcp://a:5") == "tcp://b:5"
     assert advertised_address("tcp://b:6", "tcp://a:5") == "tcp://b:6"
+    assert advertised_address("tcp://[fd00::7]:0", "tcp://a:5") == "tcp://[fd00::7]:5"

@@ -18,6 +18,7 @@ from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import Engine
 from disagg.backends.mooncake.transfer import MooncakeTransfer
 from disagg.core import _native
+from disagg.core.address import bracketed
 from disagg.core.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @property
     def session(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 @dataclass

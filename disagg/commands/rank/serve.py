@@ -45,7 +45,7 @@ from disagg.commands.rank.moves import move, move_raw
 from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.raw import Sink, memcpy_gbps
 from disagg.commands.rank.requests import Requests
-from disagg.core.address import parse_address
+from disagg.core.address import bracketed, parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 
 logger = logging.getLogger(__name__)
@@ -261,10 +261,9 @@ def _driver_socket(address: str) -> zmq.Socket[bytes]:
     host, port = parse_address(address, what="driver")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     socket.setsockopt(zmq.LINGER, 1000)
-    bracketed = f"[{host}]" if ":" in host else host
     socket.setsockopt(zmq.IPV6, int(":" in host))
     try:
-        socket.bind(f"tcp://{bracketed}:{port or '*'}")
+        socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
     except zmq.ZMQError as error:
         socket.close()
         raise ConfigError(f"driver: cannot bind {address!r}: {error}") from error

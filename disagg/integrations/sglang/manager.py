@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.config import Config
+from disagg.core.address import bracketed
 from disagg.core.errors import ConfigError, DisaggError, PeerUnreachable
 from disagg.core.leases import Lease
 from disagg.core.topology import Topology
@@ -256,7 +257,7 @@ def named(bootstrap_addr: str) -> Prefill | None:
 
 
 def _tcp(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def _name(address: str) -> str:
