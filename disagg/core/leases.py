@@ -28,27 +28,31 @@ class Lease:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._state = LeaseState.HELD
-        self._reason = ""
+        self._status = LeaseState.HELD, ""
         self._callbacks: list[Callable[[], None]] = []
 
     @property
+    def status(self) -> tuple[LeaseState, str]:
+        """State and reason at one moment, while another thread may change them."""
+        return self._status
+
+    @property
     def state(self) -> LeaseState:
-        return self._state
+        return self._status[0]
 
     @property
     def reason(self) -> str:
         """Why the rows are quarantined; empty if they are not."""
-        return self._reason
+        return self._status[1]
 
     @property
     def released(self) -> bool:
-        return self._state is LeaseState.RELEASED
+        return self.state is LeaseState.RELEASED
 
     def on_release(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread."""
         with self._lock:
-            if self._state is not LeaseState.RELEASED:
+            if not self.released:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -56,15 +60,15 @@ class Lease:
     def quarantine(self, reason: str) -> None:
         """Record that no proof has arrived for these rows. The first reason is kept. A released lease stays released."""
         with self._lock:
-            if self._state is LeaseState.HELD:
-                self._state, self._reason = LeaseState.QUARANTINED, reason
+            if self.state is LeaseState.HELD:
+                self._status = LeaseState.QUARANTINED, reason
 
     def release(self) -> None:
         """Release the rows and run the callbacks. A second call does nothing."""
         with self._lock:
-            if self._state is LeaseState.RELEASED:
+            if self.released:
                 return
-            self._state, self._reason = LeaseState.RELEASED, ""
+            self._status = LeaseState.RELEASED, ""
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:

@@ -9,21 +9,24 @@ the peer has proved on its control channel, so that a peer cannot pass on the so
 and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
 
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
-memory long after the process has ended. The kernel ends each of its connections behind the last byte, and an engine closes its
-socket once it has read that end. So nothing of a dead process can arrive any more once no socket of this process has a far
-end without an owner. A child of the process may hold the same connections, and then also holds the identity socket.
+memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
+process had bytes to read, and an engine closes its socket once it has read that end. So nothing of a dead process can arrive
+any more once this process has no socket that was reset or has a far end without an owner. A child of the process may hold the
+same connections, and then also holds the identity socket.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
 import select
 import socket
 import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +52,10 @@ _SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
 _NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
 _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
+_TCP_INFO = struct.Struct("=B127xQ")
+"""Of `struct tcp_info`: the state, and `tcpi_bytes_received` (Linux 4.1)."""
+_CLOSED = 7
+"""That state of a socket which is in no table any more."""
 
 
 class Credentials(NamedTuple):
@@ -242,39 +249,80 @@ def machine_identity() -> str:
 
 
 def _has_orphans(*, by_accepted: bool) -> bool:
-    """Whether a TCP connection of this process has a far end on this host that no process owns any more.
+    """Whether bytes may wait in a TCP connection of this process whose far end, on this host, no process owns any more.
 
-    `by_accepted`: among the connections that this process has accepted. A far end on another host cannot belong to a process
-    that is proved to have ended on this one.
+    `by_accepted`: in one that this process has accepted. A far end on another host cannot belong to a process that is proved to
+    have ended on this one.
     """
     sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
-    own = set(_own_sockets())  # read after the tables: a socket accepted in between has no owner in them
+    own = _own_sockets()  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
-    hosts = {row.local.rpartition(":")[0] for row in sockets}
-    ports = {row.local.rpartition(":")[2] for row in sockets if row.state == _LISTEN and row.inode in own}
+    ports = {_port(row.local) for row in sockets if row.state == _LISTEN and row.inode in own}
+    is_local = functools.cache(_is_local)
     for row in sockets:
-        accepted = row.local.rpartition(":")[2] in ports
+        accepted = _port(row.local) in ports
         if accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED:
             return True  # the engine has not accepted it yet
         if row.inode not in own or row.state == _LISTEN or (by_accepted and not accepted):
             continue
         far = owners.get((row.remote, row.local))
-        if far is None and row.remote.rpartition(":")[0] in hosts:
+        if far == _NO_OWNER or (far is None and is_local(row.remote.rpartition(":")[0])):
             return True
-        if far == _NO_OWNER:
-            return True
-    return False
+    listed = {row.inode for row in sockets}
+    resets = (_received_until_reset(fd) for inode, fd in own.items() if inode not in listed)
+    return any(port is not None and (port in ports or not by_accepted) for port in resets)
 
 
-def _own_sockets() -> Iterator[str]:
-    """Inodes of this process's sockets."""
+def _received_until_reset(descriptor: int) -> int | None:
+    """The local port if it is a TCP socket that was closed by a reset and has received bytes, read or not; else `None`.
+
+    A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, with what
+    they have not read yet.
+    """
+    try:
+        found = socket.socket(fileno=os.dup(descriptor))
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ENOTSOCK):  # closed meanwhile
+            return None
+        raise
+    with found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return None
+        try:
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:  # not TCP
+            return None
+        state, num_received = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\xff"))  # what is not told counts as received
+        return found.getsockname()[1] if state == _CLOSED and num_received else None
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
+
+
+def _is_local(host: str) -> bool:
+    """Whether an IP address, as the kernel's tables have it, is this host's."""
+    packed = b"".join(int(host[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(host), 8))
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((socket.inet_ntop(family, packed), 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def _own_sockets() -> dict[str, int]:
+    """Descriptors of this process's sockets, by their inodes."""
+    found = dict[str, int]()
     for entry in (_PROC / "self" / "fd").iterdir():
         try:
             target = str(entry.readlink())
         except FileNotFoundError:
             continue
         if target.startswith("socket:["):
-            yield target[8:-1]
+            found[target[8:-1]] = int(entry.name)
+    return found
 
 
 def _sockets(name: str) -> Iterator[_Socket]:

@@ -41,9 +41,9 @@ def health_of(runtime: Runtime) -> Health:
     """The state now. Never blocks; any thread may call it."""
     counts: dict[str, int] = {}
     for session in runtime.requests.leased_sessions():
-        lease = session.lease
-        if lease.state is LeaseState.QUARANTINED:
-            counts[lease.reason] = counts.get(lease.reason, 0) + 1
+        state, reason = session.lease.status
+        if state is LeaseState.QUARANTINED:
+            counts[reason] = counts.get(reason, 0) + 1
     total, limit = sum(counts.values()), runtime.limits.max_quarantined
     return Health(
         ok=not runtime.problem,

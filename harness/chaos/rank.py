@@ -40,7 +40,7 @@ from harness.chaos.pool import NUM_KV_HEADS, PagePool
 MAX_WAIT_S = 0.02
 MAX_PROBLEMS = 8
 """Peers whose problems a rank reports."""
-SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-sums-")
+SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-checksums-")
 """Threads that live as long as their manager. Threads of engines start and end with peers."""
 
 
@@ -175,9 +175,10 @@ class Rank:
 
     def _is_quarantined(self, lease: Lease) -> bool:
         """Whether rows are quarantined; notes those that are without a reason."""
-        if lease.state is LeaseState.QUARANTINED and not lease.reason:
+        state, reason = lease.status
+        if state is LeaseState.QUARANTINED and not reason:
             self.pool.wrong.append("rows are quarantined without a reason")
-        return lease.state is LeaseState.QUARANTINED
+        return state is LeaseState.QUARANTINED
 
     def _begin(self, job: Job) -> None:
         sends = job.direction == "send"

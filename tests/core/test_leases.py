@@ -31,7 +31,7 @@ def test_quarantine_keeps_its_first_reason_until_release() -> None:
     lease = Lease()
     lease.quarantine("first")
     lease.quarantine("second")
-    assert (lease.state, lease.reason) == (LeaseState.QUARANTINED, "first")
+    assert (lease.state, lease.reason) == lease.status == (LeaseState.QUARANTINED, "first")
     lease.release()
     assert (lease.state, lease.reason) == (LeaseState.RELEASED, "")
 

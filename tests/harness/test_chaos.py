@@ -41,7 +41,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
     assert {how for _, how in killed} == {"same address", "other address"}
     assert report.successes >= 5, "requests flow, however busy the machine is"
     assert report.returns, "no request went from decode to prefill"
-    assert report.good, report
+    assert report.good, str(report)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
     assert report.rounds_done == len(kinds)
     assert report.healing.keys() > {"the start"}
     assert report.successes >= 5, "requests flow, however busy the machine is"
-    assert report.good, report
+    assert report.good, str(report)
     if "compete" in kinds:
         assert report.contests["right instance, ok"]
         assert any("is not served to" in reason for reason in report.refusals)
@@ -70,7 +70,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
 def test_hosts_reconnect_after_their_link_was_cut() -> None:
     report = run("nixl", seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=2.0, longest_s=4.0)
     assert report.healing["cut"].times == 1
-    assert report.good, report
+    assert report.good, str(report)
 
 
 def test_wrong_bytes_are_found_without_fencing() -> None:

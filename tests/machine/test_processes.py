@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -114,6 +114,56 @@ def test_a_connection_that_this_process_made_counts_unless_told_otherwise(stack:
     made.close()
     assert identity.is_quiet()
     listening.close()
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_what_a_dead_process_sent_counts_where_its_end_was_a_reset(accepts: bool, stack: ExitStack) -> None:
+    """It had bytes to read. The connection is in no table any more, while what it has sent can still be read."""
+    if accepts:
+        process, lines = start(stack, ACCEPTS)
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", int(lines.readline()))))
+        other = None
+    else:
+        listening = listener(stack)
+        process, lines = start(stack, CONNECTS, str(listening.getsockname()[1]))
+        connection = stack.enter_context(listening.accept()[0])
+        other = stack.enter_context(listening.accept()[0])
+    identity = watch_from(lines, stack)
+    connection.send(b"never read")
+    process.kill()
+    process.wait()
+    if other is not None:
+        while other.recv(1 << 20):
+            pass
+        other.close()
+    inode = os.fstat(connection.fileno()).st_ino
+    assert not any(row.inode == str(inode) for row in processes._sockets("tcp")), "the kernel still lists it"
+    assert not identity.is_quiet()
+    assert identity.is_quiet(by_accepted=True) == accepts
+    num_read = 0
+    with suppress(ConnectionResetError):
+        while True:
+            num_read += len(connection.recv(1 << 20))
+            assert not identity.is_quiet()
+    assert num_read
+    assert not identity.is_quiet()
+    connection.close()
+    assert identity.is_quiet()
+
+
+def test_sockets_that_nothing_has_arrived_at_hold_up_no_proof(stack: ExitStack) -> None:
+    """They never had a connection, or were refused one, or are of another kind."""
+    process, lines = start(stack, f"{IMPORTS}\nconnections = []{FILL}")
+    watch = watch_from(lines, stack)
+    kinds = [socket.SOCK_STREAM, socket.SOCK_STREAM, socket.SOCK_DGRAM]
+    _, refused, _ = [stack.enter_context(socket.socket(socket.AF_INET, kind)) for kind in kinds]
+    with pytest.raises(ConnectionRefusedError):
+        refused.connect(("127.0.0.1", 1))
+    for each in socket.socketpair():
+        stack.enter_context(each)
+    process.kill()
+    process.wait()
+    assert watch.is_quiet()
 
 
 def test_nobody_is_attested_where_nobody_listens(stack: ExitStack) -> None:
@@ -288,6 +338,15 @@ def test_tables_that_cannot_be_read_prove_nothing(monkeypatch: pytest.MonkeyPatc
     assert watch.is_gone()
     assert not watch.is_quiet()
     assert machine_identity() == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("0100007F", True), ("00000000000000000000000001000000", True), ("010200C0", False)]
+)
+def test_addresses_of_this_host_are_told_from_others(host: str, expected: bool) -> None:
+    """As `/proc/net/tcp` writes 127.0.0.1, ::1 and 192.0.2.1."""
+    assert sys.byteorder == "little"
+    assert processes._is_local(host) == expected
 
 
 def test_a_refused_copy_between_processes_has_the_reason() -> None:

@@ -22,7 +22,7 @@ def test_no_byte_is_wrong_and_every_row_is_free_or_quarantined(
     report = run(
         engine, seed=1, rounds=3, kinds=["kill", "lose", "down"], transport="rdma", longest_s=3.0, requests=60, slow=SLOW
     )
-    assert report.good, report
+    assert report.good, str(report)
     assert report.transport == "rdma"
     assert report.rounds_done == 3
     assert report.successes > 10

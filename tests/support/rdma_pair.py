@@ -126,8 +126,9 @@ def proved_or_quarantined(lease: Lease) -> LeaseState:
     while lease.state is LeaseState.HELD:
         assert time.monotonic() < deadline, "rows are neither released nor quarantined"
         time.sleep(0.05)
-    assert lease.released or lease.reason
-    return lease.state
+    state, reason = lease.status
+    assert (state is LeaseState.QUARANTINED) == bool(reason)
+    return state
 
 
 def wrong_bytes(rank: Rank, numbers: tuple[int, ...], *, partial: int) -> int:

@@ -27,7 +27,7 @@ to local memory, and of a batch with a failed piece the engine reports nothing a
 An `UNSETTLED` transfer becomes `FAILED` when the peer's port refuses. What a peer wrote may still be in a socket buffer of
 this process, also after the peer has ended; writes come by connections that this engine has accepted. So over TCP `fence` is
 `QUIET` only if both hold: the peer's process has ended, by its pidfd, and none of the accepted connections
-has a far end without an owner (`disagg.machine.processes`). It is `UNKNOWN` otherwise.
+was reset or has a far end without an owner (`disagg.machine.processes`). It is `UNKNOWN` otherwise.
 
 The engine has no authentication, and listens on all addresses whatever address it is given: on a host other than loopback
 this backend requires `trusted_network=True`. Device memory takes the same path as host memory, where the installed wheel was

@@ -16,9 +16,9 @@ What each status of NIXL becomes here, and what proves that a transfer is settle
 
 NIXL has no call that proves anything about what the *peer's* engine posted to memory here. Over TCP not even the end of the
 peer's process is a proof: what it had sent waits in this side's socket buffers until this side's progress thread applies
-it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no
-socket of this process has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is unread, and
-nothing is being sent to the process either. `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may
+it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no socket
+of this process was reset or has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is unread,
+and nothing is being sent to the process either. `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may
 move bytes.
 
 The transport. NIXL does not report which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
