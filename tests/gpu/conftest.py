@@ -1,4 +1,7 @@
-"""Fixtures of the GPU tests. The tests are skipped, with the reason, on machines without two NVIDIA GPUs."""
+"""Fixtures of the GPU tests. The tests are skipped, with the reason, without an NVIDIA GPU.
+
+With one GPU, both processes share it; what needs two is marked `two_gpus`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from disagg.backends.cuda.driver import load_bindings
+from benchmarks.gpu.kill import second_gpu
+from disagg.backends.cuda.driver import load_bindings, num_gpus
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.errors import BackendUnavailable
 from tests.gpu.pieces import opened
@@ -17,11 +21,10 @@ from tests.gpu.targets import Memory, Target
 def missing() -> str | None:
     """What this machine lacks for the tests, or `None`."""
     try:
-        driver, _ = load_bindings()
+        load_bindings()
     except BackendUnavailable as error:
         return str(error)
-    count = int(driver.cuDeviceGetCount()[1])
-    return None if count >= 2 else f"expected two NVIDIA GPUs, found {count}"
+    return None if num_gpus() else "expected an NVIDIA GPU, found none"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if marked and not reason and num_gpus() < 2:
+        for item in marked:
+            if item.get_closest_marker("two_gpus"):
+                item.add_marker(pytest.mark.skip(reason="expected two NVIDIA GPUs, found one"))
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def backend(local: Memory, stack: ExitStack) -> NvlinkBackend:
 
 @pytest.fixture(scope="module")
 def shared_target() -> Iterator[Target]:
-    target = Target(1)
+    target = Target(second_gpu())
     yield target
     target.close()
 

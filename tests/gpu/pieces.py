@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from benchmarks.gpu.kill import second_gpu
 from disagg.backends.base import BackendOptions, Op, TransferStatus
 from disagg.backends.nvlink import engine as nvlink
 from disagg.backends.nvlink.backend import NvlinkBackend
@@ -76,8 +77,8 @@ def opened(memory: Memory, stack: ExitStack, **more: int) -> NvlinkBackend:
     return backend
 
 
-def new_target(stack: ExitStack, ordinal: int = 1, *, visible: str | None = None) -> Target:
-    target = Target(ordinal, visible=visible)
+def new_target(stack: ExitStack, ordinal: int | None = None, *, visible: str | None = None) -> Target:
+    target = Target(second_gpu() if ordinal is None else ordinal, visible=visible)
     stack.callback(target.close)
     return target
 

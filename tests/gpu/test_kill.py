@@ -31,7 +31,7 @@ def test_the_writer_is_killed(kind: str) -> None:
     assert outcome["owner's context"] == "works"
 
 
-@pytest.mark.parametrize("ordinals", [(1, 0), (0, 0)])
+@pytest.mark.parametrize("ordinals", [pytest.param((1, 0), marks=pytest.mark.two_gpus), (0, 0)])
 def test_decode_gets_the_rows_of_a_lost_peer_back(ordinals: tuple[int, int]) -> None:
     """On two GPUs and on one: the rows are released once, the next request over them is right, and nothing is written later."""
     losses, failures = lose_all(ordinals, list(CASES), workers=1, seconds=60.0)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.gpu.kill import second_gpu
 from disagg import KVManager, ModelId, Pages, new_request_id
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core import _native
@@ -125,7 +126,7 @@ def some_pages(rng: np.random.Generator, spec: KVRank, num_tokens: int, first_to
 
 @contextmanager
 def instances(model: KVModel, prefill: Side, decode: Side) -> Iterator[tuple[Connection, list[Rank]]]:
-    """Prefill on GPU 0 in a child process, decode on GPU 1 in this one."""
+    """Prefill on GPU 0 in a child process, decode on the second GPU in this one."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve_prefill, args=(theirs, model, prefill))
@@ -134,7 +135,7 @@ def instances(model: KVModel, prefill: Side, decode: Side) -> Iterator[tuple[Con
         theirs.close()
         stack.callback(process.join, PATIENCE_S)
         stack.callback(pipe.send, None)
-        ranks = start(model, decode, "decode-0", "cuda:1")
+        ranks = start(model, decode, "decode-0", f"cuda:{second_gpu()}")
         for rank in ranks:
             stack.callback(rank.manager.close)
         address = ask(pipe)

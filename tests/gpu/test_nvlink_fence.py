@@ -44,7 +44,7 @@ def descendant(target: Target) -> Iterator[int]:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ordinal", [0, 1])
+@pytest.mark.parametrize("ordinal", [0, pytest.param(1, marks=pytest.mark.two_gpus)])
 def test_the_end_of_a_process_is_a_proof(ordinal: int, backend: NvlinkBackend, stack: ExitStack) -> None:
     """On this GPU and on another one; before and after the peer was disconnected."""
     victim = new_target(stack, ordinal)

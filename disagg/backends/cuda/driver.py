@@ -54,6 +54,15 @@ def load_bindings() -> tuple[ModuleType, ModuleType]:
     return driver, nvrtc
 
 
+def num_gpus() -> int:
+    """Number of GPUs visible to this process; 0 without a driver."""
+    try:
+        driver, _ = load_bindings()
+    except BackendUnavailable:
+        return 0
+    return int(driver.cuDeviceGetCount()[1])
+
+
 @dataclass(frozen=True)
 class Allocation:
     """One device allocation, and the IPC handle that lets another process map it."""

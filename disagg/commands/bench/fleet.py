@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from disagg.backends.cuda.driver import num_gpus
 from disagg.commands.bench import processes
 from disagg.commands.bench.processes import StartedRank
 from disagg.commands.cases.instructions import AnyReply, Command, Describe, Description, Done, Exit, Failed, Reply
@@ -21,8 +22,6 @@ from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import load_model
 
-GPUS = {"prefill": 0, "decode": 1}
-"""The GPU of each side's pools, if they are on GPUs: source and destination never share one."""
 CHECK_S = 0.1
 """Interval in which a waiting driver checks whether its ranks are alive."""
 
@@ -187,6 +186,11 @@ def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[Star
     return sides
 
 
+def _gpu(role: str) -> str:
+    """GPU 0 for prefill, 1 for decode; both share the only one of a machine with one."""
+    return "cuda:1" if role == "decode" and num_gpus() != 1 else "cuda:0"
+
+
 def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
     """Start the ranks of each side in one process, since they share a GPU, which would switch between two processes."""
     sides = {"prefill": case.prefill, "decode": case.decode}
@@ -227,7 +231,7 @@ def _kill(children: Sequence[StartedRank]) -> None:
 
 
 def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankConfig:
-    """The settings of one rank of a case, on loopback; on GPUs, each side has its own GPU."""
+    """The settings of one rank of a case, on loopback; with several GPUs, each side has its own."""
     side, prefix = (case.prefill, 0) if role == "prefill" else (case.decode, case.prefix_hit)
     spec = load_model(case.model, num_layers=case.num_layers)
     return RankConfig.load(
@@ -241,7 +245,7 @@ def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankCon
         leader=leader,
         backend=case.backend,
         transport=case.transport,
-        device=f"cuda:{GPUS[role]}" if case.device == "cuda" else case.device,
+        device=_gpu(role) if case.device == "cuda" else case.device,
         verify=case.verify,
         pack_below=case.pack_below,
         driver="tcp://127.0.0.1:0",
