@@ -88,6 +88,7 @@ def test_a_peer_that_cannot_be_mapped_is_refused_with_the_reason(backend: Nvlink
     check(Op.WRITE, backend, local, target, SHAPES["mixed"])
 
 
+@pytest.mark.two_gpus
 def test_memory_that_cannot_be_served_is_refused(local: Memory) -> None:
     host = np.zeros(64, np.uint8)
     gpu = Device("cuda", 0)
