@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,7 +31,6 @@ class SpanClass:
     `n * nbytes` bytes if `dense`, else `n` runs of `nbytes`, `token_strides` apart.
     """
 
-    role: str
     layers: Ints
     source_bases: npt.NDArray[np.uint64]
     destination_bases: npt.NDArray[np.uint64]
@@ -141,9 +140,45 @@ def make_plan(
     for name, group in itertools.groupby(sorted(flows, key=lambda f: f.component), key=lambda f: f.component):
         ours, theirs = source[1].ranks[source[0]].by_name[name], destination[1].ranks[destination[0]].by_name[name]
         our_place, their_place = source[2][name], destination[2][name]
-        spans = tuple(_span(flow, ours.tensor(flow.role), theirs.tensor(flow.role), our_place, their_place) for flow in group)
-        components[name] = ComponentPlan(name, row_space(ours, our_place), row_space(theirs, their_place), spans)
+        found = [_span(flow, ours.tensor(flow.role), theirs.tensor(flow.role), our_place, their_place) for flow in group]
+        spaces = row_space(ours, our_place), row_space(theirs, their_place)
+        components[name] = ComponentPlan(name, *spaces, tuple(_join_roles(found, *spaces)))
     return TransferPlan(components)
+
+
+def _join_roles(spans: Iterable[SpanClass], source: RowSpace, destination: RowSpace) -> list[SpanClass]:
+    """Make one span class of two whose bytes lie side by side in both memories, as K and V of a page may."""
+    found: list[SpanClass] = []
+    for span in spans:
+        joined = next(((i, both) for i, one in enumerate(found) if (both := _joined(one, span, source, destination))), None)
+        if joined is None:
+            found.append(span)
+        else:
+            found[joined[0]] = joined[1]
+    return found
+
+
+def _joined(one: SpanClass, other: SpanClass, source: RowSpace, destination: RowSpace) -> SpanClass | None:
+    """Two span classes as one with another dim, if that makes longer runs of bytes, be it of whole pages only."""
+    if _shape(one) != _shape(other) or not np.array_equal(one.layers, other.layers):
+        return None
+    steps = [np.unique((b - a).view(np.int64)) for a, b in zip(_bases(one), _bases(other), strict=True)]
+    ours, theirs = (int(step[0]) if len(step) == 1 else 0 for step in steps)
+    if min(ours, theirs) <= 0:
+        return None
+    dims, nbytes = _fold([*one.dims, (2, ours, theirs)], one.nbytes)
+    pages = {space.page_size // one.granule * one.nbytes for space in (source, destination)}
+    if len(dims) > len(one.dims) and not (one.dense and len(dims) == 1 and pages == {ours} == {theirs}):
+        return None
+    return replace(one, dims=dims, nbytes=nbytes, dense=one.token_strides == (nbytes, nbytes))
+
+
+def _shape(span: SpanClass) -> tuple[object, ...]:
+    return span.row_strides, span.token_strides, span.granule, span.dims, span.nbytes, span.dense
+
+
+def _bases(span: SpanClass) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    return span.source_bases, span.destination_bases
 
 
 def _span(
@@ -157,7 +192,6 @@ def _span(
     token = destination.token
     strides = (ours.strides[token.name], theirs.strides[token.name]) if token else (0, 0)
     return SpanClass(
-        role=flow.role,
         layers=np.array(flow.layers, dtype=np.int64),
         source_bases=ours.addresses(flow.layers, ours.box_offset(source, box)),
         destination_bases=theirs.addresses(flow.layers, theirs.box_offset(destination, box)),

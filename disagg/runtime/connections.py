@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core.errors import DisaggError
 from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.machine.processes import ProcessWatch
 from disagg.protocol.peer_state import Lost, Ready
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
@@ -24,21 +25,29 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTING = 4
 """Ranks that the engine connects to at a time: one that does not answer holds up no other."""
 PROCESS_CHECK_S = 0.5
-"""How often the processes of connected ranks of this host are asked whether they have ended."""
+"""How often the processes of ranks of this host, connected or fenced, are asked whether they have ended."""
 FENCE_S, MAX_FENCE_S = 0.025, 5.0
-"""Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second."""
+"""Delay until the engine of a lost rank is asked again for a proof; it doubles each time, up to the second, and begins anew
+when the rank's process ends."""
 MAX_FENCING = 4096
 """Lost ranks that are fenced. Beyond this the oldest are given up: their rows stay quarantined."""
 
 
 @dataclass
 class _Fencing:
-    """A lost rank's engine peer, and when it is next fenced."""
+    """A lost rank's engine peer and process, and when it is next fenced."""
 
     engine: RemotePeer
+    process: ProcessWatch | None
     next_at: float
     renewed: bool
     delay_s: float = FENCE_S
+    has_ended: bool = False
+
+    def check(self, now: float) -> None:
+        """Fence it at once, and then often, when its process has ended."""
+        if not self.has_ended and self.process is not None and self.process.has_ended():
+            self.has_ended, self.delay_s, self.next_at = True, FENCE_S, now
 
 
 class Connections:
@@ -85,11 +94,14 @@ class Connections:
 
     def tick(self, now: float) -> None:
         """Fence lost ranks, and look for processes that have ended."""
-        self._fence(now)
         if now < self._next_check:
+            self._fence(now)
             return
         self._next_check = now + PROCESS_CHECK_S
         self._processes.prune()
+        for fencing in self._fencing.values():
+            fencing.check(now)
+        self._fence(now)
         for peer, rank in self._handshake.connected():
             if rank.process is not None and rank.process.has_ended():
                 self._peers.on_ended(peer, rank.epoch, now)
@@ -163,11 +175,11 @@ class Connections:
         self._lost[lost.peer] = lost.epoch
         self._connecting.pop(lost.peer, None)
         self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
-        engine = self._handshake.disconnect(lost.peer, lost.epoch)
-        if engine is not None:
+        rank = self._handshake.disconnect(lost.peer, lost.epoch)
+        if rank is not None:
             if len(self._fencing) >= MAX_FENCING:
                 del self._fencing[next(iter(self._fencing))]
-            self._fencing[lost.peer, lost.epoch] = _Fencing(engine, now, lost.renewed)
+            self._fencing[lost.peer, lost.epoch] = _Fencing(rank.engine, rank.process, now, lost.renewed)
             self._fence(now)
 
     def forget(self, instance: str) -> None:

@@ -296,12 +296,12 @@ class Handshake:
         except DisaggError as error:
             logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
 
-    def disconnect(self, peer: PeerRank, epoch: int) -> RemotePeer | None:
-        """Forget a rank at an epoch. Returns the engine's peer, to be fenced, or `None` if it was not connected."""
+    def disconnect(self, peer: PeerRank, epoch: int) -> RemoteRank | None:
+        """Forget a rank at an epoch. Returns the rank, whose engine is to be fenced, or `None` if it was not connected."""
         instance = self._instances.get(peer.instance)
         rank = instance.ranks.get(peer.rank) if instance is not None else None
         if instance is None or rank is None or rank.epoch != epoch:
             return None
         del instance.ranks[peer.rank]
         self.discard(peer, rank)
-        return rank.engine
+        return rank

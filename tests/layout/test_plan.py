@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -64,6 +65,32 @@ def test_every_split_of_five_layers_into_every_split() -> None:
     model = KVModel(num_kv_heads=1, dims={"k": 1, "v": 2}, dtype="uint8")
     for ours, theirs in itertools.product(splits(), repeat=2):
         check(Case(model=model, source=Side(stages=ours), destination=Side(stages=theirs), num_tokens=3))
+
+
+K_BESIDE_V = ("page kv token kv_head dim", "page kv kv_head token dim")
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "num_tokens", "num_copies"),
+    [
+        (Side(axes=K_BESIDE_V[0]), Side(axes=K_BESIDE_V[0]), 40, 3 * (2 + 2)),  # K and V of the half page are apart
+        (Side(axes=K_BESIDE_V[1]), Side(axes=K_BESIDE_V[1]), 48, 3 * 3),
+        (Side(axes=K_BESIDE_V[1]), Side(axes=K_BESIDE_V[1]), 40, 3 * (2 + 4)),
+        (Side(axes=K_BESIDE_V[0]), Side(axes=K_BESIDE_V[0], page=8), 48, 3 * 6 * 2),
+        (Side(axes=K_BESIDE_V[0]), Side(axes=K_BESIDE_V[0], tp=2), 48, 3 * 2 * 48),
+        (Side(axes=K_BESIDE_V[0]), Side(axes=NHD), 48, 3 * 3 * 2),
+        (Side(axes=K_BESIDE_V[0]), Side(axes=K_BESIDE_V[1]), 48, 3 * 2 * 2 * 48),
+    ],
+)
+def test_k_and_v_that_lie_side_by_side_in_both_memories_are_one_copy(
+    source: Side, destination: Side, num_tokens: int, num_copies: int
+) -> None:
+    """Three layers of two heads; pages of 16 tokens unless a side has 8."""
+    sides = [replace(side, stages=((0, 1, 2),), page=8 if side.page == 8 else 16) for side in (source, destination)]
+    model = KVModel(num_kv_heads=2, dims={"k": 8, "v": 8}, dtype="uint16")
+    scene = check(Case(model=model, source=sides[0], destination=sides[1], num_tokens=num_tokens))
+    ours, theirs = scene.rows(0, 0)
+    assert len(bind(scene.plan(0, 0), source=ours, destination=theirs, tokens=(0, num_tokens))) == num_copies
 
 
 SETTINGS: dict[str, Sequence[Any]] = {

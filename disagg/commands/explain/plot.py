@@ -145,7 +145,7 @@ def page_of(explanation: Explanation, name: str, role: str, rank: int, *, side: 
     pieces: list[Piece] = []
     for pair, plan in explanation.plans.items():
         if pair[side] == rank and name in plan.components:
-            pieces += _pieces(explanation, plan.components[name], role, pair, side=side, base=place.bases[0])
+            pieces += _pieces(explanation, plan.components[name], pair, side=side, base=place.bases[0])
     if not pieces:
         return None
     stop = max(piece.start + piece.nbytes for piece in pieces)
@@ -164,10 +164,10 @@ def split_axis(tensor: TensorLayout) -> str:
 
 
 def _pieces(
-    explanation: Explanation, component: ComponentPlan, role: str, pair: tuple[int, int], *, side: int, base: int
+    explanation: Explanation, component: ComponentPlan, pair: tuple[int, int], *, side: int, base: int
 ) -> Iterator[Piece]:
     """What a pair moves of the first row on one side, in the tensor's first layer there, which begins at `base`."""
-    numbers = tuple(i for i, span in enumerate(component.spans) if span.role == role and _in_first_row(span, side, base))
+    numbers = tuple(i for i, span in enumerate(component.spans) if _in_first_row(span, side, base))
     if not numbers:
         return
     need = explanation.destination.items[pair[1]].needs[component.name]
@@ -218,7 +218,7 @@ def _draw_memory(figure: Any, explanation: Explanation) -> None:
         for axes, page in zip(grid[side], shown, strict=False):
             _draw_page(axes, page, f"{titles[0]} rank {page.rank}", titles[1], side)
     figure.suptitle(
-        f"one row of {name!r}, tensor {role!r}, one layer, in memory order: line by line, left to right.\n"
+        f"one row of {name!r} from its tensor {role!r} on, one layer, in memory order: line by line, left to right.\n"
         "Prefill pages are coloured by the decode rank that needs the bytes, decode pages by the prefill rank\n"
         "that writes them. A black stroke marks the start of a piece, which is contiguous on both sides",
         fontsize=9,

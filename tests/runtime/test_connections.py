@@ -1,0 +1,70 @@
+"""When lost ranks are fenced."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from disagg.backends.base import Fence
+from disagg.protocol.peer_state import Lost
+from disagg.protocol.types import PeerRank
+from disagg.runtime.connections import MAX_FENCE_S, PROCESS_CHECK_S, Connections
+
+PEER = PeerRank("prefill", 0)
+LATE = 1000.0
+"""By then the pauses between two fences are at their longest."""
+
+
+class Fences:
+    """Connections that have lost one rank. `times` are those of the fences, none of which is quiet."""
+
+    def __init__(self, process: Any) -> None:
+        self.times: list[float] = []
+        self.now = 0.0
+        nothing: Any = SimpleNamespace(me="decode/0", connected=list, prune=lambda: None, peer_lost=lambda *_, **__: None)
+        nothing.disconnect = lambda *_: SimpleNamespace(engine=None, process=process)
+        self.connections = Connections(
+            backend=self,  # type: ignore[arg-type]
+            handshake=nothing,
+            peers=nothing,
+            sessions=nothing,
+            processes=nothing,
+            command=lambda _: None,
+            on_connected=lambda _: None,
+        )
+        self.connections.lose(Lost(PEER, 1, "it is silent"), self.now)
+
+    def fence(self, _engine: object, *, epoch: int) -> Fence:
+        assert epoch == 1
+        self.times.append(self.now)
+        return Fence.UNKNOWN
+
+    def run(self, until: float) -> list[float]:
+        """The times of the fences until then."""
+        self.times.clear()
+        while (at := self.connections.next_tick) < until:
+            self.now = max(self.now, at)
+            self.connections.tick(self.now)
+        return list(self.times)
+
+
+@pytest.mark.parametrize("process", [None, SimpleNamespace(has_ended=lambda: False)])
+def test_a_rank_that_lives_or_is_elsewhere_is_fenced_less_and_less_often(process: Any) -> None:
+    times = Fences(process).run(LATE)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert pauses == pytest.approx(sorted(pauses))
+    assert pauses[-1] == pytest.approx(MAX_FENCE_S)
+
+
+def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent() -> None:
+    process = SimpleNamespace(has_ended=lambda: False)
+    fences = Fences(process)
+    fences.run(LATE)
+    process.has_ended = lambda: True
+    times = fences.run(LATE + 60)
+    assert times[0] - LATE <= PROCESS_CHECK_S
+    assert sum(at - times[0] < 1 for at in times) > 3, "the kernel may take a while to free what the process had"
+    assert times[-1] - times[-2] == pytest.approx(MAX_FENCE_S)
