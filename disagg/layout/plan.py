@@ -147,14 +147,14 @@ def make_plan(
 
 
 def _join_roles(spans: Iterable[SpanClass], source: RowSpace, destination: RowSpace) -> list[SpanClass]:
-    """Make one span class of two whose bytes lie side by side in both memories, as K and V of a page may."""
+    """Make one span class of neighbours whose bytes lie side by side in both memories, as K and V of a page may."""
     found: list[SpanClass] = []
-    for span in spans:
-        joined = next(((i, both) for i, one in enumerate(found) if (both := _joined(one, span, source, destination))), None)
+    for span in sorted(spans, key=lambda each: int(each.source_bases[0])):
+        joined = _joined(found[-1], span, source, destination) if found else None
         if joined is None:
             found.append(span)
         else:
-            found[joined[0]] = joined[1]
+            found[-1] = joined
     return found
 
 
