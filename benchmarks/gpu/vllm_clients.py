@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 import statistics
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
@@ -35,8 +37,9 @@ PREFILL = {
     "remote_port": None,
 }
 """The `kv_transfer_params` that vLLM's proxies send to prefill."""
-EXTERNAL = "vllm:external_prefix_cache_hits_total"
-WARM_UP, MOST_FAILURES = 2, 4
+NUM_COMPARED = 24
+"""Tokens of each answer that are compared."""
+WARM_UP, MOST_FAILURES, PATIENCE_S = 2, 3, 20.0
 Broken = (OSError, HTTPException, RuntimeError)
 """What a request raises that a server does not answer."""
 
@@ -55,7 +58,7 @@ class Plan:
     limit_s: float
     repeats: int = 9
     rounds: int = 2
-    per_client: int = 4
+    per_client: int = 8
     begun_s: float = field(default_factory=time.monotonic)
     problems: list[str] = field(default_factory=list)
 
@@ -112,14 +115,14 @@ def ask(pair: Pair, prompt: Sequence[int], *, max_tokens: int, decode: Server | 
     reply, params = Reply(), None
     begun_s = time.monotonic()
     if pair.prefill is not None:
-        with pair.prefill.ask(prompt, timeout_s=60, max_tokens=1, logprobs=None, kv_transfer_params=PREFILL) as answer:
+        with pair.prefill.ask(prompt, timeout_s=PATIENCE_S, max_tokens=1, logprobs=None, kv_transfer_params=PREFILL) as answer:
             params = json.load(answer)["kv_transfer_params"]
         if not params:
             raise RuntimeError("prefill has answered without kv_transfer_params")
         reply.prefill_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     fields = {} if params is None else {"kv_transfer_params": params}
     to = decode or pair.decode
-    with to.ask(prompt, timeout_s=60, max_tokens=max_tokens, logprobs=None, stream=True, **fields) as answer:
+    with to.ask(prompt, timeout_s=PATIENCE_S, max_tokens=max_tokens, logprobs=None, stream=True, **fields) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
@@ -149,53 +152,58 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
 
 def measure_all(pairs: list[Pair], plan: Plan) -> Iterator[dict[str, Any]]:
     """The parts of the table, each as soon as it is complete."""
-    by_name = {pair.name: pair for pair in pairs}
-    alone = by_name.pop("undivided", None)
-    yield {"tokens": list(tokens([pair for pair in by_name.values() if pair.prefill], alone, plan))}
-    yield {"transport": {name: transport(pair) for name, pair in by_name.items() if pair.prefill}}
-    rows = []
-    for length in plan.lengths:
-        rows += [] if plan.is_over(f"first token, {length} tokens") else first_token(list(by_name.values()), length, plan)
+    moving = [pair for pair in pairs if pair.prefill]
+    timed = [pair for pair in pairs if pair.name != "undivided"]
+    prompts = [prompt_of(random.Random(length + place), length) for place, length in enumerate(plan.checked)]
+    expected = [answers_alone(pair, prompts, plan) for pair in pairs if pair.name == "undivided"]
+    yield {"tokens": [tokens(pair, pair.decode, prompts, expected, plan) for pair in moving]}
+    yield {"transport": {pair.name: transport(pair) for pair in moving}}
+    rows: list[dict[str, Any]] = []
+    for length in plan.lengths if timed else ():
+        rows += [] if plan.is_over(f"first token, {length} tokens") else first_token(timed, length, plan)
         yield {"first_token": rows}
-    loads = []
-    for clients in plan.clients:
-        for turn in range(plan.rounds):
-            for pair in by_name.values():
-                what = f"{pair.name}: load, {clients} clients, round {turn}"
-                if pair.prefill and pair.is_usable and not plan.is_over(what):
-                    loads.append(load(pair, clients, plan))
+    loads: list[dict[str, Any]] = []
+    for clients, turn in itertools.product(plan.clients, range(plan.rounds)):
+        what = f"load, {clients} clients, round {turn}"
+        loads += [load(pair, clients, plan) for pair in moving if pair.is_usable and not plan.is_over(f"{pair.name}: {what}")]
         yield {"load": loads}
+    others = [(pair, pair.other) for pair in moving if pair.other and not plan.is_over(f"{pair.name}: another block size")]
+    yield {"tokens_of_other_block": [tokens(pair, other, prompts, expected, plan) for pair, other in others]}
 
 
-def tokens(pairs: list[Pair], alone: Pair | None, plan: Plan) -> Iterator[dict[str, Any]]:
-    """One row for each pair and block size of decode."""
-    rng = random.Random(3)
-    prompts = [prompt_of(rng, length) for length in plan.checked]
-    whole, same_path = (
-        [
-            alone and attempt(alone, plan, lambda prompt=prompt: ask(alone, prompt, max_tokens=24), "tokens")
-            for prompt in prompts
-        ]
-        for _ in range(2)
-    )
-    for pair, is_other in itertools.product(pairs, (False, True)):
-        server = pair.other if is_other else pair.decode
-        if server is None or plan.is_over(f"{pair.name}: tokens"):
-            continue
-        before, found = server.metric(EXTERNAL), []
-        for prompt in prompts if pair.is_usable else ():
-            act = lambda pair=pair, prompt=prompt, server=server: ask(pair, prompt, max_tokens=24, decode=server)  # noqa: E731
+def answers_alone(alone: Pair, prompts: list[list[int]], plan: Plan) -> dict[str, list[Reply | None]]:
+    """The undivided server's first answers (`whole`), and those with the prompt in its prefix cache (`same_path`)."""
+    found: dict[str, list[Reply | None]] = {"whole": [], "same_path": []}
+    for prompt, replies in itertools.product(prompts, found.values()):
+        replies.append(attempt(alone, plan, partial(ask, alone, prompt, max_tokens=NUM_COMPARED), "tokens"))
+    return found
+
+
+def tokens(
+    pair: Pair, decode: Server, prompts: list[list[int]], expected: list[dict[str, list[Reply | None]]], plan: Plan
+) -> dict[str, Any]:
+    """How many answers of a pair are those of the undivided server, if there is one."""
+    before, found = num_external(decode), []
+    for prompt in prompts:
+        if pair.is_usable and not plan.is_over(f"{pair.name}: tokens"):
+            act = partial(ask, pair, prompt, max_tokens=NUM_COMPARED, decode=decode)
             found.append(attempt(pair, plan, act, f"tokens, {len(prompt)} in"))
-        pair.num_failures = 0
-        yield {
-            "pair": pair.name,
-            "decode_block": plan.block * (2 if is_other else 1),
-            "asked": len(prompts),
-            "answered": sum(reply is not None for reply in found),
-            "same_path": count_equal(found, same_path),
-            "whole": count_equal(found, whole),
-            "external": round((server.metric(EXTERNAL) - before) / sum(length - 1 for length in plan.checked), 4),
-        }
+    pair.num_failures = 0
+    return {
+        "pair": pair.name,
+        "asked": len(prompts),
+        "answered": sum(reply is not None for reply in found),
+        **{name: count_equal(found, replies) for each in expected for name, replies in each.items()},
+        "external": round((num_external(decode) - before) / sum(len(prompt) - 1 for prompt in prompts), 4),
+    }
+
+
+def num_external(decode: Server) -> float:
+    """Tokens that a server has not computed so far; not a number if it does not answer."""
+    try:
+        return decode.metric("vllm:external_prefix_cache_hits_total")
+    except (OSError, KeyError):
+        return math.nan
 
 
 def count_equal(found: Sequence[Reply | None], expected: Sequence[Reply | None]) -> int:
@@ -219,8 +227,7 @@ def first_token(pairs: list[Pair], length: int, plan: Plan) -> list[dict[str, An
             if not pair.is_usable:
                 continue
             prompt = prompt_of(rng, length)
-            act = lambda pair=pair, prompt=prompt: ask(pair, prompt, max_tokens=4)  # noqa: E731
-            reply = attempt(pair, plan, act, f"first token, {length} in")
+            reply = attempt(pair, plan, partial(ask, pair, prompt, max_tokens=4), f"first token, {length} in")
             if reply is not None and turn >= WARM_UP:
                 times[pair.name].append(reply.times_s[0] * 1e3)
     return [
@@ -245,7 +252,7 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
     what = f"load, {clients} clients"
     begun_s = time.monotonic()
     with ThreadPoolExecutor(clients) as pool:
-        found = pool.map(lambda prompt: attempt(pair, plan, lambda: ask(pair, prompt, max_tokens=max_tokens), what), prompts)
+        found = pool.map(lambda prompt: attempt(pair, plan, partial(ask, pair, prompt, max_tokens=max_tokens), what), prompts)
         replies = [reply for reply in found if reply is not None]
     elapsed_s = time.monotonic() - begun_s
     first_s = sorted(reply.prefill_s + reply.times_s[0] for reply in replies)
@@ -266,7 +273,7 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
 
 def show(table: dict[str, Any], plan: Plan) -> None:
     """Print the table, and what could not be measured."""
-    for part in ("tokens", "first_token", "load"):
+    for part in ("tokens", "first_token", "load", "tokens_of_other_block"):
         rows = table.get(part) or []
         if rows:
             print(f"\n{part}\n" + "  ".join(f"{name:>18}" for name in rows[0]))
