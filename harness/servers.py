@@ -125,9 +125,9 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def log(self) -> str:
-        """The end of what the process has written."""
-        return Path(self._log.name).read_text()[-6000:]
+    def log(self, *, length: int = 6000) -> str:
+        """The end of what the process has written, of at most `length` characters."""
+        return Path(self._log.name).read_text(errors="replace")[-length:]
 
     def wait_ready(self, *, timeout_s: float = 240.0) -> Server:
         """Wait until it answers. Raises `RuntimeError` with the end of its log if it does not."""

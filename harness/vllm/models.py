@@ -130,7 +130,11 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 def write_model(name: str, folder: Path) -> Path:
     """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
     torch.manual_seed(7)
-    model = MODELS[name]()
+    return save_model(MODELS[name](), folder)
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Write a model with this module's vocabulary, and the tokenizer, to `folder`."""
     model.generation_config = transformers.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(folder)
     _write_tokenizer(folder)

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -26,7 +25,7 @@ from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
 from disagg.integrations.vllm.scheduler import SchedulerHalf
-from disagg.integrations.vllm.worker import WorkerHalf
+from disagg.integrations.vllm.worker import TransferResults, WorkerHalf
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -122,7 +121,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self.worker.save(self._step)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.worker.results(idle=self._step.idle)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from disagg.core.errors import ConfigError
 from disagg.core.rows import TokenRange
 from disagg.integrations.identity import component_name
+from disagg.integrations.vllm.release import can_leave, is_plain
 from disagg.state.declare import last_tokens
 
 STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
@@ -77,7 +78,7 @@ def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
         specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
         what = f"KV cache group {index} ({', '.join(group.layer_names[:2])}{', ...' if len(group.layer_names) > 2 else ''})"
         kind = _KINDS.get(get_kv_cache_spec_kind(spec))
-        if kind is None or not group.enable_kv_transfer or group.host_resident:
+        if kind is None or not can_leave(group):
             raise ConfigError(f"{what}: expected full or sliding-window attention, MLA or recurrent state, found {spec}")
         for each in specs.values():
             _check(each, what)
@@ -93,7 +94,7 @@ def _check(spec: KVCacheSpec, what: str) -> None:
             found = f"{spec.mamba_type.name} of shapes {spec.shapes} with {spec.num_speculative_blocks} speculative blocks"
             raise ConfigError(f"{what}: expected the two states of one of {', '.join(STATES)}, found {found}")
         return
-    if spec.tokens_per_state != 1 or spec.state_content_bytes is not None or spec.num_head_slots is not None:
+    if not is_plain(spec):
         raise ConfigError(f"{what}: expected one plain vector per token and head, found a packed format: {spec}")
     if isinstance(spec, FullAttentionSpec) and (spec.sliding_window, spec.attention_chunk_size) != (None, None):
         raise ConfigError(f"{what}: expected vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager")

@@ -112,10 +112,19 @@ def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
 def _attention(
     name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology, layers_by_stage: Stages
 ) -> Component:
-    """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
-    on_cpu = next(iter(tensors.values())).device.type == "cpu"
-    views = {layer: _cpu_views(t, spec, name) if on_cpu else _gpu_views(t, spec) for layer, t in tensors.items()}
-    axes = {"k": "page kv_head dim token", "v": "hnd"} if on_cpu else "hnd"
+    """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU.
+
+    On a GPU vLLM 0.23 gives `[block, K or V, token, head, dim]`.
+    """
+    first = next(iter(tensors.values()))
+    axes: str | dict[str, str]
+    if first.device.type == "cpu":
+        axes = {"k": "page kv_head dim token", "v": "hnd"}
+        views = {layer: _cpu_views(tensor, spec, name) for layer, tensor in tensors.items()}
+    elif first.dim() == 5:
+        axes, views = "nhd", {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
+    else:
+        axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
     return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name, layers_by_stage=layers_by_stage)
 
 

@@ -197,6 +197,10 @@ class SchedulerHalf:
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), stop - num_external, stop))
         self._loading.add(request.request_id)
 
+    def is_loading(self, req_id: str) -> bool:
+        """Whether the workers load a request and have not reported its end."""
+        return req_id in self._loading
+
     def _unresolved(self, request: Request) -> HandOff | None:
         """The request's hand-off, unless it was loaded or declined before. A damaged one is logged and removed."""
         try:

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from transformers.utils import cached_file
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -38,6 +37,18 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits."""
+
+
+@dataclass
+class TransferResults:
+    """The requests whose transfers have ended. Failed receives are among the finished ones.
+
+    vLLM reads the fields of its `KVConnectorTransferResults`, which vLLM 0.23 does not have.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -74,11 +85,12 @@ class WorkerHalf:
         self._is_cuda = False
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
-        self._results = KVConnectorTransferResults()
+        self._results = TransferResults()
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._stats = TransferStats()
         self._nbytes = 0
+        self._transport = ""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -150,7 +162,7 @@ class WorkerHalf:
                 self._sends.pop(finish.req_id, None)
                 self._results.finished_sending.add(finish.req_id)
 
-    def results(self, *, idle: bool) -> KVConnectorTransferResults:
+    def results(self, *, idle: bool) -> TransferResults:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
@@ -161,7 +173,7 @@ class WorkerHalf:
                 self._sent(event.tag, event)
             else:
                 self._received(event.tag, event)
-        results, self._results = self._results, KVConnectorTransferResults()
+        results, self._results = self._results, TransferResults()
         return results
 
     def report(self) -> WorkerReport | None:
@@ -221,6 +233,9 @@ class WorkerHalf:
         self._stats.count_send(ok=event.ok)
         if not event.ok:
             logger.warning("request %s: decode did not get its state: %s", send.req_id, event.error)
+        elif (backend := self._running().backend).transport != self._transport:
+            self._transport = backend.transport
+            logger.info("requests are written to decode by %s over %s", backend.name, self._transport)
         send.has_ended = True
         if send.finished_s is not None:
             del self._sends[send.req_id]

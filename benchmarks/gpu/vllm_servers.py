@@ -1,0 +1,227 @@
+"""vLLM servers with this library's connector beside vLLM's own, on one or two GPUs::
+
+    python -m benchmarks.gpu.vllm_servers --gpus 1 --limit-s 540 --json docs/benchmarks/vllm-h200.json
+
+Prefill and decode are servers of their own. The model has random weights, and the KV of a Llama with 8 billion parameters:
+128 KiB per token. `nvlink` and `nixl` are this library's connector with that backend. `NixlConnector` is vLLM's. `nothing` is a
+decode server with vLLM's `DecodeBenchConnector`, which moves nothing. `vllm_clients.py` describes the figures. `--gpus 0` tries
+the program on the CPU with a small model.
+
+With two GPUs prefill is on the first one, and decode on the second one. With one GPU all servers share it. A server that does
+not start is reported with the end of its log, and the other ones are measured. All servers are killed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all, show
+from harness.servers import Server, free_port, transfer_config
+from harness.vllm.engine import ENVIRONMENT
+
+CONNECTORS = ("nvlink", "nixl", "NixlConnector", "nothing", "undivided")
+GPU_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+    "TRANSFORMERS_OFFLINE": "1",
+    "UCX_LOG_LEVEL": "warn",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+LARGE, SMALL = 9_000_000_000, 3_200_000_000
+"""Bytes of KV: for 32 prompts of 2,048 tokens at once, and for one prompt of 16,384 tokens."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A server to start. `place` is its GPU, if there are two."""
+
+    name: str
+    connector: str
+    place: int
+    block: int
+    nbytes: int
+
+
+def wanted(connectors: tuple[str, ...], block: int) -> Iterator[Wanted]:
+    """The servers of the pairs; each decode server also with blocks of twice as many tokens."""
+    for connector in connectors:
+        if connector in ("nothing", "undivided"):
+            yield Wanted(connector, connector, 1, block, SMALL)
+        else:
+            yield Wanted(f"{connector} prefill", connector, 0, block, LARGE)
+            yield Wanted(f"{connector} decode", connector, 1, block, LARGE)
+            yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL)
+
+
+def start(one: Wanted, model: Path, gpus: int) -> Server:
+    """Start a server."""
+    port = free_port()
+    own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    if gpus:
+        first = one.place % gpus
+        environ = {
+            **GPU_ENVIRONMENT,
+            **own,
+            "CUDA_VISIBLE_DEVICES": ",".join(str((first + each) % gpus) for each in range(gpus)),
+        }
+        size = ["--dtype", "bfloat16", "--compilation-config", json.dumps(GRAPHS), "--max-model-len", "20480"]
+        size += ["--max-num-batched-tokens", "20480", "--kv-cache-memory-bytes", str(one.nbytes)]
+    else:
+        environ = {**ENVIRONMENT, **own, "VLLM_LOGGING_LEVEL": "INFO"}
+        size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "512"]
+    caching = "--enable-prefix-caching" if one.connector == "undivided" else "--no-enable-prefix-caching"
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "model",
+    ]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(one.block), "--max-num-seqs", "32", caching]
+    command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size, *connector_options(one.connector)]
+    return Server(command, port, environ)
+
+
+def connector_options(connector: str) -> list[str]:
+    """The options of vLLM for a connector."""
+    if connector == "undivided":
+        return []
+    if connector in ("nvlink", "nixl"):
+        return ["--kv-transfer-config", transfer_config({"backend": connector})]
+    name = {"nothing": "DecodeBenchConnector"}.get(connector, connector)
+    config = {"kv_connector": name, "kv_role": "kv_both"}
+    return [
+        "--kv-transfer-config",
+        json.dumps(config if connector == "nothing" else {**config, "kv_load_failure_policy": "recompute"}),
+    ]
+
+
+@contextlib.contextmanager
+def running(
+    connectors: tuple[str, ...], model: Path, plan: Plan, *, gpus: int, patience_s: float, logs: Path | None
+) -> Iterator[dict[str, Server]]:
+    """The servers that have started, by name. `plan.problems` gets those that have not. `logs` gets the ends of all logs."""
+    with ExitStack() as stack:
+        started = {}
+        for one in wanted(connectors, plan.block):
+            started[one.name] = start(one, model, gpus)
+            stack.callback(end, one.name, started[one.name], logs)
+        until, ready = time.monotonic() + patience_s, {}
+        for name, server in started.items():
+            try:
+                ready[name] = server.wait_ready(timeout_s=max(1.0, until - time.monotonic()))
+            except RuntimeError:
+                plan.problems.append(f"{name}: did not start")
+                print(f"--- {name} did not start; the end of its log:\n{server.log()}\n---", flush=True)
+        print(f"{len(ready)} of {len(started)} servers are ready after {plan.elapsed_s():.0f} s", flush=True)
+        yield ready
+
+
+def end(name: str, server: Server, logs: Path | None) -> None:
+    """Kill a server at once, and copy the end of its log to the folder `logs`."""
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{name.replace(' ', '-')}.log").write_text(server.log(length=200_000))
+    with contextlib.suppress(ProcessLookupError):
+        server.kill()
+    server.stop()
+
+
+def pairs_of(ready: Mapping[str, Server], connectors: tuple[str, ...], block: int) -> Iterator[Pair]:
+    """The complete pairs among the servers that have started."""
+    for connector in connectors:
+        if connector in ready:
+            yield Pair(connector, None, ready[connector], None)
+        elif {f"{connector} prefill", f"{connector} decode"} <= ready.keys():
+            other = ready.get(f"{connector} decode {2 * block}")
+            yield Pair(connector, ready[f"{connector} prefill"], ready[f"{connector} decode"], other)
+
+
+def write_large_model(folder: Path) -> Path:
+    """A model of 0.7 billion parameters with 32 layers of 8 KV heads of 128 elements."""
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    models = importlib.import_module("harness.vllm.models")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=models.VOCABULARY, bos_token_id=models.BOS, eos_token_id=models.EOS, pad_token_id=models.EOS,
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, max_position_embeddings=32768, initializer_range=0.04, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    found: Path = models.save_model(model, folder)
+    del model
+    torch.cuda.empty_cache()
+    return found
+
+
+def about(gpus: int) -> dict[str, Any]:
+    """The machine and the versions of what runs."""
+    versions = {}
+    for name in ("vllm", "torch", "nixl", "transformers", "disagg"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "gpus": gpus, "cores": os.cpu_count(), "versions": versions}
+    if gpus:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found["gpu"], found["driver"] = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+    return found
+
+
+def terminate(number: int, _: object) -> None:
+    """End as after an exception, so that the servers are killed."""
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """Start the servers, measure, and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: a small model on the CPU")
+    parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=list(CONNECTORS))
+    parser.add_argument("--limit-s", type=float, default=540.0, metavar="SECONDS", help="when to end, with what was measured")
+    parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, terminate)
+    connectors = tuple(given.connectors)
+    plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
+    table = about(given.gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.gpus:
+            model = write_large_model(Path(folder))
+        else:
+            model = importlib.import_module("harness.vllm.models").write_model("llama", Path(folder))
+        print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
+        start_s, logs = given.start_s, given.logs
+        with running(connectors, model, plan, gpus=given.gpus, patience_s=start_s, logs=logs) as ready:
+            for part in measure_all(list(pairs_of(ready, connectors, plan.block)), plan):
+                table.update(part)
+                given.json.write_text(json.dumps({**table, "problems": plan.problems}, indent=1) + "\n")
+    show(table, plan)
+
+
+if __name__ == "__main__":
+    main()
