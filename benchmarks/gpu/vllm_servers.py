@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ def main() -> None:
         with running(connectors, model, plan, gpus=given.gpus, patience_s=start_s, logs=logs) as ready:
             for part in measure_all(list(pairs_of(ready, connectors, plan.block)), plan):
                 table.update(part)
-                given.json.write_text(json.dumps({**table, "problems": plan.problems}, indent=1) + "\n")
+                given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
     show(table, plan)
 
 
