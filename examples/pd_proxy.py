@@ -59,7 +59,7 @@ class Client:
         self._known: dict[str, Server] = {}
 
     async def server(self, url: str) -> Server:
-        """Which kind of server there is at `url`."""
+        """Which kind of server there is at `url`. Raises `ClientError` for one that was gone and is not back yet."""
         if url not in self._known:
             async with self._session.get(f"{url}/server_info") as answer:
                 port = (await answer.json())["disaggregation_bootstrap_port"] if answer.ok else None
@@ -81,8 +81,12 @@ class Client:
 
     @asynccontextmanager
     async def open(self, method: str, url: str, **content: Any) -> AsyncIterator[ClientResponse]:
-        async with self._session.request(method, url, **content) as answer:
-            yield answer
+        try:
+            async with self._session.request(method, url, **content) as answer:
+                yield answer
+        except ClientError:
+            self._known.pop(str(URL(url).origin()), None)  # until it answers, no prefill server computes anything for it
+            raise
 
 
 async def read_json(answer: ClientResponse) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.ports import free_ports
 from harness.vllm.engine import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ class Server:
         cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None, instead_of: Server | None = None
     ) -> Server:
         """A vLLM server of a model in float32, with 256 blocks. It takes the port of `instead_of`, which has ended."""
-        port = free_port() if instead_of is None else instead_of.port
+        port = free_ports(1)[0] if instead_of is None else instead_of.port
         common = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "256")
         return cls(
             [
@@ -89,8 +89,7 @@ class Server:
         It takes the ports of the server `instead_of`, which has ended. `SGLANG_PYTHON` names the interpreter of its
         environment, if it is not this one.
         """
-        port = free_port() if instead_of is None else instead_of.port
-        bootstrap_port = free_port() if instead_of is None else instead_of.bootstrap_port
+        port, bootstrap_port = free_ports(2) if instead_of is None else (instead_of.port, instead_of.bootstrap_port)
         disaggregation = {
             None: (),
             "prefill": ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap_port)),
@@ -98,12 +97,13 @@ class Server:
         }[mode]
         backend = () if mode is None else ("--disaggregation-transfer-backend", "disagg")
         common = ("--dtype", "float32", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1", "--skip-server-warmup")
+        idle = "--sleep-on-idle"  # otherwise every idle rank takes a whole core
         num_ranks = int(dict(itertools.pairwise(options)).get("--tp", 1))
         python = os.environ.get("SGLANG_PYTHON", sys.executable)
         server = cls(
             [
                 *(python, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
-                *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", *common),
+                *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", idle, *common),
                 *(*disaggregation, *backend, *options),
             ],
             port,
@@ -115,7 +115,7 @@ class Server:
     @classmethod
     def proxy(cls, prefill: Server, decode: Server) -> Server:
         """The example's proxy."""
-        port = free_port()
+        (port,) = free_ports(1)
         command = [sys.executable, "examples/pd_proxy.py", "--retry-s", "300", "--prefill", prefill.url, "--decode", decode.url]
         return cls([*command, "--port", str(port)], port)
 
@@ -173,6 +173,13 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/flush_cache?timeout=60", timeout=90):
             pass
 
+    def abort(self, request: str) -> None:
+        """Abort a request of an SGLang server, which was asked with this `rid`."""
+        body = json.dumps({"rid": request}).encode()
+        asked = urllib.request.Request(f"{self.url}/abort_request", data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=10):
+            pass
+
     def kill(self) -> None:
         """End the process and all that it has started with SIGKILL."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -214,10 +221,3 @@ def _choices(answer: Any) -> Iterator[dict[str, Any]]:
         text = line.decode().strip().removeprefix("data: ")
         if text and text != "[DONE]":
             yield from json.loads(text)["choices"]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

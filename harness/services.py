@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.debian import fetched
+from harness.ports import free_ports
 
 START_S = 30.0
 
@@ -117,18 +118,6 @@ def dns_server(services: Collection[tuple[str, str, int]] = ()) -> Iterator[DnsS
             yield server
         finally:
             server.stop()
-
-
-def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
-    """Ports of 127.0.0.1 that nothing has bound now."""
-    sockets = [socket.socket(type=kind) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _answers(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The settings of the connector: those of `disagg.Config`, and how long requests may wait."""
+"""The settings of the connectors: those of `disagg.Config`, and how long requests may wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ import msgspec
 
 from disagg.config import Config, public_key
 from disagg.core.address import bracketed, is_wildcard, parse_address
+from disagg.core.errors import ConfigError
 from disagg.settings import meaning
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Options(Config, frozen=True, kw_only=True):
+class ServerConfig(Config, frozen=True, kw_only=True):
+    """The settings of one rank of a server. Raises `ConfigError` for `discover` and `announce`: each request names its peer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("discover", "announce"):
+            found = getattr(self, key)
+            if found is not None:
+                raise ConfigError(f"config: key {key!r}: expected none, since requests name prefill servers, found {found!r}")
+
+
+class Options(ServerConfig, frozen=True, kw_only=True):
     """`kv_connector_extra_config`. Raises `ConfigError` for unknown keys and wrong values."""
 
     model: Annotated[

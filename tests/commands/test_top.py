@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg.commands.top import Sample, quantile, read, row
-from harness.services import free_ports
+from harness.ports import free_ports
 from tests.support.cluster import Cluster, Side, cluster
 
 

@@ -10,7 +10,8 @@ from disagg import DiscoveryError, KVManager
 from disagg.discovery import Found, PeerFollower
 from disagg.discovery.dns import DnsPeers
 from disagg.runtime.keys import KeyPair
-from harness.services import DnsServer, dns_server, free_ports
+from harness.ports import free_ports
+from harness.services import DnsServer, dns_server
 from tests.discovery.test_follower import DEADLINE_S, until
 
 SERVICE = "decode.default.svc.test"

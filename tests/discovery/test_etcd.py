@@ -14,7 +14,8 @@ import pytest
 
 from disagg import Config, ConfigError, DiscoveryError, KVManager
 from disagg.discovery import Announcement, Found, announced_at, peer_source
-from harness.services import Etcd, free_ports
+from harness.ports import free_ports
+from harness.services import Etcd
 from tests.discovery.test_follower import DEADLINE_S, until
 
 Start = Callable[..., KVManager]

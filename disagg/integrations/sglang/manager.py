@@ -16,11 +16,11 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from disagg.config import Config
 from disagg.core.address import bracketed
 from disagg.core.errors import ConfigError, DisaggError, PeerUnreachable
 from disagg.core.leases import Lease
 from disagg.core.topology import Topology
+from disagg.integrations.options import ServerConfig
 from disagg.integrations.peers import Peers
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
@@ -93,7 +93,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         )
         self.facts = host.read_facts(topology)
         parts = components(args, host.gather(self.facts), pp_rank=self.pp_rank)
-        config = Config.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
+        config = ServerConfig.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Pair(NamedTuple):
-    """A vLLM server, and the SGLang servers that it serves and that serve it. `options` are those of the command line."""
+    """A vLLM server, and the SGLang servers that it serves and that serve it, by the options of their command lines.
+
+    Servers of `killed` are killed at work, and started again.
+    """
 
     model: str
+    killed: Literal["vllm", "sglang"]
     vllm: tuple[str, ...]
     sglang_decode: tuple[str, ...]
     sglang_prefill: tuple[str, ...]
@@ -17,12 +21,14 @@ class Pair(NamedTuple):
 PAIRS = {
     "llama": Pair(
         model="llama",
+        killed="sglang",
         vllm=("--tensor-parallel-size", "2", "--block-size", "64"),
         sglang_decode=("--page-size", "16"),
         sglang_prefill=("--page-size", "32", "--chunked-prefill-size", "256"),
     ),
     "gemma3": Pair(
         model="gemma3",
+        killed="vllm",
         vllm=("--block-size", "32"),
         sglang_decode=("--tp", "2", "--page-size", "64"),
         sglang_prefill=("--page-size", "16", "--chunked-prefill-size", "256"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from disagg import Topology
+from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model, Request
 from tests.integrations.sglang.ranks import HOST, Rank
 from tests.integrations.sglang.test_layout import GDN, MAMBA2, MODELS
@@ -26,9 +26,7 @@ class Pair:
 
     def __init__(self, folder: Path, model: Model, prefill: Topology, decode: Topology, *, page_sizes: tuple[int, int],
                  **environ: str) -> None:  # fmt: skip
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.folder, self.model, self.page_sizes = folder, model, page_sizes
         self.environ = {"SGLANG_HOST_IP": HOST, **environ}
         self.ranks: list[Rank] = []

@@ -1,129 +1,205 @@
-"""Real SGLang servers: prefill at TP 2, decode at TP 1, and the tokens of one undivided server."""
+"""Real SGLang servers, and the answers of one undivided server.
+
+A server that is killed is replaced by one that divides the model differently, so the tests run in the order of this file:
+prefill at TP 2 and decode at TP 1; then both at TP 1; then decode at TP 2.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
-import threading
+import time
+import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.sglang.servers import Server, free_port, route, write_llama
+from harness.servers import Reply, Server
+from harness.vllm.models import write_model
+from tests.integrations.vllm.requests import prompts
 
-NUM_TOKENS = 16
 LENGTHS = (7, 16, 33, 250, 700, 1100)
-DECODE = ("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "cpu_tensor")
-BACKEND = ("--disaggregation-transfer-backend", "disagg", "--page-size", "16")
+PROMPTS = prompts(LENGTHS, seed=41)
+PAGE_SIZE = 16
+PREFILL = ("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256")
+DECODE = ("--page-size", str(PAGE_SIZE), "--disaggregation-decode-enable-radix-cache")
+ROOMS = itertools.count(2**62)
+REVERSED_ROOMS = itertools.count(1)
+REVERSING = """
+from disagg.integrations.sglang.receiver import DisaggKVReceiver
 
-Answers = list[tuple[list[int], list[float]]]
+def register():
+    right = DisaggKVReceiver.send_metadata
 
+    def send_metadata(self, pages, *given, **named):
+        return right(self, pages[::-1] if self.bootstrap_room < 1000 else pages, *given, **named)
 
-def prompts() -> list[list[int]]:
-    source = random.Random(0)
-    return [[source.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
-
-
-def read(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    assert "error" not in answer, answer
-    logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
-    return answer["output_ids"], logprobs
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """The tokens of one server that does everything."""
-    server = Server(model, tmp_path_factory.mktemp("undivided") / "log")
-    try:
-        server.wait()
-        return [read(server.generate(prompt, NUM_TOKENS)) for prompt in prompts()]
-    finally:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def decode(model: Path, expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A decode server, started once the undivided server has ended."""
-    server = Server(model, tmp_path_factory.mktemp("decode") / "log", *DECODE, *BACKEND, DISAGG_BACKEND="nixl")
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def prefill(model: Path, log: Path, port: int, *options: str, **environ: str) -> Server:
-    cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
-    environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(itertools.islice(cores, 2 if "--tp" in options else 1))
-    mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-    return Server(model, log, *mode, *BACKEND, "--chunked-prefill-size", "256", *options, **environ)
-
-
-def test_tokens_of_a_pair_equal_one_server(model: Path, expected: Answers, decode: Server, tmp_path: Path) -> None:
-    port = free_port()
-    server = prefill(model, tmp_path / "prefill", port, "--tp", "2", DISAGG_BACKEND="nixl")
-    try:
-        server.wait()
-        decode.wait()
-        rooms = iter(range(2**62, 2**62 + 1000))
-        one_by_one = [read(route(server, decode, port, next(rooms), prompt, NUM_TOKENS)) for prompt in prompts()]
-        check(one_by_one, expected, server, decode)
-        again = [read(route(server, decode, port, next(rooms), prompt, NUM_TOKENS)) for prompt in prompts()]  # prefix hits
-        check(again, expected, server, decode)
-        at_once: dict[int, tuple[list[int], list[float]]] = {}
-
-        def ask(number: int, room: int) -> None:
-            prompt = prompts()[number % len(LENGTHS)]
-            at_once[number] = read(route(server, decode, port, room, prompt, NUM_TOKENS))
-
-        threads = [threading.Thread(target=ask, args=(number, next(rooms))) for number in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        check(
-            [at_once[number] for number in range(20)], [expected[number % len(LENGTHS)] for number in range(20)], server, decode
-        )
-    finally:
-        server.stop()
-
-
-def check(found: Answers, expected: Answers, *servers: Server) -> None:
-    for (tokens, logprobs), (right_tokens, right_logprobs) in zip(found, expected, strict=True):
-        assert tokens == right_tokens, "\n".join(server.tail() for server in servers)
-        assert logprobs == pytest.approx(right_logprobs, abs=1e-4)
-
-
-LOSSY = """
-from disagg.testing.backend_faults import BackendFaults, inject
-
-start = inject("nixl", BackendFaults(lose=1.0))  # an engine that says that bytes have landed, and sends none
+    DisaggKVReceiver.send_metadata = send_metadata
 """
+"""A plug-in of decode that reserves the pages of small rooms in the wrong order."""
 
 
-def test_without_the_bytes_the_tokens_differ(model: Path, expected: Answers, decode: Server, tmp_path: Path) -> None:
-    """A control: the test above sees damaged state."""
-    package = tmp_path / "package"
-    (package / "lossy-1.dist-info").mkdir(parents=True)
-    (package / "lossy-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: lossy\nVersion: 1\n")
-    (package / "lossy-1.dist-info" / "entry_points.txt").write_text("[disagg.backends]\nlossy = lossy:start\n")
-    (package / "lossy.py").write_text(LOSSY)
-    port = free_port()
-    server = prefill(
-        model, tmp_path / "prefill", port, DISAGG_BACKEND="lossy", PYTHONPATH=f"{package}:{os.environ['PYTHONPATH']}"
+@dataclass
+class Servers:
+    """Prefill, decode, the proxy, and the answers of one server that does everything."""
+
+    model: Path
+    stack: ExitStack
+    prefill: Server
+    decode: Server
+    proxy: Server
+    expected: list[Reply]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    model = write_model("llama", tmp_path_factory.mktemp("models") / "llama")
+    package = tmp_path_factory.mktemp("plug-in")
+    (package / "reversing-1.dist-info").mkdir()
+    (package / "reversing-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: reversing\nVersion: 1\n")
+    (package / "reversing-1.dist-info" / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nreversing = reversing:register\n"
     )
-    try:
-        server.wait()
-        decode.wait()
-        found = [read(route(server, decode, port, 2**61 + n, prompt, NUM_TOKENS)) for n, prompt in enumerate(prompts())]
-        assert [tokens[0] for tokens, _ in found] == [tokens[0] for tokens, _ in expected]  # the first is prefill's
-        assert all(tokens != right for (tokens, _), (right, _) in zip(found, expected, strict=True))
-    finally:
-        server.stop()
+    (package / "reversing.py").write_text(REVERSING)
+    path = f"{package}:{os.environ['PYTHONPATH']}"
+    with Server.sglang(model) as alone:
+        alone.wait_ready()
+        expected = [alone.complete(prompt) for prompt in PROMPTS]
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("DISAGG_BACKEND", "nixl")
+        prefill = stack.enter_context(Server.sglang(model, "--tp", "2", *PREFILL, mode="prefill"))
+        decode = stack.enter_context(Server.sglang(model, *DECODE, mode="decode", PYTHONPATH=path))
+        proxy = stack.enter_context(Server.proxy(prefill.wait_ready(), decode.wait_ready()))
+        yield Servers(model, stack, prefill, decode, proxy.wait_ready(), expected)
+
+
+def check(found: list[Reply], expected: list[Reply]) -> None:
+    for one, right in zip(found, expected, strict=True):
+        assert one.tokens == right.tokens
+        assert one.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+@contextmanager
+def load(servers: Servers) -> Iterator[None]:
+    """Ask the proxy meanwhile. Every answer is right in the end, whichever server was killed."""
+    asked = PROMPTS * 4
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(servers.proxy.complete, prompt, stream=False, timeout_s=400) for prompt in asked]
+        yield
+        check([each.result() for each in waiting], servers.expected * 4)
+
+
+def check_answers(servers: Servers) -> None:
+    """One by one; again, with prefixes that both servers have cached; and 20 at once."""
+    for _ in range(2):
+        check([servers.proxy.complete(prompt) for prompt in PROMPTS], servers.expected)
+    with ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(servers.proxy.complete, itertools.islice(itertools.cycle(PROMPTS), 20)))
+    check(found, list(itertools.islice(itertools.cycle(servers.expected), 20)))
+    check_free(servers)
+
+
+def check_free(servers: Servers) -> None:
+    """Only a server without requests empties its cache. SGLang itself ends if its pools are not free then."""
+    for server in (servers.prefill, servers.decode):
+        server.flush()
+        server.wait_ready()
+
+
+def where(servers: Servers, room: int) -> dict[str, Any]:
+    """What SGLang's router adds to a request."""
+    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.prefill.bootstrap_port, "bootstrap_room": room}
+
+
+def route(servers: Servers, room: int, prompt: list[int]) -> Reply:
+    """What SGLang's router does: the request goes to both at once, and decode answers."""
+    with ThreadPoolExecutor() as pool:
+        pool.submit(servers.prefill.complete, prompt, stream=False, **where(servers, room))
+        return servers.decode.complete(prompt, stream=False, **where(servers, room))
+
+
+def test_tp_2_to_1(servers: Servers) -> None:
+    check_answers(servers)
+
+
+def test_with_reversed_pages_the_tokens_differ(servers: Servers) -> None:
+    """A control: the other tests see state in the wrong place. The first token is prefill's.
+
+    The longest prompt is first, so that no prompt has the pages that it had before, with the right state still in them.
+    """
+    for length, prompt, right in reversed(list(zip(LENGTHS, PROMPTS, servers.expected, strict=True))):
+        found = route(servers, next(REVERSED_ROOMS), prompt)
+        assert found.tokens[0] == right.tokens[0]
+        agrees = found.tokens == right.tokens and found.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+        assert agrees == (length <= PAGE_SIZE)
+    check_free(servers)
+
+
+def test_a_room_that_comes_back(servers: Servers) -> None:
+    room = next(ROOMS)
+    check([route(servers, room, PROMPTS[2]) for _ in range(2)], [servers.expected[2]] * 2)
+
+
+def test_aborts(servers: Servers) -> None:
+    """A request that decode has aborted fails on prefill. One that prefill has aborted waits on decode until it is aborted."""
+    (prompt,) = prompts((300,), seed=42)
+    room = next(ROOMS)
+    abort(servers, servers.decode, room, prompt)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        servers.prefill.complete(prompt, stream=False, **where(servers, room))
+    assert "decode does not want the request" in refused.value.read().decode()
+    room = next(ROOMS)
+    abort(servers, servers.prefill, room, prompt)
+    abort(servers, servers.decode, room, prompt)
+    check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
+    check_free(servers)
+
+
+def abort(servers: Servers, server: Server, room: int, prompt: list[int]) -> None:
+    """Ask only this server, and abort the request while it waits for the other."""
+    name = f"request-{room}"
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.complete, prompt, stream=False, rid=name, **where(servers, room))
+        time.sleep(1.0)
+        assert not asked.done()
+        server.abort(name)
+        error = asked.exception(timeout=60)
+        if error is None:
+            assert asked.result().tokens == []
+        else:
+            assert isinstance(error, urllib.error.HTTPError)
+            assert "bort" in error.read().decode()
+
+
+def test_prefill_is_replaced_under_load(servers: Servers) -> None:
+    """Decode learns at once that the process has ended. The server in its place answers what was under way, at TP 1."""
+    with load(servers), ThreadPoolExecutor() as pool:
+        alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
+        time.sleep(1.0)
+        servers.prefill.kill()
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            alone.result()
+        assert "is gone: its process has ended" in failed.value.read().decode()
+        servers.prefill = servers.stack.enter_context(
+            Server.sglang(servers.model, *PREFILL, mode="prefill", instead_of=servers.prefill)
+        )
+    check_answers(servers)
+
+
+def test_decode_is_replaced_under_load(servers: Servers) -> None:
+    """The server in its place, at TP 2 with larger pages, also retracts requests while they run."""
+    options = ("--tp", "2", "--page-size", "64", "--enable-metrics")
+    retract = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    with load(servers):
+        time.sleep(0.1)
+        servers.decode.kill()
+        servers.decode = servers.stack.enter_context(
+            Server.sglang(servers.model, *options, mode="decode", instead_of=servers.decode, **retract)
+        )
+    check_answers(servers)
+    assert servers.decode.metric("sglang:num_retracted_requests_total") > 0

@@ -49,17 +49,22 @@ def test_prefill_is_killed(start: Callable[..., Engine]) -> None:
 
 
 def test_decode_is_killed(start: Callable[..., Engine]) -> None:
-    """Prefill gives the blocks back after `hold_s` at the latest, and serves the decode server that replaces the dead one."""
+    """Prefill, which was stopped meanwhile, gives blocks back long before `hold_s`, and serves the server in its place."""
     options: dict[str, Any] = {"block_size": 64}
-    prefill = start(block_size=32, extra={"hold_s": 4.0})
+    prefill = start(block_size=32)
     decodes = [start(**options), start(**options)]
     asked = prompts(LENGTHS, seed=23)
     expected = prefill.wait_ready().generate(asked, max_tokens=6)
     hand_over(prefill, decodes[0].wait_ready(), prompts((50,), seed=24))
     first = prefill.generate(asked, params=PREFILL)
+    prefill.signal(signal.SIGSTOP)  # so that no transfer ends before decode does
     for prompt, one in zip(asked, first, strict=True):
         decodes[0].add(prompt, params=one.params)
+    while decodes[0].num_free_blocks() > decodes[0].num_blocks - 1 - sum(length // 64 for length in LENGTHS):
+        time.sleep(0.1)  # until decode has reserved
+    time.sleep(1.0)
     decodes[0].kill()
+    prefill.signal(signal.SIGCONT)
     wait_empty(prefill)
     found = hand_over(prefill, decodes[1].wait_ready(), asked, max_tokens=6)
     check_equal(expected, found)
