@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all, show
-from harness.servers import Server, free_port, transfer_config
+from harness.ports import free_ports
+from harness.servers import Server, transfer_config
 from harness.vllm.engine import ENVIRONMENT
 
 CONNECTORS = ("nvlink", "nixl", "NixlConnector", "nothing", "undivided")
@@ -76,8 +77,8 @@ def wanted(connectors: tuple[str, ...], block: int) -> Iterator[Wanted]:
 
 def start(one: Wanted, model: Path, gpus: int) -> Server:
     """Start a server."""
-    port = free_port()
-    own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    port, side_port = free_ports(2)
+    own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     if gpus:
         first = one.place % gpus
         environ = {
