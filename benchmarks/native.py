@@ -47,7 +47,6 @@ def head_plan(*, page_size: int, num_layers: int, num_pages: int) -> ComponentPl
 
     spans = tuple(
         SpanClass(
-            role=role,
             layers=np.arange(num_layers),
             source_bases=bases(1 << 40 + number),
             destination_bases=bases(1 << 50 + number),
@@ -58,7 +57,7 @@ def head_plan(*, page_size: int, num_layers: int, num_pages: int) -> ComponentPl
             nbytes=nbytes,
             dense=False,
         )
-        for number, role in enumerate("kv")
+        for number in range(2)
     )
     space = RowSpace(page_size, num_pages, EVERYTHING)
     return ComponentPlan("kv", space, space, spans)

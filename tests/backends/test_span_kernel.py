@@ -108,7 +108,6 @@ def slot_plans(draw: st.DrawFn) -> tuple[ComponentPlan, Rows, Rows]:
         bases = [base + 5 * (strides[0] + strides[1]) * np.arange(len(layers), dtype=np.uint64) + side for side in (0, 1 << 40)]
         spans.append(
             SpanClass(
-                "state",
                 np.array(layers),
                 bases[0],
                 bases[1],

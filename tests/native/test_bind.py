@@ -47,7 +47,6 @@ def spans(draw: st.DrawFn, *, granules: tuple[int, ...] = (1, 2, 4)) -> SpanClas
     layers = draw(st.lists(st.integers(0, 5), max_size=4))
     base = st.one_of(st.integers(0, 30), st.just(2**64 - 3))
     return SpanClass(
-        role="k",
         layers=np.array(layers, dtype=np.int64),
         source_bases=np.array([draw(base) for _ in layers], dtype=np.uint64),
         destination_bases=np.array([draw(base) for _ in layers], dtype=np.uint64),
@@ -125,7 +124,6 @@ def core_span(span: SpanClass, **changed: Any) -> _native.Span:
 
 def plain(**changed: Any) -> SpanClass:
     fields: dict[str, Any] = {
-        "role": "k",
         "layers": np.arange(3),
         "source_bases": np.array([0, 1000, 2000], np.uint64),
         "destination_bases": np.array([0, 500, 9000], np.uint64),

@@ -102,7 +102,6 @@ def shapes(draw: st.DrawFn) -> SpanClass:
     layers = draw(st.lists(st.integers(0, 5), max_size=4))
     bases = st.lists(st.integers(0, 30), min_size=len(layers), max_size=len(layers)).map(lambda b: np.array(b, np.uint64))
     return SpanClass(
-        role="k",
         layers=np.array(layers, dtype=np.int64),
         source_bases=draw(bases),
         destination_bases=draw(bases),
