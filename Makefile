@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_pictures.py scripts/docs_site.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,7 +27,10 @@ fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (
 	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 100000 --jobs 2 $(FUZZ_ARGS)
 
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
-	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly and not chaos" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
+
+test-chaos: setup ## Run the tests that kill and replace ranks under load, one after the other
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q -m chaos tests/harness $(PYTEST_ARGS)
 
 test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 44 of them)
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py tests/examples/test_transformers_pd.py $(PYTEST_ARGS)

@@ -32,7 +32,6 @@ class Loads(html.parser.HTMLParser):
         self.diagrams += given.get("class") == "mermaid"
 
 
-@pytest.mark.slow
 def test_no_page_needs_another_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -34,7 +34,6 @@ ATTENTION = [name for name in ARCHITECTURES if name not in RECURRENT]
 CHOSEN = {"some": [*ATTENTION[:2], *RECURRENT[:2]], "attention": ATTENTION[2:], "recurrent": RECURRENT[2:]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen", ["some", *(pytest.param(name, marks=pytest.mark.nightly) for name in CHOSEN if name != "some")]
 )

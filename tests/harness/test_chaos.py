@@ -33,6 +33,7 @@ def _rank_logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("engine", "seed"), [("nixl", 2), ("mooncake", 12)])
 def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed: int) -> None:
     report = run(engine, seed=seed, rounds=2)
@@ -44,6 +45,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
     assert report.good, str(report)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("engine", "kinds"),
     [
@@ -66,6 +68,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
         assert any("this attempt is under way" in reason for reason in report.refusals)
 
 
+@pytest.mark.chaos
 @needs_places
 def test_hosts_reconnect_after_their_link_was_cut() -> None:
     report = run("nixl", seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=2.0, longest_s=4.0)
@@ -73,6 +76,7 @@ def test_hosts_reconnect_after_their_link_was_cut() -> None:
     assert report.good, str(report)
 
 
+@pytest.mark.chaos
 def test_wrong_bytes_are_found_without_fencing() -> None:
     assert run("nixl", seed=1, rounds=0, fencing=False, grace_s=0.0).wrong
 

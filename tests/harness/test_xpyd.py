@@ -7,7 +7,7 @@ import pytest
 from harness.xpyd import run
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_no_request_is_lost_while_workers_come_and_go() -> None:
     summary = run(seconds=20.0, backend="cma")
     assert summary.ok, str(summary)

@@ -145,8 +145,8 @@ def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
 
         request = new_request_id()
         rows = Calling(close) if place == "rows" else None
+        sender = instances.prefill[0].manager.sender(request, peer="decode-0")  # first: one of a lost peer waits for its return
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), ready=rows)
-        sender = instances.prefill[0].manager.sender(request, peer="decode-0")
         sender.finish({"kv": Pages(np.arange(5))}, ready=Calling(close) if place == "chunk" else None)
         if place == "release":
             receiver.wait(timeout_s=DEADLINE_S)
