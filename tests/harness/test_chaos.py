@@ -40,7 +40,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
     killed = {(victim.partition("-")[0], victim.partition(", ")[2]) for victim in report.victims}
     assert {role for role, _ in killed} == {"prefill", "decode"}
     assert {how for _, how in killed} == {"same address", "other address"}
-    assert report.successes >= 5, "requests flow, however busy the machine is"
+    assert report.successes > 20
     assert report.returns, "no request went from decode to prefill"
     assert report.good, str(report)
 
@@ -60,7 +60,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
     report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S)
     assert report.rounds_done == len(kinds)
     assert report.healing.keys() > {"the start"}
-    assert report.successes >= 5, "requests flow, however busy the machine is"
+    assert report.successes > 20
     assert report.good, str(report)
     if "compete" in kinds:
         assert report.contests["right instance, ok"]
