@@ -33,12 +33,10 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology
-from disagg.backends.cuda.driver import num_gpus
+from disagg.backends.cuda.driver import num_gpus, second_gpu
 from disagg.state import paged
 
 PAGE, HEADS, DIM, LAYERS = 16, 8, 128, 8
-PAGE_NBYTES = PAGE * HEADS * DIM * 2
-"""Of one tensor of 16 bits per element; a request has K and V of each layer."""
 SIZES = {"2 MB": 4, "67 MB": 128}
 """Pages of a request."""
 COUNTS = {"2 MB": 60, "67 MB": 20}
@@ -70,7 +68,7 @@ class Rank:
         self.torch: Any = importlib.import_module("torch")
         self.torch.set_num_threads(1)
         pages, other = SIZES[case.size], "decode" if role == "prefill" else "prefill"
-        self.device = "cpu" if case.device == "cpu" else f"cuda:{min(role == 'decode', num_gpus() - 1):d}"
+        self.device = "cpu" if case.device == "cpu" else f"cuda:{second_gpu() if role == 'decode' else 0}"
         shape = (pages, PAGE, HEADS, DIM)
         pools = {
             layer: tuple(self.torch.full(shape, 7, dtype=self.torch.bfloat16, device=self.device) for _ in "kv")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from disagg.backends.cuda.driver import Gpu, num_gpus
+from disagg.backends.cuda.driver import Gpu, num_gpus, second_gpu
 from disagg.backends.cuda.queue import Queue
 
 NBYTES = 256 << 20
@@ -300,11 +300,6 @@ def writer_killed(kind: str) -> dict[str, Any]:
 
 CASES = {"owner killed": owner_killed, "owner frees": owner_frees, "writer killed": writer_killed}
 KINDS = ("legacy", "exported")
-
-
-def second_gpu() -> int:
-    """The GPU of the second process: 1, or 0 where there is only one."""
-    return min(1, num_gpus() - 1)
 
 
 def run(case: str, kind: str) -> dict[str, Any]:

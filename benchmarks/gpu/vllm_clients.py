@@ -78,7 +78,7 @@ class Plan:
         return time.monotonic() - self.begun_s
 
     def is_over(self, what: str) -> bool:
-        """Whether the time is over. Notes what is not measured for that reason."""
+        """Whether the time limit has passed. If so, notes that `what` was not measured."""
         if self.elapsed_s() < self.limit_s:
             return False
         self.problems.append(f"{what}: not measured, since the time is over")

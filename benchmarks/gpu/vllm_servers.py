@@ -202,7 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: a small model on the CPU")
     parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=list(CONNECTORS))
-    parser.add_argument("--limit-s", type=float, default=540.0, metavar="SECONDS", help="when to end, with what was measured")
+    parser.add_argument(
+        "--limit-s", type=float, default=540.0, metavar="SECONDS", help="end after this time, with the results so far"
+    )
     parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")

@@ -292,7 +292,7 @@ def _received_until_reset(descriptor: int) -> int | None:
             info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         except OSError:  # not TCP
             return None
-        state, num_received = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\xff"))  # what is not told counts as received
+        state, num_received = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\xff"))  # an old kernel does not say: it counts
         return found.getsockname()[1] if state == _CLOSED and num_received else None
 
 

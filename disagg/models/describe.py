@@ -1,7 +1,7 @@
 """Reads a model from its config: the kind of each layer, and the states that it leaves.
 
-A model that this library cannot describe in full raises an error that names what is not supported: an unknown model type, an
-unknown kind of layer, or a field that means state and that the family does not read.
+A model that this library cannot describe in full is refused. The error names the reason: an unknown model type, an unknown kind
+of layer, or a field that means state and that the family does not read.
 """
 
 from __future__ import annotations

@@ -94,14 +94,16 @@ class Connections:
 
     def tick(self, now: float) -> None:
         """Fence lost ranks, and look for processes that have ended."""
-        if now < self._next_check:
-            self._fence(now)
-            return
+        if now >= self._next_check:
+            self._check(now)
+        self._fence(now)
+
+    def _check(self, now: float) -> None:
+        """Look for processes of connected and of lost ranks that have ended."""
         self._next_check = now + PROCESS_CHECK_S
         self._processes.prune()
         for fencing in self._fencing.values():
             fencing.check(now)
-        self._fence(now)
         for peer, rank in self._handshake.connected():
             if rank.process is not None and rank.process.has_ended():
                 self._peers.on_ended(peer, rank.epoch, now)

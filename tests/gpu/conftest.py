@@ -10,8 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.gpu.kill import second_gpu
-from disagg.backends.cuda.driver import load_bindings, num_gpus
+from disagg.backends.cuda.driver import load_bindings, num_gpus, second_gpu
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.errors import BackendUnavailable
 from tests.gpu.pieces import opened

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.gpu.kill import second_gpu
 from disagg.backends.base import BackendOptions, Op, TransferStatus
+from disagg.backends.cuda.driver import second_gpu
 from disagg.backends.nvlink import engine as nvlink
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.copies import CopyBatch

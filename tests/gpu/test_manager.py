@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu.kill import second_gpu
 from disagg import KVManager, ModelId, Pages, new_request_id
+from disagg.backends.cuda.driver import second_gpu
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core import _native
 from disagg.runtime.completion_page import CompletionPageView

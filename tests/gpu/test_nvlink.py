@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from benchmarks.gpu.kill import second_gpu
 from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus
+from disagg.backends.cuda.driver import second_gpu
 from disagg.backends.cuda.work_list import encode_shapes, encode_work_list, work_list_nbytes
 from disagg.backends.nvlink import engine as nvlink
 from disagg.backends.nvlink.backend import NvlinkBackend

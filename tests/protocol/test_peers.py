@@ -172,7 +172,7 @@ def test_a_connection_unknown_to_the_peer_gets_a_new_hello() -> None:
 
 
 def test_a_connection_that_opens_late_gets_a_hello_at_once() -> None:
-    """The host's name had to be resolved, and what was sent meanwhile is lost."""
+    """Its host name had to be resolved first. Messages sent before that were lost."""
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)

@@ -63,6 +63,11 @@ def num_gpus() -> int:
     return int(driver.cuDeviceGetCount()[1])
 
 
+def second_gpu() -> int:
+    """The GPU of the second of two processes: 1, or 0 where there is only one."""
+    return 0 if num_gpus() == 1 else 1
+
+
 @dataclass(frozen=True)
 class Allocation:
     """One device allocation, and the IPC handle that lets another process map it."""

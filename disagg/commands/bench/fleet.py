@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from disagg.backends.cuda.driver import num_gpus
+from disagg.backends.cuda.driver import second_gpu
 from disagg.commands.bench import processes
 from disagg.commands.bench.processes import StartedRank
 from disagg.commands.cases.instructions import AnyReply, Command, Describe, Description, Done, Exit, Failed, Reply
@@ -188,7 +188,7 @@ def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[Star
 
 def _gpu(role: str) -> str:
     """GPU 0 for prefill, 1 for decode; both share the only one of a machine with one."""
-    return "cuda:1" if role == "decode" and num_gpus() != 1 else "cuda:0"
+    return f"cuda:{second_gpu() if role == 'decode' else 0}"
 
 
 def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:

@@ -177,7 +177,7 @@ def abort(servers: Servers, server: Server, room: int, prompt: list[int]) -> Non
 
 
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
-    """Decode learns at once that the process has ended. The server in its place answers what was under way, at TP 1."""
+    """Decode notices the end of the process at once. The new server, at TP 1, answers the requests that were waiting."""
     with load(servers), ThreadPoolExecutor() as pool:
         alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
         time.sleep(1.0)
