@@ -127,9 +127,6 @@ def test_a_forked_child_leaves_its_parents_managers_alone_and_builds_its_own(eng
             use_inherited(instances, receiver, sender)
             del instances, receiver, sender
             gc.collect()
-            if engine == "nixl":  # UCX cannot start in a child of a process that has it open
-                with pytest.raises(BackendUnavailable, match="forked while its parent had NIXL open"):
-                    cluster(Side(), Side(), settings={"backend": "nixl"}).__enter__()
             with cluster(Side(), Side(page=8), settings={"backend": "cma" if engine == "nixl" else engine}) as own:
                 assert all(event.ok for event in own.transfer(20))
 
@@ -144,15 +141,21 @@ def test_a_forked_child_leaves_its_parents_managers_alone_and_builds_its_own(eng
         assert not receiver.wait(timeout_s=DEADLINE_S).ok
 
 
-def test_a_child_may_use_nixl_if_its_parent_has_closed_it() -> None:
+def test_a_child_is_refused_nixl_even_if_its_parent_has_closed_it() -> None:
+    """UCX works there nearly always, and sometimes crashes."""
     require_engine(*ENGINES["nixl"])
+    with cluster(Side(), Side(), settings={"backend": "nixl"}) as instances:
+        assert all(event.ok for event in instances.transfer(20))
 
     def child() -> None:
-        with cluster(Side(), Side(), settings={"backend": "nixl"}) as own:
+        with pytest.raises(BackendUnavailable, match=rf"process {os.getppid()} used NIXL before it forked this one"):
+            cluster(Side(), Side(), settings={"backend": "nixl"}).__enter__()
+        with cluster(Side(), Side(), settings={"backend": "cma"}) as own:
             assert all(event.ok for event in own.transfer(20))
 
-    child()
     assert status_of(fork(child)) == 0
+    with cluster(Side(), Side(), settings={"backend": "nixl"}) as again:
+        assert all(event.ok for event in again.transfer(20))
 
 
 def test_a_manager_of_a_child_is_inherited_by_its_own_children_only() -> None:

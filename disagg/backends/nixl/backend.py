@@ -43,7 +43,6 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,8 +68,8 @@ PROGRESS_DELAY_US = 1000
 SHM_PROGRESS_DELAY_US = 20_000
 """Longer where the poster's thread copies: UCX holds a lock meanwhile, and a progress thread that wakes up waits for it."""
 
-_open_agents = Counter[int]()
-"""Agents that are open, by the process that opened them; a forked child has its parent's number here."""
+_pid: int | None = None
+"""The process that was the first to open NIXL. A forked child has its parent's here."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,15 +116,16 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
         with self._nixl.mapped("registering"):
             self._register(CPU.kind, [(self._scratch.ctypes.data, self._scratch.nbytes, 0)])
-        _open_agents[os.getpid()] += 1
 
     def _start(self) -> tuple[Any, int]:
         """The agent, and its UCX engine."""
-        if any(pid != os.getpid() and number for pid, number in _open_agents.items()):
+        global _pid  # noqa: PLW0603 - a fact about the process
+        if _pid not in {None, os.getpid()}:
             raise BackendUnavailable(
-                "backend 'nixl': this process was forked while its parent had NIXL open, and UCX's thread does not exist here; "
+                f"backend 'nixl': process {_pid} used NIXL before it forked this one, and UCX cannot start here; "
                 "start it by 'spawn', fork before the parent builds a manager, or choose another backend"
             )
+        _pid = os.getpid()
         module = self._nixl.module
         config = module.nixlAgentConfig()
         config.useProgThread = True
@@ -365,7 +365,6 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self._registered.clear()
             self.is_open = False
             self._agent = None
-            _open_agents[os.getpid()] -= 1
 
 
 def _digest(metadata: bytes) -> bytes:
