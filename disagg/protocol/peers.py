@@ -50,6 +50,8 @@ MIN_RETRY_S = 0.01
 """The soonest that a busy peer gets a hello again."""
 CLOSED_GRACE_S = 0.5
 """How long a peer may take to connect again after its connection has ended."""
+ASK_AGAIN_S = 0.1
+"""How often it is asked for that: what is sent on a connection that has ended as well, unnoticed, is lost."""
 MAX_ADMITTED = 1024
 """Instances that are not configured for good, before no more are admitted."""
 Admit = Callable[[str, str, str], bool]
@@ -281,7 +283,7 @@ class PeerTable:
         first = not link.is_ready
         link.ring = welcome.ring if first else link.ring
         link.state, link.problem, link.refused = ConnectionState.READY, "", False
-        link.hello_retry_s, link.hello_at = 0.0, now + self._limits.heartbeat_s
+        link.hello_retry_s, link.hello_at = 0.0, now + (ASK_AGAIN_S if link.ended else self._limits.heartbeat_s)
         if siblings:
             return
         instance = self.instances[link.instance]
@@ -330,7 +332,8 @@ class PeerTable:
         instance = self._instance_of(link)
         if link.is_ready and instance is not self._siblings:
             is_leader = link.address == instance.address
-            link.hello_at = now + (limits.heartbeat_s if is_leader else limits.heartbeat_timeout_s)
+            later_s = limits.heartbeat_s if is_leader else limits.heartbeat_timeout_s
+            link.hello_at = now + (ASK_AGAIN_S if link.ended else later_s)
         else:
             link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
             link.hello_at = now + (limits.heartbeat_s if link.is_ready else link.hello_retry_s)

@@ -283,7 +283,7 @@ class Channel:
     def _ended(self) -> Iterator[Inbound | Closed]:
         """Connections that have ended, after what came by their local connections."""
         for connection in self._monitor.take():
-            self._users.pop(connection, None)
+            self._local.revoke(Source(connection, self._users.pop(connection, "")))
             for descriptor in self._local.of(connection):
                 yield from self._take_local(descriptor)  # its last messages
                 self._close_local(descriptor)

@@ -93,6 +93,10 @@ class LocalListener:
             self._invitations.popitem(last=False)
         return msgspec.msgpack.encode(invitation if invitation.polls else (invitation.name, invitation.token))
 
+    def revoke(self, source: Source) -> None:
+        """The TCP connection has ended. Its peer may still get the invitation, from an answer that was on its way."""
+        self._invitations.pop(source, None)
+
     def accept(self) -> Iterator[int]:
         """Accept connections of this user's processes. Yields the descriptors to poll from now on."""
         while True:

@@ -21,7 +21,7 @@ from disagg.protocol.peer_state import (
     SendTo,
     Unanswered,
 )
-from disagg.protocol.peers import CLOSED_GRACE_S, PeerTable
+from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, PeerTable
 from disagg.protocol.types import NEVER
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
@@ -191,6 +191,10 @@ def test_a_peer_whose_connection_has_ended_is_asked_for_another() -> None:
     table.on_closed(b"c1", 1.0)
     table.tick(1.0)
     assert take_effects(table) == [SendHello(0, 0, 7, again=True)]
+    reply(table, LEADER, welcome(), 1.01)  # its own hello may be lost, on a connection that has ended as well
+    table.tick(1.01 + ASK_AGAIN_S)
+    table.tick(1.02 + 2 * ASK_AGAIN_S)
+    assert take_effects(table) == 2 * [SendHello(0, 0, 7, again=True)]
     peer.on_inbound(b"c1", "", hello(again=True), 1.0)
     take_effects(peer)
     peer.tick(1.0)
@@ -207,8 +211,10 @@ def test_a_peer_is_lost_soon_after_its_connection_has_ended() -> None:
     assert table.on_closed(b"unknown", 1.0) is None
     assert table.on_closed(b"c1", 1.0) == DECODE
     table.tick(1.0)
-    assert table.next_tick() == 1.0 + CLOSED_GRACE_S
+    assert table.next_tick() == 1.0 + ASK_AGAIN_S
+    table.tick(0.99 + CLOSED_GRACE_S)
     assert lost_in(table) == []
+    take_effects(table)
     table.tick(1.0 + CLOSED_GRACE_S)
     assert take_effects(table) == [Lost(DECODE, 7, "its connection has ended"), SendHello(0, 1, 7)]
 

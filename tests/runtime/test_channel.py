@@ -21,6 +21,7 @@ from disagg.runtime.local_socket import (
     MAX_PACKET_NBYTES,
     MAX_UNAUTHENTICATED,
     Invitation,
+    LocalConnection,
     Source,
 )
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
@@ -235,3 +236,20 @@ def test_a_local_connection_ends_with_its_tcp_connection_after_its_last_messages
         assert [each for each in found if isinstance(each, Closed)] == [Closed(connection)]
         assert Inbound(connection, "", b"last") in found
         assert not server._local.holds(descriptor)
+
+
+def test_an_invitation_ends_with_its_tcp_connection(channels: tuple[Channel, Channel]) -> None:
+    """An answer that was on its way when the connection ended may bring it later: messages would count for that connection."""
+    server, client = channels
+    connection = connect_locally(server, client)
+    invitation = server._local.invite(Source(connection, ""))
+    client.disconnect(DIAL)
+    while Closed(connection) not in server.poll(20.0):
+        pass
+    late = LocalConnection.open(invitation)
+    assert late is not None
+    late.send([b"late"])
+    for _ in range(5):
+        assert not [found for found in server.poll(0.1) if isinstance(found, Inbound)]
+    assert not server._local.descriptors()
+    late.close()
