@@ -150,27 +150,31 @@ bool busy_poll_all(double seconds, const Descriptors& descriptors, const nb::lis
     return busy_poll(seconds, [&] { return awaited.poll() || any_readable(watched); });
 }
 
-void sleep(double seconds, const Descriptors& descriptors) {
+void sleep(double seconds) {
+    const ReleaseGilToWait released;
+    sleep_until_readable(seconds, {});
+}
+
+bool wait_for_alarm(Alarm& alarm, double seconds, const Descriptors& descriptors) {
     std::vector<pollfd> watched = watched_of(descriptors);
     const ReleaseGilToWait released;
-    sleep_until_readable(seconds, watched);
+    return alarm.wait(seconds, std::move(watched));
 }
 
-bool wait_for_alarm(Alarm& alarm, double seconds) {
-    const ReleaseGilToWait released;
-    return alarm.wait(seconds);
-}
-
-// Releases the GIL to registered threads that have work, for up to 100 us. Does nothing for another 200 us after that.
-void yield_gil() {
-    constexpr auto longest = std::chrono::microseconds(100);
-    static std::atomic<std::chrono::steady_clock::time_point> next{std::chrono::steady_clock::time_point{}};
+// Releases the GIL to registered threads until none has work, for up to 1 ms. Unless `always`, it does nothing for as long
+// after that as it took.
+void yield_gil(bool always) {
+    using Clock = std::chrono::steady_clock;
+    static std::atomic<Clock::time_point> next{Clock::time_point{}};
     if (num_busy_threads.load() == 0) return;
-    const auto now = std::chrono::steady_clock::now();
-    if (now < next.load()) return;
-    const ReleaseGil released;
-    wait_until_none_busy(now + longest);
-    next.store(now + 3 * longest);
+    const auto started = Clock::now();
+    if (!always && started < next.load()) return;
+    {
+        const ReleaseGil released;
+        wait_until_none_busy(started + std::chrono::milliseconds(1));
+    }
+    const auto ended = Clock::now();
+    next.store(ended + (ended - started));
 }
 
 // ---------------------------------------------------------------------------------------------------------------- sockets
@@ -226,14 +230,19 @@ void bind_waiting(nb::module_& m) {
           "Send a packet at once, holding the GIL. OSError: it cannot be sent; BlockingIOError: no room now.");
     m.def("busy_poll", &busy_poll_all, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "completions"_a = nb::list(),
           "Wait without sleeping until a descriptor is readable or something has completed. Returns whether that is so.");
-    m.def("sleep", &sleep, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "Sleep until a descriptor is readable.");
+    m.def("sleep", &sleep, "seconds"_a, "Sleep.");
     nb::class_<Alarm>(m, "Alarm", "Wakes a sleeping thread.")
         .def(nb::init<>())
+        .def("fileno", &Alarm::descriptor, "Readable while the alarm is set.")
         .def("set", &Alarm::set, "Wake the thread that waits, or the next one to wait.")
-        .def("wait", &wait_for_alarm, "seconds"_a,
-             "Sleep up to `seconds` until the alarm is set, and clear it. Returns whether it was set.");
+        .def("clear", &Alarm::clear, "Take back what was set. Returns whether it was set.")
+        .def(
+            "wait", &wait_for_alarm, "seconds"_a, "descriptors"_a.noconvert() = nb::none(),
+            "Sleep up to `seconds` until the alarm is set or a descriptor is readable, and clear the alarm. Returns whether it "
+            "was set.");
     m.def("enlist_thread", [] { this_thread_state.set_registered(); }, "Register the calling thread as one of this library.");
-    m.def("yield_gil", &yield_gil, "Let the registered threads that have work take the GIL.");
+    m.def("yield_gil", &yield_gil, nb::kw_only(), "always"_a = false,
+          "Let the registered threads that have work take the GIL.");
 }
 
 }  // namespace disagg::python

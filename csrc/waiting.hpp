@@ -2,15 +2,18 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <ctime>
 #include <mutex>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -168,27 +171,67 @@ inline void sleep_until_readable(double seconds, std::span<pollfd> watched) {
     ::ppoll(watched.data(), watched.size(), &timeout, nullptr);
 }
 
-// Wakes a sleeping thread. It stays set until one wait has returned true.
+// Wakes a sleeping thread. It stays set until one wait has returned true. One thread waits at a time.
+//
+// From `set` on, a thread that sleeps counts as one that has work: otherwise nobody would yield the GIL to it before it is
+// awake.
 class Alarm {
   public:
+    Alarm() : descriptor_{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)} {
+        if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+    Alarm(const Alarm&) = delete;
+    Alarm& operator=(const Alarm&) = delete;
+    ~Alarm() { ::close(descriptor_); }
+
+    // Readable while the alarm is set.
+    int descriptor() const { return descriptor_; }
+
     void set() {
         const std::lock_guard<std::mutex> locked(mutex_);
-        is_set_ = true;
-        changed_.notify_one();
+        if (std::exchange(is_set_, true)) return;
+        if (sleeps_) {
+            is_counted_ = true;
+            ++num_busy_threads;
+        }
+        ::eventfd_write(descriptor_, 1);
     }
 
-    // Sleeps until the alarm is set, or for `seconds`. Returns whether it was set, and clears it.
-    bool wait(double seconds) {
-        std::unique_lock<std::mutex> locked(mutex_);
-        const std::chrono::duration<double> timeout(std::clamp(seconds, 0.0, kLongestSleep));
-        changed_.wait_for(locked, timeout, [&] { return is_set_; });
-        return std::exchange(is_set_, false);
+    // Sleeps until the alarm is set or one of `watched` is readable, or for `seconds`. Returns whether it was set, and clears
+    // it.
+    bool wait(double seconds, std::vector<pollfd> watched = {}) {
+        {
+            const std::lock_guard<std::mutex> locked(mutex_);
+            sleeps_ = this_thread_state.is_registered();
+            this_thread_state.set_busy(false);
+        }
+        watched.push_back({descriptor_, POLLIN, 0});
+        sleep_until_readable(seconds, watched);
+        const std::lock_guard<std::mutex> locked(mutex_);
+        this_thread_state.set_busy(std::exchange(sleeps_, false));
+        if (std::exchange(is_counted_, false)) --num_busy_threads;
+        return clear_locked();
+    }
+
+    // Returns whether it was set.
+    bool clear() {
+        const std::lock_guard<std::mutex> locked(mutex_);
+        return clear_locked();
     }
 
   private:
+    bool clear_locked() {
+        if (!std::exchange(is_set_, false)) return false;
+        eventfd_t count;
+        ::eventfd_read(descriptor_, &count);
+        return true;
+    }
+
+    const int descriptor_;
     std::mutex mutex_;
-    std::condition_variable changed_;
     bool is_set_ = false;
+    bool sleeps_ = false;      // a registered thread sleeps here
+    bool is_counted_ = false;  // in `num_busy_threads`, for that thread
 };
 
 }  // namespace disagg

@@ -187,8 +187,8 @@ class RequestHandle:
                 logger.exception("request %s: a callback failed", self.key)
 
     def poll(self) -> Event | None:
-        """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads if they
-        have work, for up to 100 us.
+        """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads
+        while they have work, for up to 1 ms, and at most half of the time.
         """
         check_process(self._control)
         if self._event is None:
@@ -325,7 +325,8 @@ class Sender(RequestHandle):
         self._command(send)
 
     def finish(self, rows: GivenRows | None = None, *, payload: bytes = b"", ready: ReadyEvent | None = None) -> None:
-        """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success.
+        """Send the last rows, if any. Nothing more will come. Every receiver gets `payload` with its success. For up to 1 ms
+        this yields the GIL to the manager's threads, so that they start the copies now and not once the server waits.
 
         Raises `LocalProtocolError` as `send` does, the second time, or for a payload of more than `MAX_PAYLOAD_NBYTES` bytes.
         """
@@ -343,6 +344,7 @@ class Sender(RequestHandle):
                 sends.finish(self.session, payload, now)
 
         self._command(finish)
+        _native.yield_gil(always=True)
 
     def _abort_session(self, error: DisaggError, now: float) -> None:
         if self.session is not None:

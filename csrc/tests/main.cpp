@@ -26,6 +26,7 @@ int main() {
     test_flag_waiters();
     test_completion_signals();
     test_alarm();
+    test_alarm_counts();
     test_busy_threads();
     test_sleep_until_readable();
     std::puts("csrc: all tests passed");

@@ -61,6 +61,38 @@ void test_alarm() {
     std::thread thread([&] { alarm.set(); });
     CHECK(alarm.wait(std::numeric_limits<double>::infinity()));
     thread.join();
+    CHECK(!alarm.clear());
+    alarm.set();
+    std::vector<pollfd> watched = disagg::watch_readable(std::vector<std::int32_t>{alarm.descriptor()});
+    CHECK(disagg::any_readable(watched) && alarm.clear() && !disagg::any_readable(watched) && !alarm.wait(0.0));
+
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    CHECK(write(ends[1], "x", 1) == 1);
+    CHECK(!alarm.wait(60.0, disagg::watch_readable(std::vector<std::int32_t>{ends[0]})));
+    close(ends[0]);
+    close(ends[1]);
+}
+
+void test_alarm_counts() {
+    disagg::Alarm alarm;
+    alarm.set();  // nobody sleeps
+    CHECK(disagg::num_busy_threads == 0 && alarm.clear());
+    std::atomic<bool> go_on = false;
+    std::thread thread([&] {
+        disagg::this_thread_state.set_registered();
+        disagg::this_thread_state.set_busy(true);
+        go_on = true;
+        CHECK(alarm.wait(60.0) && disagg::this_thread_state.is_busy());
+        CHECK(disagg::busy_poll(60.0, [&] { return go_on.load(); }));
+    });
+    CHECK(disagg::busy_poll(60.0, [&] { return go_on.load() && disagg::num_busy_threads == 0; }));
+    go_on = false;
+    alarm.set();  // before that thread is awake
+    CHECK(disagg::num_busy_threads == 1);
+    go_on = true;
+    thread.join();
+    CHECK(disagg::num_busy_threads == 0);
 }
 
 void test_busy_threads() {

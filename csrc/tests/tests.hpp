@@ -49,5 +49,6 @@ void test_busy_poll();
 void test_flag_waiters();
 void test_completion_signals();
 void test_alarm();
+void test_alarm_counts();
 void test_busy_threads();
 void test_sleep_until_readable();

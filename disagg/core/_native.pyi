@@ -339,21 +339,29 @@ def busy_poll(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, 
     event is done or has failed, or a word has its value. Signals are sent meanwhile. Returns whether any of this happened.
     """
 
-def sleep(seconds: float, descriptors: npt.NDArray[np.int32] | None = None) -> None:
-    """Sleep up to `seconds`, at most an hour, until a descriptor is readable or closed by its peer."""
+def sleep(seconds: float) -> None:
+    """Sleep up to `seconds`, at most an hour."""
 
 class Alarm:
-    """Wakes a thread of this library that sleeps in `wait`."""
+    """Wakes a thread of this library that sleeps in `wait`. From `set` on, that thread counts as one that has work."""
 
     def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """A descriptor that is readable while the alarm is set."""
+
     def set(self) -> None:
         """Wake the thread that waits, or the next one to wait."""
 
-    def wait(self, seconds: float) -> bool:
-        """Sleep up to `seconds`, at most an hour, until the alarm is set, and clear it. Returns whether it was set."""
+    def clear(self) -> bool:
+        """Take back what was set. Returns whether it was set."""
 
-def yield_gil() -> None:
-    """Release the GIL until all threads of this library wait, for up to 100 us.
+    def wait(self, seconds: float, descriptors: npt.NDArray[np.int32] | None = None) -> bool:
+        """Sleep up to `seconds`, at most an hour, until the alarm is set, or a descriptor is readable or closed by its peer.
+        Returns whether the alarm was set, and clears it.
+        """
 
-    Does nothing for another 200 us after that. For threads that are not registered.
+def yield_gil(*, always: bool = False) -> None:
+    """Release the GIL until all threads of this library wait, for up to 1 ms. For threads that are not registered.
+
+    Unless `always`, it does nothing for as long after that as it took, so that at least half of the time remains the caller's.
     """

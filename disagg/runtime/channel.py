@@ -10,7 +10,6 @@ the peer's interpreter is busy. The ROUTER's monitor tells which connection has 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -80,8 +79,7 @@ class Channel:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._woken = False
+        self._alarm = _native.Alarm()
         self._poller = zmq.Poller()
         self._peers: dict[int, _Peer] = {}
         self._users: OrderedDict[bytes, str] = OrderedDict()
@@ -103,7 +101,6 @@ class Channel:
             raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = listen if port else f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
-        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor.socket, zmq.POLLIN)
         self._poller.register(self._local.fileno(), zmq.POLLIN)
@@ -189,9 +186,7 @@ class Channel:
 
     def wake(self) -> None:
         """Make `poll` return. Any thread may call it; once is enough until `poll` has returned."""
-        if not self._woken:
-            self._woken = True
-            os.eventfd_write(self._wake_fd, 1)
+        self._alarm.set()
 
     def poll(self, timeout_s: float) -> Iterator[Arrival]:
         """Everything that has arrived. Waits up to `timeout_s` seconds for the first message, or for `wake`. An error of the
@@ -204,14 +199,12 @@ class Channel:
             time.sleep(FAILED_PAUSE_S)
 
     def _poll(self, timeout_s: float) -> Iterator[Arrival]:
+        woken = self._alarm.clear()
         self.flush()
         ready = dict(self._poller.poll(0))
-        if timeout_s > 0 and not ready:
-            _native.sleep(timeout_s, self._watched())
+        if timeout_s > 0 and not ready and not woken:
+            self._alarm.wait(timeout_s, self._watched())
             ready = dict(self._poller.poll(0))
-        if ready.pop(self._wake_fd, None):
-            os.eventfd_read(self._wake_fd)
-            self._woken = False
         if ready.pop(self._monitor.socket, None):
             yield from self._ended()
         if ready.pop(self._router, None):
@@ -236,7 +229,12 @@ class Channel:
         """Every descriptor on which something may arrive, right after `poll` has found nothing there."""
         if self._descriptors is None:
             sockets = self._router, self._monitor.socket, *(peer.socket for peer in self._peers.values())
-            found = [self._wake_fd, self._local.fileno(), *self._local.descriptors(), *(each.get(zmq.FD) for each in sockets)]
+            found = [
+                self._alarm.fileno(),
+                self._local.fileno(),
+                *self._local.descriptors(),
+                *(each.get(zmq.FD) for each in sockets),
+            ]
             self._descriptors = np.array(found, np.int32)
         return self._descriptors
 
@@ -346,7 +344,6 @@ class Channel:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-        os.close(self._wake_fd)
 
 
 MAX_BATCH = 1024

@@ -16,7 +16,7 @@ from disagg.core.phases import Phases
 from disagg.core.spans import SpanBatch
 from disagg.transfer.staging import RemoteRing
 
-SMALL_NBYTES = 1 << 20
+SMALL_NBYTES = 4 << 20
 """Up to this many bytes are posted or unpacked in the thread that hands them over."""
 
 

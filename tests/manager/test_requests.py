@@ -250,6 +250,33 @@ def test_a_server_that_polls_in_a_loop_does_not_block_its_manager(backend: str, 
             assert all(event.ok for event in wait_by_polling(instances, by_events=by_events))
 
 
+def test_finish_starts_the_copies_although_its_thread_goes_on_computing() -> None:
+    """No thread switch interrupts this one, which releases the GIL nowhere else. `finish` gives the manager 1 ms, which may be
+    too short on a loaded machine; without it not one request of a hundred would be sent.
+    """
+    with cluster(Side(), Side(page=8), settings={"backend": "cma"}) as instances:
+        assert all(event.ok for event in instances.transfer(20))
+        interval, rank = sys.getswitchinterval(), instances.prefill[0]
+        for _ in range(100):
+            request = new_request_id()
+            pages = [instances.pages(each, 20) for each in (instances.decode[0], rank)]
+            receiver = receive(instances.decode[0], request, pages[0], need=(0, 20))
+            sender = rank.manager.sender(request, peer="decode-0")
+            until(lambda sender=sender: sender.needed("kv") is not None)
+            sys.setswitchinterval(1000.0)
+            try:
+                sender.finish({"kv": Pages(np.array(pages[1].ids, dtype=np.int32))})
+                session = sender.session
+                is_finished = session is not None and session.finished
+            finally:
+                sys.setswitchinterval(interval)
+            assert receiver.wait(timeout_s=DEADLINE_S).ok
+            assert sender.wait(timeout_s=DEADLINE_S).ok
+            if is_finished:
+                return
+        raise AssertionError("the control thread never had the GIL during finish()")
+
+
 LEFT_OPEN = """
 import sys
 from disagg.testing.reference import KVModel
