@@ -84,10 +84,10 @@ class Admission:
         except DisaggError as error:
             self._reject(connection, str(error), final=True)
             return
-        self._effects.append(ReplyOn(connection, welcome))
         if hello.instance != self._identity.instance:
             self._inbound.accept(connection, hello)
             self._on_accepted(hello, now)
+        self._effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
 
     def _admit(self, user: str, hello: Hello, now: float) -> None:
         """Check that a hello comes from a peer that is configured, or that the server admits. Raises `RemoteProtocolError` with

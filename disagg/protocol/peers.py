@@ -220,6 +220,12 @@ class PeerTable:
         if link is not None and link.epoch == epoch:
             self._links.lose(link, "its process has ended", now)
 
+    def on_unreachable(self, peer: PeerRank, cause: str, now: float) -> None:
+        """The engine's connection to a rank is broken. Both sides end what they have with each other, and connect anew."""
+        link = self.link(peer)
+        if link is not None:
+            self._links.lose(link, cause, now)
+
     def _on_goodbye(self, accepted: Accepted, cause: str, now: float) -> None:
         link = self.link(accepted.peer)
         if link is not None and link.epoch == accepted.epoch:

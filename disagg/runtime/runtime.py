@@ -206,6 +206,7 @@ class Runtime:
             stats=self.stats,
             pack_below=self.pack_below,
             send=self._send,
+            on_unreachable=self.peers.on_unreachable,
         )
         self.connections = Connections(
             backend=self.backend,

@@ -25,7 +25,9 @@ MAX_STREAMS = 256
 
 
 class Transfers:
-    """Starts transfers and takes the worker's reports, in the control thread. `send` sends a message to a peer."""
+    """Starts transfers and takes the worker's reports, in the control thread. `send` sends a message to a peer;
+    `on_unreachable` is called for a peer to which the engine's connection is broken.
+    """
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Transfers:
         stats: Stats,
         pack_below: int,
         send: Callable[[PeerRank, Message], None],
+        on_unreachable: Callable[[PeerRank, str, float], None],
     ) -> None:
         self._sessions = sessions
         self._handshake = handshake
@@ -49,6 +52,7 @@ class Transfers:
         self._stats = stats
         self._pack_below = pack_below
         self._send = send
+        self._on_unreachable = on_unreachable
         self._unconnected: dict[PeerRank, list[StartTransfer]] = {}
         self._settled: list[tuple[Settled, Any]] = []
 
@@ -157,6 +161,9 @@ class Transfers:
         self._sessions.unpacked(slot, now, error=report.error)
 
     def _take_settled(self, ticket: Ticket, report: Settled, now: float) -> None:
+        rank = self._handshake.rank(ticket.peer)
+        if report.unreachable is not None and rank is not None and rank.engine is report.unreachable:
+            self._on_unreachable(ticket.peer, report.error, now)
         known = self._early_completion.settled(ticket, error=report.error)
         if not report.unsettled:
             session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))

@@ -76,7 +76,7 @@ class ActiveJob:
         ready = self.job.ready
         if ready is None or self.job.cancelled():
             return True
-        return attempt(lambda: bool(ready.query()), self._report, self._reports)
+        return attempt(lambda: bool(ready.query()), self.job, self._report, self._reports)
 
     def step(self) -> int:
         """Post, pack, and poll. Returns how much has changed."""
@@ -93,7 +93,7 @@ class ActiveJob:
         if self._end_if_cancelled():
             return 1
         if len(self.bound.direct) or self._has_packed:
-            self._direct = attempt(self._submit, self._report, self._reports)
+            self._direct = attempt(self._submit, self.job, self._report, self._reports)
             if self.bound.prepared is not None and self.bound.nbytes >= LONG_NBYTES and not self._report.error:
                 self._reports.append(CopyBegun(self.job.ticket, None if self._direct is None else self._direct.completion))
         return 1
@@ -159,12 +159,12 @@ class ActiveJob:
         self._reports.append(self._report)
 
 
-def attempt(run: Callable[[], T], report: Settled, reports: deque[Report]) -> T | None:
+def attempt(run: Callable[[], T], job: Job, report: Settled, reports: deque[Report]) -> T | None:
     """The result of `run`, or `None` after an error of any kind, which ends this job only: its report then has the error."""
     try:
         return run()
     except DisaggError as error:
-        report.error = str(error)
+        report.fail(error, job.peer)
     except BaseException as error:  # the server's own event may raise SystemExit
         logger.exception("a transfer could not be posted")
         report.error = f"{type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ from disagg.backends.abilities import PreparedSpans
 from disagg.backends.base import RemotePeer
 from disagg.core import _native
 from disagg.core.copies import Addresses, CopyBatch
+from disagg.core.errors import PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.phases import Phases
 from disagg.core.spans import SpanBatch
@@ -134,16 +135,23 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 
 class Settled(Phases, kw_only=True):
-    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. Of `nbytes`, `packed`
-    bytes went through the peer's ring.
+    """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. `unreachable` is the
+    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through the peer's ring.
     """
 
     ticket: Hashable
     error: str = ""
+    unreachable: RemotePeer | None = None
     unsettled: bool = False
     nbytes: int = 0
     packed: int = 0
     pieces: int = 0
+
+    def fail(self, error: Exception, peer: RemotePeer) -> None:
+        """Note why the job fails, unless it has failed before."""
+        self.error = self.error or str(error)
+        if isinstance(error, PeerUnreachable):
+            self.unreachable = peer
 
     def count_post(self, seconds: float, nbytes: int, *, pieces: int = 1) -> None:
         """Add one post of `nbytes` bytes."""

@@ -202,7 +202,7 @@ class PackedWrite:
     def _drop(self, write: _SlotWrite, error: Exception | None = None) -> None:
         """Free both sides' slots: nothing was written from this one, nor will be."""
         if error is not None:
-            self._report.error = self._report.error or str(error)
+            self._report.fail(error, self._job.peer)
         self._give_back(write.local, replaced=write.replaced)
         self._ring.credit(write.filled.slot, write.filled.sequence)
 

@@ -217,7 +217,7 @@ class TransferWorker:
             self._reports.append(report)
             return None
         started = time.perf_counter()
-        bound = attempt(job.bind, report, self._reports)
+        bound = attempt(job.bind, job, report, self._reports)
         if bound is None:
             return None
         report.bind_s = time.perf_counter() - started

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--transport", metavar="NAME", help="the engine's transport; default: tcp; rdma makes devices, see harness.rdma"
     )
     parser.add_argument(
-        "--kinds", metavar="KIND,...", help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here"
+        "--kinds", metavar="KIND,...", help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here but reset-all"
     )
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), help="run on one host or on two only; default: what the kinds need"
@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[int, list[str]]:
     """The kinds of each run, by its number of hosts. Kinds that can run on one host or two alone cause no second run."""
     rdma = options.transport == "rdma"
-    wanted = list(OVER_RDMA if rdma else (name for name, kind in KINDS.items() if not kind.needs_link))
+    by_itself = (name for name, kind in KINDS.items() if not kind.needs_link and not kind.may_quarantine)
+    wanted = list(OVER_RDMA if rdma else by_itself)
     if options.kinds:
         wanted = options.kinds.split(",")
     if unknown := [kind for kind in wanted if kind not in KINDS]:

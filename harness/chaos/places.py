@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 
 OTHER_USER = 65534
-_COMMANDS = ("ip", "unshare", "setpriv", "mount", "sh")
+_COMMANDS = ("ip", "ss", "nsenter", "unshare", "setpriv", "mount", "sh")
 _CAPABILITIES = "-all,+dac_read_search"
 """The other user reads every file, because the interpreter may lie in a directory of root's. It may not trace processes."""
 

@@ -18,6 +18,8 @@ import msgspec
 from harness.chaos.jobs import RankSettings
 from harness.chaos.places import Place
 
+_ESTABLISHED = "01"
+"""The state, as `/proc/net/tcp` writes it."""
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
 
 
@@ -93,6 +95,15 @@ class RankProcess:
         self.stopped = False
         self.process.send_signal(signal.SIGCONT)
 
+    def reset(self, port: int | None = None) -> int:
+        """Reset the TCP connections to and from `port` of the process, by default all its own. Returns how many there were."""
+        ports = _tcp_ports(self.process.pid) if port is None else {port}
+        one_of = " or ".join(f"sport = :{each} or dport = :{each}" for each in ports)
+        inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net"]
+        command = [*inside, "ss", "--kill", "--tcp", "--numeric", "--no-header", "state", "established", f"( {one_of} )"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True) if ports else None
+        return len(done.stdout.splitlines()) if done is not None else 0
+
     def kill(self) -> None:
         """Kill the process and wait for its end. A second call does nothing."""
         if self.killed:
@@ -105,3 +116,13 @@ class RankProcess:
             if stream is not None:
                 with suppress(OSError):
                     stream.close()
+
+
+def _tcp_ports(pid: int) -> set[int]:
+    """The local ports of a process's TCP connections."""
+    held = set[str]()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed since
+            held.add(str(entry.readlink()).removeprefix("socket:[").rstrip("]"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _ESTABLISHED and row[9] in held}

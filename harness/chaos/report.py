@@ -31,6 +31,7 @@ class Report:
 
     `contests` counts the ends of requests that two instances had reserved, `refusals` the reasons of those that failed.
     `relapses`: ranks that lost a peer again after all were connected. `cpu`: cores used by the ranks with many peers.
+    `may_quarantine`: nothing proves that a peer is quiet after what is done here, so rows may stay quarantined.
     """
 
     engine: str
@@ -39,6 +40,7 @@ class Report:
     seed: int
     rounds: int
     fencing: str
+    may_quarantine: bool = False
     seconds: float = 0.0
     requests: int = 0
     successes: int = 0
@@ -63,11 +65,6 @@ class Report:
     dead_threads: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
     logs: str = ""
-
-    @property
-    def may_quarantine(self) -> bool:
-        """Over RDMA nothing proves that a dead peer is quiet: rows that it may write stay quarantined."""
-        return self.transport == "rdma"
 
     @property
     def good(self) -> bool:

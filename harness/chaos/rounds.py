@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from disagg.core.address import parse_address
 from harness.chaos.controller import Chaos
 from harness.chaos.places import OTHER_USER, Place
 from harness.chaos.processes import RankProcess
@@ -20,6 +21,8 @@ from harness.chaos.processes import RankProcess
 CONTEST_S = 2.0
 NOTICED_S = 1.0
 """A rank that was stopped for about as long as the silence limit is given up while it goes on. Its peers notice within this."""
+BROKEN_S = 3.0
+"""Within this, requests between all ranks have shown which connections are broken."""
 NUM_ABSENT = 1498
 """Peers that do not exist, beside the two that do."""
 LOADED_S, IDLE_S = 10.0, 5.0
@@ -30,6 +33,7 @@ LOADED_S, IDLE_S = 10.0, 5.0
 class Kind:
     """A kind of round. `hosts`: on how many hosts it can run. `weight`: how often it is chosen. `needs_places`: it needs what
     `places.missing_for_places` checks. `needs_link`: it needs RDMA devices on a link, which `--transport rdma` makes.
+    `may_quarantine`: as in the report; a run has such a kind only if it is asked for.
     """
 
     run: Callable[[Chaos], None]
@@ -37,6 +41,7 @@ class Kind:
     hosts: tuple[int, ...] = (1,)
     needs_places: bool = False
     needs_link: bool = False
+    may_quarantine: bool = False
 
 
 def kill(chaos: Chaos) -> None:
@@ -94,6 +99,28 @@ def cut(chaos: Chaos) -> None:
     chaos.heal("cut", what)
     chaos.wait(chaos.silence_s)  # TCP may repeat its packets only after ranks that were still connected are given up
     chaos.heal("cut: afterwards", what)
+
+
+def reset(chaos: Chaos, *, whole: bool) -> None:
+    """Reset the control connections of a rank up to four times in a row; with `whole` all its TCP connections, also the
+    engine's, which may cost rows.
+    """
+    rng, kind = chaos.rng, "reset: all" if whole else "reset"
+    rank = rng.choice(chaos.live())
+    chaos.report.faults[kind] += 1
+    num_reset = 0
+    for _ in range(rng.randrange(1, 5)):
+        num_reset += rank.reset(None if whole else parse_address(rank.address, what=rank.name)[1])
+        chaos.wait(rng.random() * 0.3)
+    what = f"{num_reset} connections of {rank.name} were reset"
+    if not num_reset:
+        chaos.report.unhealed.append(f"{what}: this kernel cannot (CONFIG_INET_DIAG_DESTROY)")
+    chaos.heal(kind, what)
+    if whole:  # a broken connection of the engine shows when something is posted
+        chaos.wait(BROKEN_S)
+        chaos.heal(f"{kind}: afterwards", what)
+    chaos.stays_healed(what)
+    chaos.receives_again(what)
 
 
 def lose(chaos: Chaos) -> None:
@@ -213,6 +240,8 @@ KINDS: Mapping[str, Kind] = {
     "users": Kind(functools.partial(users, hidepid=0), 1, needs_places=True),
     "hidepid-1": Kind(functools.partial(users, hidepid=1), 1, needs_places=True),
     "hidepid-2": Kind(functools.partial(users, hidepid=2), 1, needs_places=True),
+    "reset": Kind(functools.partial(reset, whole=False), 2, needs_places=True),
+    "reset-all": Kind(functools.partial(reset, whole=True), 2, hosts=(2,), needs_places=True, may_quarantine=True),
     "compete": Kind(compete, 2, hosts=(1, 2)),
     "descriptors": Kind(descriptors, 1),
     "many-peers": Kind(many_peers, 1),

@@ -51,6 +51,7 @@ def run(
     Deadlines are multiplied by `slow`.
     """
     report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
+    report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
     between = Hosts() if hosts == 2 else None
     link = RdmaLink(0) if report.transport == "rdma" else None
     chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)

@@ -1,14 +1,22 @@
-"""Control connections that the network resets: libzmq connects again, and no request notices."""
+"""Connections that break. Control connections: libzmq connects again, and no request notices. The engine's: both ranks connect
+anew, although each still has the other's messages.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from disagg import PeerUnreachable
+from disagg.backends.base import BackendOptions, Op, RemotePeer
+from disagg.backends.local import LocalBackend
+from disagg.core.copies import CopyBatch
 from disagg.protocol import peers
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Cluster, Side, start_side
+from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, start_side
 from tests.support.tcp_proxy import proxies
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
@@ -43,3 +51,35 @@ def test_a_reset_costs_no_peer_and_no_request(cut: str, monkeypatch: pytest.Monk
     finally:
         for rank in instances.prefill + instances.decode:
             rank.manager.close()
+
+
+class Breaking(LocalBackend):
+    """An engine whose connections can break for good."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        super().__init__(options)
+        self.broken = list[RemotePeer]()
+
+    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        if any(peer is each for each in self.broken):
+            raise PeerUnreachable("the connection broke")
+        return super().submit(op, peer, copies)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_broken_connection_of_the_engine_is_made_anew(*, packed: bool) -> None:
+    settings = {"backend": Breaking, "pack_below": 1 << 20 if packed else 0}
+    with cluster(Side(tp=2), Side(page=8), settings=settings) as instances:
+        assert all(event.ok for event in instances.transfer(37))
+        sender, receiver = instances.prefill[0].manager, instances.decode[0].manager
+        engine, peer = sender.engine("decode-0", 0)
+        assert isinstance(engine, Breaking)
+        engine.broken.append(peer)
+        failed = instances.transfer(37)
+        assert any("the connection broke" in str(event.error) for event in failed)
+        for manager, name in ((sender, "decode-0"), (receiver, "prefill-0")):
+            until(lambda manager=manager: manager.health().ok and sum(manager._runtime.connections.num_losses.values()) == 1)
+            manager.wait_ready(name, timeout_s=DEADLINE_S)
+        assert sender.engine("decode-0", 0)[1] is not peer
+        assert all(event.ok for event in instances.transfer(37))
+        assert sum(sender._runtime.connections.num_losses.values()) == 1

@@ -251,6 +251,17 @@ def test_a_peer_that_never_connects_is_lost_after_the_silence_limit() -> None:
     assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 20.0 s")]
 
 
+def test_a_rank_that_the_engine_cannot_reach_is_connected_anew() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.on_unreachable(DECODE, "the engine's connection broke", 1.0)
+    assert take_effects(table) == [Lost(DECODE, 7, "the engine's connection broke")]
+    table.on_unreachable(DECODE, "again", 1.0)
+    assert take_effects(table) == []
+    table.tick(1.0)
+    assert take_effects(table) == [SendHello(0, 1, 7)]
+
+
 def test_a_process_that_has_ended_is_lost_at_once() -> None:
     table = peer_table()
     make_ready(table)
