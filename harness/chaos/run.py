@@ -53,6 +53,9 @@ def run(
     report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
     between = Hosts() if hosts == 2 else None
     link = RdmaLink(0) if report.transport == "rdma" else None
+    if link is not None:
+        link.create_network()
+        link.add_devices()
     chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
     began = time.monotonic()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -29,22 +29,14 @@ from tests.support.rdma_pair import (
     wrong_bytes,
 )
 
-ENGINES = ("mooncake", "nixl")
+ENGINES = (("mooncake", 1), ("nixl", 1))
 HALF = TOKENS // 2
 ATTEMPTS = 3
 CUT_OFF_S = 10.0
 """Deadline of a request whose packets vanish."""
 
 
-@pytest.fixture
-def link(engine: str) -> Iterator[RdmaLink]:
-    """A link for each engine, since tests of both run at once."""
-    link = RdmaLink(1 + ENGINES.index(engine))
-    yield link
-    link.close()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_writer_that_dies_in_mid_write(engine: str, link: RdmaLink) -> None:
     since = link.sent_packets
     with pair("prefill", engine, link, kill_at=2) as (own, start_peer):
@@ -71,7 +63,7 @@ def test_a_writer_that_dies_in_mid_write(engine: str, link: RdmaLink) -> None:
     assert link.sent_packets - since >= 2 * TOKENS * NBYTES_PER_TOKEN // MTU
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_reader_that_dies_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
     """Half of the tokens have landed. The packets of the others are lost, so that they are under way when the reader dies."""
     with pair("decode", engine, link) as (own, start_peer):
@@ -87,7 +79,7 @@ def test_a_reader_that_dies_while_half_of_the_bytes_are_under_way(engine: str, l
         assert sum(own.manager.health().quarantined.values()) == (state is LeaseState.QUARANTINED)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_link_that_is_cut_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
     """The peer lives, but no packet of its device arrives any more until after the request's deadline."""
     with pair("decode", engine, link) as (own, start_peer):
