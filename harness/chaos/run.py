@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,6 +66,10 @@ def run(
             for kind in schedule(kinds, rounds, seed=seed):
                 KINDS[kind].run(chaos)
                 report.rounds_done += 1
+                progress = (
+                    f"{report.rounds_done} of {rounds} rounds, {report.requests} requests, {time.monotonic() - began:.0f} s"
+                )
+                sys.stderr.write(f"chaos: {progress}, the last: {kind}\n")
             chaos.pump(lambda: report.requests >= requests, requests * REQUEST_S * slow)
             if fencing:
                 chaos.wait(0.5)
