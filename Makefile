@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_pictures.py scripts/docs_site.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -51,6 +51,9 @@ test-cross: setup ## Test vLLM and SGLang servers that hand requests over to eac
 
 test-rdma: setup ## Run the tests over soft RDMA devices in a virtual machine, fetched from Debian's packages (RDMA_ARGS=...)
 	@$(BIN)/python -m harness.rdma $(RDMA_ARGS)
+
+chaos-rdma: setup ## Kill ranks, lose packets and take devices down over soft RDMA devices (CHAOS_ARGS=... for the program)
+	@$(BIN)/python -m harness.rdma --timeout 7200 -- $(BIN)/python -m harness.chaos --transport rdma --rounds 12 --requests 1000 --slow 6 $(CHAOS_ARGS)
 
 check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: format of Python"; $(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE)

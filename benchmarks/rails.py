@@ -1,10 +1,10 @@
 """Transfers over several network devices of limited rate: how much of their sum arrives, and what a cut rail does.
 
-    sudo .venv/bin/python -m benchmarks.rails [--rails 1 2 4] [--cut SECONDS]
+    sudo .venv/bin/python -m benchmarks.rails [--rails 1 2 4] [--cut SECONDS] [--mtu BYTES] [--unshaped]
 
 Two network namespaces, joined by veth pairs of 1 Gbit/s each (`tc tbf`), hold one rank each. Engine `nixl` over TCP shares
 every transfer over all devices. Pages differ in their axis order, so that pieces have 512 bytes and travel packed. Every byte
-is compared.
+is compared. Without a limit of their rate, the pairs show what this machine's CPU can move.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def interfaces(role: str, num_rails: int) -> list[str]:
 
 
 @contextmanager
-def network(num_rails: int) -> Iterator[None]:
-    """The namespaces, and the rails between them."""
+def network(num_rails: int, *, mtu: int, shaped: bool) -> Iterator[None]:
+    """The namespaces, and the rails between them. Each rail carries `RATE` if it is `shaped`, else what the CPU can move."""
     try:
         for role in ADDRESSES:
             run(f"ip netns add {namespace(role)}")
@@ -61,8 +61,9 @@ def network(num_rails: int) -> Iterator[None]:
             for role, address in ADDRESSES.items():
                 inside = f"ip netns exec {namespace(role)}"
                 run(f"{inside} ip address add {address.format(rail)}/24 dev {role}{rail}")
-                run(f"{inside} ip link set {role}{rail} up")
-                run(f"{inside} tc qdisc add dev {role}{rail} root tbf rate {RATE * 8:.0f}bit burst 128k latency 50ms")
+                run(f"{inside} ip link set {role}{rail} mtu {mtu} up")
+                if shaped:
+                    run(f"{inside} tc qdisc add dev {role}{rail} root tbf rate {RATE * 8:.0f}bit burst 128k latency 50ms")
         yield
     finally:
         for role in ADDRESSES:
@@ -108,9 +109,12 @@ def serve(role: str, num_rails: int) -> None:
     rows = {"kv": Pages(np.arange(NUM_PAGES, dtype=np.int32))}
     answer("ready")
     for line in sys.stdin:
-        request, began = bytes.fromhex(line), time.monotonic()
+        request = bytes.fromhex(line)
         if role == "decode":
             pools[:] = 0
+            answer("ready")
+        began, cpu_began = time.monotonic(), time.process_time()
+        if role == "decode":
             receiver = manager.receiver(
                 request, peer="prefill", rows=rows, need={"kv": (0, NUM_PAGES * PAGE)}, deadline_s=PATIENCE_S
             )
@@ -120,8 +124,8 @@ def serve(role: str, num_rails: int) -> None:
             sender.send(rows, tokens=(0, NUM_PAGES * PAGE))
             sender.finish()
             event = sender.wait(timeout_s=PATIENCE_S)
-        seconds = time.monotonic() - began
-        answer(json.dumps([event.ok, seconds, int((pools != expected).sum())]))
+        seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_began
+        answer(json.dumps([event.ok, seconds, cpu_s, int((pools != expected).sum())]))
     manager.close()
 
 
@@ -157,9 +161,11 @@ class Remote:
         self.process.wait()
 
 
-def measure(num_rails: int, *, cut_s: float | None) -> dict[str, Any]:
-    """The best rate of `REPEAT` requests, in shares of the rails' sum; then the seconds of one during which rail 1 is cut."""
-    with network(num_rails):
+def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> dict[str, Any]:
+    """The fastest of `REPEAT` requests: bytes per second, their share of what the rails may carry, and the CPU time of both
+    ranks; then the seconds of a request during which rail 1 is cut.
+    """
+    with network(num_rails, mtu=mtu, shaped=shaped):
         ranks = [Remote(role, num_rails) for role in ADDRESSES]
         try:
             addresses = [rank.receive() for rank in ranks]
@@ -168,33 +174,40 @@ def measure(num_rails: int, *, cut_s: float | None) -> dict[str, Any]:
             for rank in ranks:
                 assert rank.receive() == "ready"
             found = [transfer(ranks) for _ in range(REPEAT)]
+            seconds, cpu_s = min(found)
+            rate = content().nbytes / seconds
             result: dict[str, Any] = {
                 "rails": num_rails,
-                "share": content().nbytes / min(found) / RATE / num_rails,
+                "mtu": mtu,
+                "megabytes_per_s": rate / 1e6,
+                "share": rate / RATE / num_rails if shaped else None,
+                "cpu_s": cpu_s,
                 "megabytes": counters(num_rails),
             }
             if cut_s is not None and num_rails > 1:
-                result["cut_s"] = transfer(ranks, cut_s=cut_s)
-                result["after_s"] = transfer(ranks)
+                result["cut_s"], _ = transfer(ranks, cut_s=cut_s)
+                result["after_s"], _ = transfer(ranks)
             return result
         finally:
             for rank in ranks:
                 rank.close()
 
 
-def transfer(ranks: Sequence[Remote], *, cut_s: float | None = None) -> float:
-    """Seconds of one request; rail 1 is down for `cut_s` of them. Every byte must be right."""
+def transfer(ranks: Sequence[Remote], *, cut_s: float | None = None) -> tuple[float, float]:
+    """Seconds of one request, and the CPU time of both ranks; rail 1 is down for `cut_s` of them. Every byte must be right."""
     request = new_request_id().hex()
-    for rank in reversed(ranks):
-        rank.send(request)
+    prefill, decode = ranks
+    decode.send(request)
+    assert decode.receive() == "ready"
+    prefill.send(request)
     if cut_s is not None:
         time.sleep(0.1)
         run(f"ip -n {namespace('decode')} link set decode1 down")
         time.sleep(cut_s)
         run(f"ip -n {namespace('decode')} link set decode1 up")
     answers = [json.loads(rank.receive()) for rank in ranks]
-    assert all(ok and wrong == 0 for ok, _, wrong in answers), answers
-    return float(answers[1][1])
+    assert all(ok and wrong == 0 for ok, _, _, wrong in answers), answers
+    return float(answers[1][1]), sum(float(cpu_s) for _, _, cpu_s, _ in answers)
 
 
 def counters(num_rails: int) -> list[float]:
@@ -209,13 +222,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rails", type=int, nargs="+", default=[1, 2, 4], help="numbers of rails, one measurement for each")
     parser.add_argument("--cut", type=float, help="also cut a rail for so many seconds during a request")
+    parser.add_argument("--mtu", type=int, default=1500, help="largest packet of a rail, in bytes")
+    parser.add_argument("--unshaped", action="store_true", help="do not limit the rate of rails")
     parser.add_argument("--serve", choices=ADDRESSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.rails[0])
         return
     for num_rails in options.rails:
-        answer(json.dumps(measure(num_rails, cut_s=options.cut)))
+        answer(json.dumps(measure(num_rails, cut_s=options.cut, mtu=options.mtu, shaped=not options.unshaped)))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,16 @@ def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
     kinds = {i: machine.read(f"{base}/gid_attrs/types/{i}") or "" for i in used}
     second = [i for i, kind in kinds.items() if "v2" in kind]
     hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
-    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}")
+    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}{_sent(machine, base)}")
+
+
+def _sent(machine: Machine, port: str) -> str:
+    """How much a port has sent since its device is there, which tells apart the devices that share transfers."""
+    if (words := machine.read(f"{port}/counters/port_xmit_data") or "").isdecimal():
+        return f"; {4 * int(words) / 1e6:.1f} MB sent"
+    if (packets := machine.read(f"{port}/hw_counters/sent_pkts") or "").isdecimal():  # soft devices
+        return f"; {packets} packets sent"
+    return ""
 
 
 def _gid_indices(machine: Machine, names: Sequence[str], missing: Level) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -54,6 +55,9 @@ def run(
     report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
     between = Hosts() if hosts == 2 else None
     link = RdmaLink(0) if report.transport == "rdma" else None
+    if link is not None:
+        link.create_network()
+        link.add_devices()
     chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
     began = time.monotonic()
     try:
@@ -63,6 +67,10 @@ def run(
             for kind in schedule(kinds, rounds, seed=seed):
                 KINDS[kind].run(chaos)
                 report.rounds_done += 1
+                progress = (
+                    f"{report.rounds_done} of {rounds} rounds, {report.requests} requests, {time.monotonic() - began:.0f} s"
+                )
+                sys.stderr.write(f"chaos: {progress}, the last: {kind}\n")
             chaos.pump(lambda: report.requests >= requests, requests * REQUEST_S * slow)
             if fencing:
                 chaos.wait(0.5)

@@ -1,4 +1,4 @@
-"""`python -m harness.rdma [--timeout S] [COMMAND ...]`: run a command in the guest, by default the tests of `tests/rdma`."""
+"""`python -m harness.rdma [--fetch] [--timeout S] [COMMAND ...]`: run a command in the guest, by default `tests/rdma`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 
 from harness.debian import FetchError
-from harness.rdma.guest import PROJECT, GuestError, run_in_guest
+from harness.rdma.guest import PROJECT, GuestError, packages, run_in_guest
 
 HANG_S = 900
 TESTS = (
@@ -22,6 +22,7 @@ TESTS = (
     "loadfile",
     "-m",
     "not nightly",
+    "--durations=20",
     "tests/rdma",
 )
 
@@ -29,10 +30,16 @@ TESTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.rdma", description=__doc__)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that the command may take in the guest")
+    parser.add_argument(
+        "--fetch", action="store_true", help="only fetch the guest's programs and kernel, and print their folder"
+    )
     parser.add_argument("command", nargs="*", help="the command and its arguments; default: the tests of tests/rdma")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the guest first
     try:
+        if options.fetch:
+            sys.stdout.write(f"{packages()}\n")
+            return 0
         return run_in_guest(options.command or TESTS, timeout_s=options.timeout, environ={"RDMA_GUEST": "1"})
     except (FetchError, GuestError) as error:
         sys.stderr.write(f"rdma: {error}\n")

@@ -28,6 +28,11 @@ QUICK = "mitigations=off nosmap nosmep no5lvl clocksource=tsc tsc=reliable trans
 """Options of the kernel that leave out what is slow to emulate: about a sixth less CPU time for the same work."""
 
 
+def packages() -> Path:
+    """The folder of the guest's programs and kernel, fetched if they are not there yet. Raises `FetchError`."""
+    return fetched("rdma", PROGRAMS, image_of="linux-image-amd64")
+
+
 class GuestError(Exception):
     """The guest did not boot, or did not end in time."""
 
@@ -37,16 +42,16 @@ def run_in_guest(command: Sequence[str], *, timeout_s: float, environ: Mapping[s
 
     Its output goes to standard output. Raises `GuestError`, and `FetchError` where the guest's programs are missing.
     """
-    packages = fetched("rdma", PROGRAMS, image_of="linux-image-amd64")
-    with tempfile.TemporaryDirectory(prefix="disagg-rdma-", dir=packages) as scratch:
+    root = packages() / "root"
+    with tempfile.TemporaryDirectory(prefix="disagg-rdma-", dir=root.parent) as scratch:
         shared, tree = Path(scratch, "shared"), Path(scratch, "tree")
         shared.mkdir()
         for name in SOURCES:
             shutil.copytree(PROJECT / name, tree / name)
-        build_initrd(packages / "root", shared / "initrd.gz")
+        build_initrd(root, shared / "initrd.gz")
         (shared / "run.sh").write_text(_script(command, environ, tree))
         for attempt in range(1, BOOTS + 1):
-            began, guest = time.monotonic(), _start(packages / "root", shared)
+            began, guest = time.monotonic(), _start(root, shared)
             try:
                 if _has_booted(guest, shared):
                     return _status(guest, shared, timeout_s=timeout_s)

@@ -34,12 +34,17 @@ class Device:
 class RdmaLink:
     """Link `number`, from 0 on, with `rails` devices on each of two sides; every device reaches all of the other side.
 
-    `close` removes it. Raises `subprocess.CalledProcessError` if the kernel refuses a command.
+    `create_network` makes its network devices and routes: before a process uses UCX, which reads routes only once.
+    `add_devices` makes the RDMA devices, and `close` removes all of them. They raise `subprocess.CalledProcessError` if the
+    kernel refuses a command.
     """
 
     def __init__(self, number: int, *, rails: int = 1) -> None:
         self._bridge = f"link{number}"
         self._sides = tuple(tuple(_device(number, side, rail) for rail in range(rails)) for side in (0, 1))
+
+    def create_network(self) -> None:
+        """Make the network devices and the routes between them."""
         _run(f"ip link add {self._bridge} type bridge")
         _run(f"ip link set {self._bridge} up")
         try:
@@ -47,10 +52,19 @@ class RdmaLink:
                 self._plug(device)
             for device in self.devices:
                 self._route(device)
-                _run(f"rdma link add {device.name} type rxe netdev {device.interface}")
         except BaseException:
             self.close()
             raise
+
+    def add_devices(self) -> None:
+        """Make an RDMA device of each network device."""
+        for device in self.devices:
+            _run(f"rdma link add {device.name} type rxe netdev {device.interface}")
+
+    def remove_devices(self) -> None:
+        """Remove the RDMA devices, which must not be in use. The network stays."""
+        for device in self.devices:
+            subprocess.run(["rdma", "link", "delete", device.name], capture_output=True, check=False)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -92,12 +106,9 @@ class RdmaLink:
 
     def close(self) -> None:
         """Remove the devices, which must not be in use."""
+        self.remove_devices()
         for device in self.devices:
-            for command in (
-                f"rdma link delete {device.name}",
-                f"ip link delete {device.interface}",
-                f"ip rule delete lookup {device.table}",
-            ):
+            for command in (f"ip link delete {device.interface}", f"ip rule delete lookup {device.table}"):
                 subprocess.run(command.split(), capture_output=True, check=False)
         subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True, check=False)
 

@@ -32,7 +32,7 @@ def test_short_pieces_are_limited_by_messages_and_long_ones_by_the_rate() -> Non
     costs = link_costs("400gbit")
     assert costs.direct_s(512_000, 1000) == pytest.approx(1000 * costs.piece_s)
     assert costs.direct_s(1 << 30, 1) == pytest.approx((1 << 30) / (0.95 * 50e9))
-    assert link_costs("2x200gbit") == costs
+    assert link_costs("2x200gbit") == msgspec.structs.replace(costs, num_nics=2)
 
 
 @pytest.mark.parametrize("link", ["400", "gbit", "0gbit", "x400gbit", "400gbit ", "-1gbit"])

@@ -285,7 +285,7 @@ def test_layouts_that_do_not_match_name_the_field_and_both_values(tmp_path: Path
 
 
 def test_the_table_shows_ranks_amounts_and_reasons() -> None:
-    ended = explained(*TINY)
+    ended = explained(*TINY, "--link", "2x400gbit")
     assert ended.returncode == 0, ended.stderr
     for part in (
         "prefill tp=4,page=16 -> decode tp=2,page=16",
@@ -294,6 +294,7 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
         "decode ranks 0-1 are written by 2 prefill ranks each",
         "every needed byte is written exactly once",
         "predicted: ",
+        "shared equally by 2 NICs of a rank",
     ):
         assert part in ended.stdout
     assert "disagg explain --model llama-3-70b" in explained("--help").stdout

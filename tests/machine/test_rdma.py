@@ -35,3 +35,20 @@ def test_an_index_without_a_gid_is_found(variable: str, root: Path) -> None:
 @pytest.mark.parametrize("value", ["0", "3", "auto"])
 def test_an_index_with_a_gid_is_fine(value: str, root: Path) -> None:
     assert rdma_refusal(machine=Machine(root=root, environ={"UCX_IB_GID_INDEX": value}, memlock=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("counter", "value", "shown"),
+    [
+        ("counters/port_xmit_data", "31250000", "2 GIDs; 125.0 MB sent"),
+        ("hw_counters/sent_pkts", "28876", "2 GIDs; 28876 packets sent"),
+        ("counters/port_xmit_data", "N/A", "2 GIDs"),
+    ],
+)
+def test_what_a_device_has_sent_is_shown(counter: str, value: str, shown: str, root: Path) -> None:
+    """The kernel counts words of four bytes."""
+    file = root / "sys/class/infiniband/mlx5_0/ports/1" / counter
+    file.parent.mkdir()
+    file.write_text(value)
+    (finding,) = [found for found in rdma(Machine(root=root, environ={}, memlock=None)) if "mlx5_0 port 1" in found.cause]
+    assert finding.cause.endswith(shown)

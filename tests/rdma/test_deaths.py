@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
-import numpy as np
 import pytest
 
-from disagg import Pages, new_request_id
+from disagg import new_request_id
 from disagg.core.leases import LeaseState
 from disagg.requests import Sender
-from disagg.testing import reference
 from harness.rdma.link import RdmaLink
 from tests.support.cluster import Rank
 from tests.support.rdma import MTU
 from tests.support.rdma_pair import (
-    MODEL,
     NBYTES_PER_TOKEN,
     PATIENCE_S,
     TOKENS,
     begin,
-    pages_of,
     pair,
     proved_or_quarantined,
+    send_first_half,
+    send_second_half,
+    wait_until,
     wrong_bytes,
 )
 
-ENGINES = ("mooncake", "nixl")
-HALF = TOKENS // 2
+ENGINES = (("mooncake", 1), ("nixl", 1))
 ATTEMPTS = 3
 CUT_OFF_S = 10.0
 """Deadline of a request whose packets vanish."""
 
 
-@pytest.fixture
-def link(engine: str) -> Iterator[RdmaLink]:
-    """A link for each engine, since tests of both run at once."""
-    link = RdmaLink(1 + ENGINES.index(engine))
-    yield link
-    link.close()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_writer_that_dies_in_mid_write(engine: str, link: RdmaLink) -> None:
     since = link.sent_packets
     with pair("prefill", engine, link, kill_at=2) as (own, start_peer):
@@ -71,7 +59,7 @@ def test_a_writer_that_dies_in_mid_write(engine: str, link: RdmaLink) -> None:
     assert link.sent_packets - since >= 2 * TOKENS * NBYTES_PER_TOKEN // MTU
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_reader_that_dies_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
     """Half of the tokens have landed. The packets of the others are lost, so that they are under way when the reader dies."""
     with pair("decode", engine, link) as (own, start_peer):
@@ -87,7 +75,7 @@ def test_a_reader_that_dies_while_half_of_the_bytes_are_under_way(engine: str, l
         assert sum(own.manager.health().quarantined.values()) == (state is LeaseState.QUARANTINED)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "rails"), ENGINES)
 def test_a_link_that_is_cut_while_half_of_the_bytes_are_under_way(engine: str, link: RdmaLink) -> None:
     """The peer lives, but no packet of its device arrives any more until after the request's deadline."""
     with pair("decode", engine, link) as (own, start_peer):
@@ -104,17 +92,9 @@ def test_a_link_that_is_cut_while_half_of_the_bytes_are_under_way(engine: str, l
 
 def send_half(own: Rank, link: RdmaLink, pipe: Connection, *, deadline_s: float = PATIENCE_S) -> Sender:
     """Send request 0: bytes of its first half have landed, and packets of its second half are lost when this returns."""
-    request, pages = new_request_id(), pages_of(own, 0)
-    reference.fill(MODEL, own.spec, own.pools, pages, num_tokens=TOKENS)
-    rows = {"kv": Pages(np.array(pages.ids, dtype=np.int32))}
-    pipe.send((request, 0))
-    before = link.sent_packets
-    sender = own.manager.sender(request, peer="decode-0", deadline_s=deadline_s)
-    sender.send(rows, tokens=(0, HALF))
-    wait_until(lambda: link.sent_packets - before >= HALF * NBYTES_PER_TOKEN // MTU)
+    sender = send_first_half(own, link, pipe, deadline_s=deadline_s)
     link.lose(100)
-    sender.send(rows, tokens=(HALF, TOKENS))
-    sender.finish()
+    send_second_half(own, sender)
     wait_until(lambda: link.lost_packets > 0)
     return sender
 
@@ -132,10 +112,3 @@ def check_next_request(own: Rank, pipe: Connection) -> None:
             return
         failures.append(str(sent.error))
     pytest.fail(f"no request succeeded: {failures}")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

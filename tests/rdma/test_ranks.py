@@ -15,7 +15,8 @@ from tests.support.rdma import assert_sent, device_names, sent_packets
 from tests.support.servers import servers
 
 ENGINES = ("mooncake", "nixl")
-SIDES = [(InstanceSpec(tp=2), dataclasses.replace(DECODE, tp=1)), (InstanceSpec(tp=1), DECODE)]
+CASES = [(InstanceSpec(tp=2), dataclasses.replace(DECODE, tp=1), 0), (InstanceSpec(tp=1), DECODE, 1 << 20)]
+"""Both sides and the setting `pack_below`: direct from TP 2 to TP 1, and packed back."""
 
 
 def settings(engine: str) -> dict[str, Any]:
@@ -24,8 +25,7 @@ def settings(engine: str) -> dict[str, Any]:
     return {"backend": engine, "require": "rdma", "devices": device_names(engine), "connection_limits": patient}
 
 
-@pytest.mark.parametrize("pack_below", [0, 1 << 20])
-@pytest.mark.parametrize(("source", "destination"), SIDES)
+@pytest.mark.parametrize(("source", "destination", "pack_below"), CASES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_kind_of_state_arrives(engine: str, source: InstanceSpec, destination: InstanceSpec, pack_below: int) -> None:
     """Full attention, recurrent state, window (pages to rings) and index keys, from TP 2 to TP 1 and back, in chunks."""

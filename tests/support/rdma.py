@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.backends.base import BackendOptions, Transport
+from harness.rdma.link import RdmaLink
 
 DEVICES = {"nixl": "rxe0", "mooncake": "rxe1"}
 """Each engine has a device of its own, so that tests of both may run at once and their packets are told apart."""
 HOSTS = {"nixl": "10.99.0.1", "mooncake": "10.99.1.1"}
+LINKS = {(engine, rails): RdmaLink(2 * i + rails, rails=rails) for i, engine in enumerate(DEVICES) for rails in (1, 2)}
+"""Links by engine and number of devices on each side; `tests/rdma/conftest.py` creates them."""
 MTU = 4096
 """Maximum bytes of payload in one packet."""
 

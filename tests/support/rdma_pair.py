@@ -14,16 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from disagg import Pages, new_request_id
 from disagg.core.leases import Lease, LeaseState
 from disagg.protocol.peer_state import ConnectionLimits
+from disagg.requests import Sender
 from disagg.testing import reference
 from disagg.testing.faults import BackendFaults, inject
 from disagg.testing.reference import KVModel, PageList
 from harness.rdma.link import RdmaLink
 from tests.support.cluster import Rank, Side, receive, send, start_side
+from tests.support.rdma import MTU
 
 PATIENCE_S = 90.0
 TOKENS, NUM_LAYERS = 160, 4
+HALF = TOKENS // 2
 MODEL = KVModel(num_kv_heads=4, dims={"k": 128, "v": 128}, dtype="uint16")
 NBYTES_PER_TOKEN = NUM_LAYERS * 4 * (128 + 128) * 2
 PATIENT = ConnectionLimits(hello_retry_s=0.2, heartbeat_s=1.0, heartbeat_timeout_s=20.0)
@@ -61,6 +65,31 @@ def begin(role: str, rank: Rank, request: bytes, number: int) -> Any:
         return receive(rank, request, pages, need=(0, TOKENS), deadline_s=PATIENCE_S)
     reference.fill(MODEL, rank.spec, rank.pools, pages, num_tokens=TOKENS)
     return send(rank, request, pages, TOKENS, deadline_s=PATIENCE_S)
+
+
+def send_first_half(own: Rank, link: RdmaLink, pipe: Connection, *, deadline_s: float = PATIENCE_S) -> Sender:
+    """Send the first half of request 0, also to the reader at the other end of `pipe`; its bytes have landed."""
+    request, pages = new_request_id(), pages_of(own, 0)
+    reference.fill(MODEL, own.spec, own.pools, pages, num_tokens=TOKENS)
+    pipe.send((request, 0))
+    before = link.sent_packets
+    sender: Sender = own.manager.sender(request, peer="decode-0", deadline_s=deadline_s)
+    sender.send({"kv": Pages(np.array(pages.ids, dtype=np.int32))}, tokens=(0, HALF))
+    wait_until(lambda: link.sent_packets - before >= HALF * NBYTES_PER_TOKEN // MTU)
+    return sender
+
+
+def send_second_half(own: Rank, sender: Sender) -> None:
+    """Send the rest of request 0."""
+    sender.send({"kv": Pages(np.array(pages_of(own, 0).ids, dtype=np.int32))}, tokens=(HALF, TOKENS))
+    sender.finish()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def serve(pipe: Connection, role: str, engine: str, devices: Sequence[str], kill_at: int | None) -> None:

@@ -22,17 +22,18 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Costs of one rank: seconds per piece and 1e9 bytes per second sent directly, and 1e9 bytes per second packed.
 
     `overlaps`: a NIC moves bytes while the next pieces are posted, so that the slower of the two decides; otherwise the
-    caller's thread does both, and they add up.
+    caller's thread does both, and they add up. `num_nics` NICs of the rank share its bytes.
     """
 
     piece_s: float
     gbps: float
     packed_gbps: float
     overlaps: bool = False
+    num_nics: int = 1
 
     def __post_init__(self) -> None:
-        if self.piece_s < 0 or min(self.gbps, self.packed_gbps) <= 0:
-            raise ConfigError(f"costs: expected piece_s of at least 0 and positive rates, found {self}")
+        if self.piece_s < 0 or min(self.gbps, self.packed_gbps, self.num_nics) <= 0:
+            raise ConfigError(f"costs: expected piece_s of at least 0, positive rates and NICs, found {self}")
 
     def direct_s(self, nbytes: int, descriptors: int) -> float:
         """Seconds to send bytes piece by piece."""
@@ -50,11 +51,12 @@ def link_costs(link: str) -> Costs:
     Each descriptor is one work request. Packing is assumed to be as fast as the link.
     """
     found = _LINK.fullmatch(link)
-    rate = float(found[2]) * int(found[1] or 1) if found else 0.0
+    num_nics = int(found[1] or 1) if found else 0
+    rate = float(found[2]) * num_nics if found else 0.0
     if not rate:
         raise ConfigError(f"link: expected a rate such as 400gbit or 8x400gbit, found {link!r}")
     gbps = NIC_EFFICIENCY * rate / 8
-    return Costs(NIC_MESSAGE_S, gbps, gbps, overlaps=True)
+    return Costs(NIC_MESSAGE_S, gbps, gbps, overlaps=True, num_nics=num_nics)
 
 
 def read_costs(file: Path) -> Costs:
