@@ -34,6 +34,7 @@ from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import RequestRecord
 from disagg.runtime.metrics import Ended, Metrics
 from disagg.state import paged
+from harness.conditions import conditions
 
 PAGE = 16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -219,7 +220,7 @@ def main() -> int:
     logger = logging.getLogger("disagg.requests")
     logger.addHandler(Nowhere())
     logger.propagate = False
-    rng, results = random.Random(options.seed), []
+    about, rng, results = conditions(), random.Random(options.seed), []
     print(f"{'setting':<20}{'request':>12}{'plain us':>10}{'added us (quartiles)':>26}{'added us/MB':>26}")
     for size, requests in (("small", 400), ("large", 48)):
         for name in list(SETTINGS)[1:]:
@@ -231,7 +232,7 @@ def main() -> int:
                 flush=True,
             )
     if options.json:
-        options.json.write_text(json.dumps({"seed": options.seed, "results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**about, "seed": options.seed, "results": results}, indent=1) + "\n")
     return 0
 
 

