@@ -28,7 +28,8 @@ def test_conditions_name_the_machine_and_the_versions() -> None:
 def test_a_benchmark_writes_them_beside_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def squares() -> Iterator[Row]:
         """Squares."""
-        yield from ({"number": number, "square": number**2} for number in range(2))
+        for number in range(2):
+            yield {"number": number, "square": number**2}
 
     file = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["benchmark", "--json", str(file)])
