@@ -82,10 +82,10 @@ build: setup ## Build the source distribution and the wheel in dist/
 	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
 	@rm -f build.log; ls dist
 
-wheels: setup ## Build wheels of a release for x86-64 and aarch64 in dist/, without containers (PYTHONS=..., ARCHS=...)
+wheels: ## Build wheels of a release for x86-64 and aarch64 in dist/, without containers (PYTHONS=..., ARCHS=...)
 	@scripts/wheels.sh
 
-wheels-test: wheels ## Test the wheels of `make wheels` in Python 3.11 to 3.14, on aarch64 under emulation
+wheels-test: setup wheels ## Test the wheels of `make wheels` in Python 3.11 to 3.14, on aarch64 under emulation
 	@$(BIN)/python -m harness.wheels
 
 wheel-test: build ## Test the wheel in a clean environment, outside the source tree

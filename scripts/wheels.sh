@@ -40,7 +40,7 @@ wheel() {
 
 mkdir -p build dist
 for version in ${PYTHONS:-3.11 3.12}; do
-  found=$(.venv/bin/python -m harness.pythons "$version")
+  found=$(python3 -m harness.pythons "$version")
   if [[ -z $found ]]; then
     info "skipped: Python $version is not installed"
     continue
