@@ -53,7 +53,13 @@ def use(wheel: Path, version: str, *, tests: bool = False) -> str:
         folder = Path(name)
         _install(wheel, version, folder / "packages", more=TEST_PACKAGES if tests else ())
         program = [str(emulator), "-L", str(system), str(system / f"usr/bin/python{version}")]
-        environ = {**os.environ, "PYTHONPATH": str(folder / "packages"), "PYTHONHOME": str(system / "usr")}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(folder / "packages"),
+            "PYTHONHOME": str(system / "usr"),
+            "PYTHONPYCACHEPREFIX": str(folder / "compiled"),  # compiling is slow under emulation: each check would do it again
+        }
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)
         if tests:  # copies, so that `disagg` is the wheel's
             for part in ("tests", "harness"):
                 shutil.copytree(ROOT / part, folder / part)
