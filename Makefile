@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_pictures.py scripts/docs_site.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs build wheels wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -77,6 +77,9 @@ coverage-report: setup ## Report the coverage of the last `make test`
 docs: setup ## Build the documentation site in site/; tests/docs checks the pages
 	@echo "docs: building the site"; NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+docs-shots: docs ## Write pictures of every page at three widths to out/shots, and name what does not fit
+	@$(BIN)/python -m harness.site out/shots
+
 build: setup ## Build the source distribution and the wheel in dist/
 	@echo "build: source distribution and wheel"; rm -rf dist
 	@$(BIN)/python -m build --no-isolation . >build.log 2>&1 || { tail -n 40 build.log >&2; exit 1; }
@@ -84,6 +87,9 @@ build: setup ## Build the source distribution and the wheel in dist/
 
 wheels: ## Build wheels of a release for x86-64 and aarch64 in dist/, without containers (PYTHONS=..., ARCHS=...)
 	@scripts/wheels.sh
+
+wheels-test: setup wheels ## Test the wheels of `make wheels` in Python 3.11 to 3.14, on aarch64 under emulation
+	@$(BIN)/python -m harness.wheels
 
 wheel-test: build ## Test the wheel in a clean environment, outside the source tree
 	@scripts/wheel_test.sh

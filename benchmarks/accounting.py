@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
+from disagg.commands.shell.text import plain_table, show
 from disagg.core.rows import Rows
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.protocol.sessions import Sessions
@@ -34,6 +36,7 @@ from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import RequestRecord
 from disagg.runtime.metrics import Ended, Metrics
 from disagg.state import paged
+from harness.conditions import conditions
 
 PAGE = 16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -172,7 +175,8 @@ def protocol(number: int) -> None:
 
 
 def parts() -> None:
-    """Print the cost of each step done once per request and rank: microseconds, best of seven."""
+    """Print the cost of each step done once per request and rank: best of seven."""
+    lines = []
     numbers = itertools.count(1)
     identity = IdentitySocket()
     own = ProcessWatch.attest(identity.name)
@@ -182,13 +186,14 @@ def parts() -> None:
         ("fence, alive", own.is_quiet, 200),
     ):
         best = min(timeit.repeat(call, number=number, repeat=7)) / number
-        print(f"{what:<20}{best * 1e6:>10.2f} us")
+        lines.append((what, f"{best * 1e6:.2f}"))
     metrics = Metrics(lambda: None)  # type: ignore[arg-type,return-value]
     ended = Ended(direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
     times = dict.fromkeys(("total_s", "bind_s", "pack_s", "post_s", "wire_s", "unpack_s"), 0.25)
     texts = {
         "rank": "a/0",
         "request_id": "00" * 16,
+        "label": "",
         "direction": "send",
         "peer": "b",
         "outcome": "ok",
@@ -202,7 +207,8 @@ def parts() -> None:
     made = record()
     for what, run in (("count", lambda: metrics.count(ended)), ("record", record), ("line", lambda: str(made))):
         best = min(timeit.repeat(run, number=20_000, repeat=7)) / 20_000
-        print(f"{what:<20}{best * 1e6:>10.2f} us")
+        lines.append((what, f"{best * 1e6:.2f}"))
+    show(plain_table(("step", "us"), lines, right=("us",)), Console())
 
 
 def main() -> int:
@@ -219,19 +225,17 @@ def main() -> int:
     logger = logging.getLogger("disagg.requests")
     logger.addHandler(Nowhere())
     logger.propagate = False
-    rng, results = random.Random(options.seed), []
-    print(f"{'setting':<20}{'request':>12}{'plain us':>10}{'added us (quartiles)':>26}{'added us/MB':>26}")
+    about, rng, results = conditions(), random.Random(options.seed), []
+    columns, lines = ("setting", "bytes", "plain us", "added us (quartiles)", "added us/MB"), list[tuple[str, ...]]()
     for size, requests in (("small", 400), ("large", 48)):
         for name in list(SETTINGS)[1:]:
             found = measure(name, size, pairs=options.pairs, requests=requests, rng=rng)
             results.append(found)
             added, per_mb = ("/".join(f"{v:.1f}" for v in found[f"added_us_per_{w}"]) for w in ("request", "mb"))
-            print(
-                f"{name:<20}{found['bytes_per_request']:>12}{found['plain_us_per_request']:>10}{added:>26}{per_mb:>26}",
-                flush=True,
-            )
+            lines.append((name, str(found["bytes_per_request"]), str(found["plain_us_per_request"]), added, per_mb))
+    show(plain_table(columns, lines, right=columns[1:]), Console())
     if options.json:
-        options.json.write_text(json.dumps({"seed": options.seed, "results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**about, "seed": options.seed, "results": results}, indent=1) + "\n")
     return 0
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from disagg import KVManager, ModelId, Pages, RawTensor, Topology, new_request_id
 from disagg.state import paged
+from harness.conditions import conditions
 
 LAYERS, HEADS, DIM, PAGE = 4, 8, 128, 16
 WARM_UP = 20
@@ -141,6 +142,7 @@ def main(
     *, pairs: tuple[tuple[int, int], ...], tokens: int, count: int, backend: str, transport: str, json_file: Path | None
 ) -> None:
     """Measure requests back to back."""
+    about = conditions()
     rows = [measure(pair, tokens, count, (backend, transport)) for pair in pairs]
     for row in rows:
         slowest = max(found["p50_ms"] for found in row["ranks"])
@@ -149,7 +151,7 @@ def main(
             f"{row['core_ms_per_request']:.1f} ms of CPU time per request, {slowest:.1f} ms per request (p50)"
         )
     if json_file is not None:
-        json_file.write_text(json.dumps({"backend": backend, "transport": transport, "rows": rows}, indent=2) + "\n")
+        json_file.write_text(json.dumps({**about, "backend": backend, "transport": transport, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

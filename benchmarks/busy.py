@@ -17,8 +17,6 @@ import hashlib
 import importlib
 import json
 import multiprocessing
-import os
-import platform
 import random
 import sys
 import threading
@@ -33,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology
-from disagg.backends.cuda.driver import num_gpus, second_gpu
+from disagg.backends.cuda.driver import second_gpu
 from disagg.state import paged
+from harness.conditions import conditions
 
 PAGE, HEADS, DIM, LAYERS = 16, 8, 128, 8
 SIZES = {"2 MB": 4, "67 MB": 128}
@@ -285,9 +284,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
-    rows = []
+    about, rows = conditions(), []
     for size in arguments.sizes:
         for server in arguments.servers:
             for engine in arguments.engines:
@@ -295,15 +293,8 @@ def main() -> None:
                 rows.append(row)
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if arguments.json is not None:
-        about = {
-            "date": arguments.date,
-            "python": platform.python_version(),
-            "switch interval, s": sys.getswitchinterval(),
-            "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[0], 1),
-            "gpus": num_gpus(),
-        }
-        arguments.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        result = {**about, "switch_interval_s": sys.getswitchinterval(), "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

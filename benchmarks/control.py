@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ import zmq
 from disagg import KVManager, ModelId, Pages, RawTensor, Topology, new_request_id
 from disagg.requests import Sender
 from disagg.state import paged
+from harness.conditions import conditions
 
 Samples = npt.NDArray[np.float64]
 TIMEOUT_S = 120.0
@@ -383,8 +383,8 @@ def between_processes(backend: str, transport: str, rounds: int, requests: int) 
 def main(*, backend: str, transport: str, rounds: int, requests: int, json_file: Path | None) -> None:
     """Measure the control path."""
     found = {
+        **conditions(),
         "backend": backend,
-        "load_before": os.getloadavg()[0],
         "send": large_send(max(20, rounds // 10)),
         "set_up": set_up(5),
         **between_processes(backend, transport, rounds, requests),

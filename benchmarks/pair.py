@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import importlib.metadata
 import inspect
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,18 +23,12 @@ from disagg.backends.nixl import backend as nixl
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import MemoryRegion
 from disagg.machine.processes import IdentitySocket, ProcessWatch
+from harness.conditions import conditions
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
 Row = dict[str, object]
 PATIENCE_S = 120.0
-PACKAGES = (
-    "nixl",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine",
-    "numpy",
-)
 
 
 def make(engine: str, options: BackendOptions, settings: Mapping[str, object]) -> Backend:
@@ -138,34 +129,6 @@ def medians_s(functions: Sequence[Callable[[], object]], *, rounds: int, repeat:
     return [sorted(found)[rounds // 2] for found in times]
 
 
-def _save(path: Path | None, tables: Mapping[str, object], *, started_load: float) -> None:
-    """Write the results with the date, the versions and the load of the machine."""
-    if path is None:
-        return
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        if "mooncake" in name and any("mooncake" in found for found in versions):
-            continue  # the earlier package provides the imported module
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    path.write_text(
-        json.dumps(
-            {
-                "date": dt.datetime.now(dt.UTC).date().isoformat(),
-                "versions": versions,
-                "cores": os.cpu_count(),
-                "load": [round(started_load, 1), round(os.getloadavg()[0], 1)],
-                "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
-                "tables": tables,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-
-
 def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
     """The command line of a benchmark: measure the named tables, or all, print them, and write them to `--json`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,11 +137,12 @@ def run_tables(about: str | None, tables: Mapping[str, Callable[[], Iterator[Row
     arguments = parser.parse_args()
     if unknown := set(arguments.tables) - set(tables):
         parser.error(f"expected names among {', '.join(tables)}, found {', '.join(sorted(unknown))}")
-    load, found = os.getloadavg()[0], dict[str, list[Row]]()
+    about_run, found = conditions(), dict[str, list[Row]]()
     for name in arguments.tables or tables:
         print(f"\n{name}: {inspect.cleandoc(tables[name].__doc__ or '')}")
         found[name] = []
         for row in tables[name]():
             found[name].append(row)
             print("  " + "   ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    _save(arguments.json, found, started_load=load)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({**about_run, "tables": found}, indent=1) + "\n")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
+from disagg.commands.shell.child import ChildProcess
 from disagg.protocol.types import Event
 from disagg.state import paged
 
@@ -137,28 +138,10 @@ def answer(line: str) -> None:
 # -- the measurement ---------------------------------------------------------------------------------------------------
 
 
-class Remote:
+def start(role: str, num_rails: int) -> ChildProcess:
     """A rank's process in its namespace."""
-
-    def __init__(self, role: str, num_rails: int) -> None:
-        command = ["ip", "netns", "exec", namespace(role), sys.executable, "-m", "benchmarks.rails"]
-        self.process = subprocess.Popen(
-            [*command, "--serve", role, "--rails", str(num_rails)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def send(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+    command = ["ip", "netns", "exec", namespace(role), sys.executable, "-m", "benchmarks.rails"]
+    return ChildProcess([*command, "--serve", role, "--rails", str(num_rails)], errors=None)
 
 
 def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> dict[str, Any]:
@@ -166,13 +149,13 @@ def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> d
     ranks; then the seconds of a request during which rail 1 is cut.
     """
     with network(num_rails, mtu=mtu, shaped=shaped):
-        ranks = [Remote(role, num_rails) for role in ADDRESSES]
+        ranks = [start(role, num_rails) for role in ADDRESSES]
         try:
-            addresses = [rank.receive() for rank in ranks]
+            addresses = [rank.receive(timeout_s=PATIENCE_S) for rank in ranks]
             for rank, address in zip(ranks, reversed(addresses), strict=True):
                 rank.send(address)
             for rank in ranks:
-                assert rank.receive() == "ready"
+                assert rank.receive(timeout_s=PATIENCE_S) == "ready"
             found = [transfer(ranks) for _ in range(REPEAT)]
             seconds, cpu_s = min(found)
             rate = content().nbytes / seconds
@@ -190,22 +173,22 @@ def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> d
             return result
         finally:
             for rank in ranks:
-                rank.close()
+                rank.end(timeout_s=PATIENCE_S)
 
 
-def transfer(ranks: Sequence[Remote], *, cut_s: float | None = None) -> tuple[float, float]:
+def transfer(ranks: Sequence[ChildProcess], *, cut_s: float | None = None) -> tuple[float, float]:
     """Seconds of one request, and the CPU time of both ranks; rail 1 is down for `cut_s` of them. Every byte must be right."""
     request = new_request_id().hex()
     prefill, decode = ranks
     decode.send(request)
-    assert decode.receive() == "ready"
+    assert decode.receive(timeout_s=PATIENCE_S) == "ready"
     prefill.send(request)
     if cut_s is not None:
         time.sleep(0.1)
         run(f"ip -n {namespace('decode')} link set decode1 down")
         time.sleep(cut_s)
         run(f"ip -n {namespace('decode')} link set decode1 up")
-    answers = [json.loads(rank.receive()) for rank in ranks]
+    answers = [json.loads(rank.receive(timeout_s=PATIENCE_S)) for rank in ranks]
     assert all(ok and wrong == 0 for ok, _, _, wrong in answers), answers
     return float(answers[1][1]), sum(float(cpu_s) for _, _, cpu_s, _ in answers)
 

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.conditions import conditions
 from harness.vllm.engine import ENVIRONMENT, PREFILL, Engine
 
 os.environ.update(ENVIRONMENT)  # before vLLM is imported
 
-import vllm
 
 from harness.vllm.models import write_model
 
@@ -111,11 +111,10 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
-    given = parser.parse_args()
+    given, about = parser.parse_args(), conditions()
     with tempfile.TemporaryDirectory() as folder:
         found = list(rows(write_model("llama", Path(folder) / "llama")))
-    table = {"date": time.strftime("%Y-%m-%d"), "vllm": vllm.__version__, "cores": os.cpu_count(), "rows": found}
-    given.out.write_text(json.dumps(table, indent=1) + "\n")
+    given.out.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
     for row in found:
         print(json.dumps(row))
 

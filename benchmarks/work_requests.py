@@ -1,6 +1,6 @@
 """Work requests of one request per model: this library's plan beside what the servers' own connectors post.
 
-    python benchmarks/work_requests.py
+    python -m benchmarks.work_requests
 
 A work request is one descriptor given to the engine; with random pages no engine merges two. The figure is that of the rank
 that posts most: a prefill rank here and in SGLang, which write, and a decode rank in vLLM, which reads. The servers' figures

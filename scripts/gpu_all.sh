@@ -37,10 +37,10 @@ for step in ${STEPS:-kill tests bench request}; do
   case $step in
     kill) timeout 180 "$python" -m benchmarks.gpu.kill 2>&1 | tee "$out/kill.jsonl" ;;
     tests) timeout 280 "$python" -m pytest -q --maxfail=12 -p no:cacheprovider -p no:benchmark tests/gpu ${PYTEST_ARGS:-} 2>&1 | tee "$out/tests.log" | tail -n 60 ;;
-    bench) timeout 150 "$python" -m benchmarks.gpu.nvlink ${BENCH_ARGS:-} --json "$out/nvlink-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/bench.log" ;;
-    engines) MC_INTRANODE_NVLINK=1 timeout 180 "$python" -m benchmarks.gpu.request --engines ${ENGINES:-nvlink nixl mooncake} --json "$out/gpu-engines-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/engines.log" ;;
-    slots) MC_INTRANODE_NVLINK=1 timeout 120 "$python" -m benchmarks.gpu.slots --json "$out/gpu-slots-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/slots.log" ;;
-    models) timeout 180 "$python" -m benchmarks.gpu.models --json "$out/gpu-models-2xh200.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/models.log" ;;
-    request) timeout 120 "$python" -m benchmarks.gpu.request --json "$out/nvlink-2xh200-requests.json" --date "${DATE:-$(date +%F)}" 2>&1 | tee "$out/request.log" ;;
+    bench) timeout 150 "$python" -m benchmarks.gpu.nvlink ${BENCH_ARGS:-} --json "$out/nvlink-2xh200.json" 2>&1 | tee "$out/bench.log" ;;
+    engines) MC_INTRANODE_NVLINK=1 timeout 180 "$python" -m benchmarks.gpu.request --engines ${ENGINES:-nvlink nixl mooncake} --json "$out/gpu-engines-2xh200.json" 2>&1 | tee "$out/engines.log" ;;
+    slots) MC_INTRANODE_NVLINK=1 timeout 120 "$python" -m benchmarks.gpu.slots --json "$out/gpu-slots-2xh200.json" 2>&1 | tee "$out/slots.log" ;;
+    models) timeout 180 "$python" -m benchmarks.gpu.models --json "$out/gpu-models-2xh200.json" 2>&1 | tee "$out/models.log" ;;
+    request) timeout 120 "$python" -m benchmarks.gpu.request --json "$out/nvlink-2xh200-requests.json" 2>&1 | tee "$out/request.log" ;;
   esac
 done

@@ -12,8 +12,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
 echo "wheel-test: installing ${wheel##*/} into a new environment with $("$python" -V)"
-"$python" -m venv "$folder/venv"
-PIP_DISABLE_PIP_VERSION_CHECK=1 "$folder/venv/bin/pip" install -q --constraint "$constraints" "$wheel" >"$folder/pip.log" 2>&1 || {
+"$python" -m venv --without-pip "$folder/venv"
+PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/pip --python "$folder/venv/bin/python" install -q --constraint "$constraints" "$wheel" >"$folder/pip.log" 2>&1 || {
   tail -n 40 "$folder/pip.log" >&2
   exit 1
 }

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import queue
 import random
 import select
@@ -43,6 +41,7 @@ from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.backends.nvlink.mapping import NvlinkPeer
 from disagg.core.memory import Device, MemoryRegion
 from disagg.machine.processes import IdentitySocket, ProcessWatch
+from harness.conditions import conditions
 
 WORKER_NBYTES = 8 << 20
 WATCH_S, HOLD_S, PATIENCE_S = 0.12, 0.3, 120.0
@@ -267,23 +266,11 @@ def spread(values: list[float]) -> list[float]:
     return [round(statistics.median(values), 1), round(max(values), 1)]
 
 
-def machine() -> dict[str, str]:
-    """Versions that the results depend on."""
-    version = Path("/proc/driver/nvidia/version")
-    return {
-        "driver": version.read_text().splitlines()[0] if version.exists() else "unknown",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "cuda-bindings": importlib.metadata.version("cuda-bindings"),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--same-gpu", action="store_true", help="owner and writers on GPU 0")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the writers")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     parser.add_argument("--workers", type=int, default=10, help="writers at a time")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no writer after this time")
     arguments = parser.parse_args()
@@ -292,7 +279,7 @@ def main() -> int:
     cases: queue.SimpleQueue[str] = queue.SimpleQueue()
     for case in order:
         cases.put(case)
-    started = time.monotonic()
+    about, started = conditions(), time.monotonic()
     owner = Owner(0 if arguments.same_gpu else 1, 0, arguments.workers)
     results = Results(started + arguments.seconds)
     workers = [threading.Thread(target=results.work, args=(owner, worker, cases)) for worker in range(arguments.workers)]
@@ -302,10 +289,9 @@ def main() -> int:
         worker.join()
     owner.backend.close()
     report = {
-        "date": arguments.date,
+        **about,
         "what": __doc__.split("\n", 1)[0],
-        "gpus": "one" if arguments.same_gpu else "two",
-        **machine(),
+        "gpus": 1 if arguments.same_gpu else 2,
         "writers at a time": arguments.workers,
         "seconds": round(time.monotonic() - started),
         "rows": results.rows(),

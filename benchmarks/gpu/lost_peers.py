@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.fence import machine, spread
+from benchmarks.gpu.fence import spread
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.backends.cuda.driver import Gpu
 from disagg.backends.nvlink.backend import BLOCKS_VARIABLE, NvlinkBackend
@@ -38,6 +38,7 @@ from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event
 from disagg.requests import Receiver
 from disagg.state import paged
+from harness.conditions import conditions
 
 LAYERS, TOKENS, HEADS, DIM = 4, 16, 8, 128
 PAGE_NBYTES = TOKENS * HEADS * DIM
@@ -332,18 +333,16 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=12, help="decode processes")
     parser.add_argument("--seconds", type=float, default=500.0, help="start no prefill process after this time")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
     cases = [case for case in CASES for _ in range(arguments.count // 3)]
     random.Random(2).shuffle(cases)
     ordinals = (0, 0) if arguments.same_gpu else (1, 0)
-    started = time.monotonic()
+    about, started = conditions(), time.monotonic()
     losses, failures = lose_all(ordinals, cases, workers=arguments.workers, seconds=arguments.seconds)
     report = {
-        "date": arguments.date,
+        **about,
         "what": __doc__.split("\n", 1)[0],
-        "gpus": "one" if arguments.same_gpu else "two",
-        **machine(),
+        "gpus": 1 if arguments.same_gpu else 2,
         "decode processes": arguments.workers,
         "heartbeat timeout, s": LINKS.heartbeat_timeout_s,
         "seconds": round(time.monotonic() - started),

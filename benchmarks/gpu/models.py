@@ -1,6 +1,6 @@
 """Whole requests of whole models by `nvlink`, and the time of each component, against one plain copy of the bytes::
 
-    python -m benchmarks.gpu.models --json docs/benchmarks/gpu-models-2xh200.json --date 2026-11-21
+    python -m benchmarks.gpu.models --json docs/benchmarks/gpu-models-2xh200.json
 
 The prefill ranks are managers of one process with pools on GPU 0, the decode ranks of another process on GPU 1. `request`: from
 the first rank's `send` to the last rank's success, in one chunk, after the receivers have reserved; median of 9. `components`:
@@ -29,11 +29,12 @@ from disagg.commands.cases.memory import GpuMemory
 from disagg.commands.cases.places import rows_of, streams
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
-from disagg.commands.rank.rank import RankConfig, ResidentRank, versions
+from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.core.spans import SpanBatch
 from disagg.layout.binding import bind_rows
 from disagg.models import load_model
 from disagg.protocol.types import PeerRank
+from harness.conditions import conditions
 
 ROLES = ("prefill", "decode")
 CASES = [
@@ -233,15 +234,14 @@ def measure(work: Work, pipe: Connection) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
-    rows = []
+    about, rows = conditions(), []
     with other_process(prefill) as pipe:
         for model, tokens, *sides in CASES:
             rows.append(measure(Work(model, tokens, (sides[0], sides[1])), pipe))
             print(rows[-1], flush=True)
             if arguments.json:
-                what = {"date": arguments.date, "what": __doc__.split("\n", 1)[0], "versions": versions("nvlink")}
+                what = {**about, "what": __doc__.split("\n", 1)[0]}
                 arguments.json.write_text(json.dumps({**what, "rows": rows}, indent=1) + "\n")
 
 

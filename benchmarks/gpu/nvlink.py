@@ -1,6 +1,6 @@
 """Backend `nvlink` on two GPUs against the plain device-to-device copy, in one run::
 
-    python -m benchmarks.gpu.nvlink --json docs/benchmarks/nvlink-2xh200.json --date 2026-11-21
+    python -m benchmarks.gpu.nvlink --json docs/benchmarks/nvlink-2xh200.json
 
 Each side's pool has 64 layers of 32 MiB, one allocation each, cut into pages of 16 tokens. The peer has twice the heads, so
 every token is a separate piece (NHD, different TP). Pages are random on both sides, and only token runs go to the GPU.
@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import importlib.metadata
 import itertools
 import json
 import multiprocessing
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +37,7 @@ from disagg.backends.nvlink.mapping import NvlinkPeer
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanRuns, SpanShape
+from harness.conditions import conditions
 
 NUM_LAYERS = 64
 LAYER_NBYTES = 32 << 20
@@ -343,25 +342,11 @@ def measure_requests(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-def versions(gpu: Gpu) -> dict[str, str]:
-    found = {"python": platform.python_version(), "cuda_driver": str(gpu.call("cuDriverGetVersion"))}
-    for package in ("cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "cupy-cuda13x"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    driver = Path("/proc/driver/nvidia/version")
-    if driver.exists():
-        found["driver"] = driver.read_text().splitlines()[0].strip()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pieces", type=int, nargs="+", default=PIECES, help="bytes")
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
-    arguments = parser.parse_args()
+    arguments, about = parser.parse_args(), conditions()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=own, args=(theirs,))
@@ -369,12 +354,10 @@ def main() -> None:
     theirs.close()
     bench = Bench(*pipe.recv())
     result = {
-        "date": arguments.date,
+        **about,
         "what": "backend nvlink: random pieces between 64 layers on each of two GPUs, against plain device-to-device copies",
-        "machine": {"gpu": bench.gpu.call("cuDeviceGetName", 64, bench.gpu.device).decode().strip("\0 "), "count": 2},
         "transport": bench.backend.transport,
         "default_blocks": DEFAULT_BLOCKS,
-        "versions": versions(bench.gpu),
         "pieces": measure_pieces(bench, arguments.pieces),
         "unaligned": measure_unaligned(bench),
         "requests": measure_requests(bench),

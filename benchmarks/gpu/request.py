@@ -1,6 +1,6 @@
 """Whole requests between two managers on two GPUs, from `finish` to the receiver's success, against one plain copy::
 
-    python -m benchmarks.gpu.request --json docs/benchmarks/nvlink-2xh200-requests.json --date 2026-11-21
+    python -m benchmarks.gpu.request --json docs/benchmarks/nvlink-2xh200-requests.json
     python -m benchmarks.gpu.request --engines nvlink nixl mooncake --json docs/benchmarks/gpu-engines-2xh200.json
 
 Without `--engines`: 32 layers of K and V by `nvlink`, pages of 16 tokens of 512 bytes, and the same layout on both sides, so a
@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.gpu.ranks import Case, One, Rank, ask, other_process, prefill, receive, wait_for
 from disagg import new_request_id
-from disagg.commands.rank.rank import versions
+from harness.conditions import conditions
 
 ROUNDS = 7
 """Pairs of managers, one after the other, for requests of one size by `nvlink`."""
@@ -219,7 +219,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engines", nargs="+", choices=["nvlink", "nixl", "mooncake"])
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
     os.environ.setdefault("MC_INTRANODE_NVLINK", "1")
     with other_process(prefill) as pipe:
@@ -229,7 +228,7 @@ def main() -> None:
 
 def measure_all(arguments: argparse.Namespace, pipe: Connection) -> list[str]:
     """Measure cases until one fails, and write the file after each. Returns the failure, if any."""
-    rows, failed = list[dict[str, Any]](), list[str]()
+    about, rows, failed = conditions(), list[dict[str, Any]](), list[str]()
     floor = measure_floor(pipe)
     print(f"ZeroMQ round trip: {floor} us", flush=True)
     for case in engine_cases(arguments.engines) if arguments.engines else nvlink_cases():
@@ -243,10 +242,9 @@ def measure_all(arguments: argparse.Namespace, pipe: Connection) -> list[str]:
         finally:
             if arguments.json:
                 result = {
-                    "date": arguments.date,
+                    **about,
                     "what": __doc__.split("\n", 1)[0],
                     "floor_us": floor,
-                    "versions": {name: versions(name) for name in arguments.engines or ["nvlink"]},
                     **({} if arguments.engines else {"summary": summary(rows)}),
                     "rows": rows,
                     "failed": failed,

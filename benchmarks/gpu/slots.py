@@ -35,6 +35,7 @@ from disagg.transfer import pool_memory, staging, unpacking
 from disagg.transfer.jobs import Unpack
 from disagg.transfer.packed_write import PackedWrite
 from disagg.transfer.unpacking import Unpacker
+from harness.conditions import conditions
 
 SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
 """MiB per slot, and slots per ring."""
@@ -195,10 +196,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engines", nargs="+", choices=["nixl", "mooncake"], default=["nixl", "mooncake"])
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     arguments = parser.parse_args()
     result: dict[str, Any] = {
-        "date": arguments.date,
+        **conditions(),
         "what": __doc__.split("\n", 1)[0],
         "rates": rates(),
         "ways": [],

@@ -26,6 +26,7 @@ from functools import partial
 from http.client import HTTPException
 from typing import Any
 
+from disagg.commands.shell.text import plain_table, table_text
 from harness.servers import Server
 
 PREFILL = {
@@ -276,9 +277,8 @@ def show(table: dict[str, Any], plan: Plan) -> None:
     for part in ("tokens", "first_token", "load", "tokens_of_other_block"):
         rows = table.get(part) or []
         if rows:
-            print(f"\n{part}\n" + "  ".join(f"{name:>18}" for name in rows[0]))
-        for row in rows:
-            print("  ".join(f"{value!s:>18}" for value in row.values()))
+            lines = [[str(value) for value in row.values()] for row in rows]
+            print(f"\n{part}\n{table_text(plain_table(list(rows[0]), lines, right=list(rows[0])))}")
     for name, path in table.get("transport", {}).items():
         print(f"{name}: {path}")
     for problem in plan.problems[:20]:

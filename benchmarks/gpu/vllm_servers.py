@@ -17,9 +17,7 @@ import argparse
 import contextlib
 import importlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,11 +25,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all, show
+from harness.conditions import conditions
 from harness.ports import free_ports
 from harness.servers import Server, transfer_config
 from harness.vllm.engine import ENVIRONMENT
@@ -179,19 +176,6 @@ def write_large_model(folder: Path) -> Path:
     return found
 
 
-def about(gpus: int) -> dict[str, Any]:
-    """The machine and the versions of what runs."""
-    versions = {}
-    for name in ("vllm", "torch", "nixl", "transformers", "disagg"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "gpus": gpus, "cores": os.cpu_count(), "versions": versions}
-    if gpus:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found["gpu"], found["driver"] = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-    return found
-
-
 def terminate(number: int, _: object) -> None:
     """End as after an exception, so that the servers are killed."""
     sys.exit(128 + number)
@@ -212,7 +196,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     connectors = tuple(given.connectors)
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
-    table = about(given.gpus)
+    table = {**conditions(), "gpus": given.gpus}
     with tempfile.TemporaryDirectory() as folder:
         if given.gpus:
             model = write_large_model(Path(folder))

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from disagg.commands.shell.text import plain_table, table_text
+
 
 @dataclass
 class Healing:
@@ -78,40 +80,44 @@ class Report:
         where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
         rows = [
             ("engine", f"{self.engine} over {self.transport}, {where}, seed {self.seed}, fencing {self.fencing}"),
-            ("rounds", f"{self.rounds_done} of {self.rounds} in {self.seconds:.0f} s{_table(self.faults)}"),
-            ("requests", f"{self.requests}; ends of ranks{_table(self.outcomes)}"),
+            ("rounds", f"{self.rounds_done} of {self.rounds} in {self.seconds:.0f} s{_tally(self.faults)}"),
+            ("requests", f"{self.requests}; ends of ranks{_tally(self.outcomes)}"),
             ("received", f"{self.successes}, of them {self.returns} by prefill from decode"),
             *([("packets lost", str(self.lost_packets))] if self.lost_packets else []),
             ("wrong bytes", _counted(self.wrong, shown=5)),
             ("stuck requests", _counted(self.stuck, shown=5)),
             ("peers not reconnected", _counted(self.unhealed, shown=5)),
             ("peers lost again", _counted(self.relapses, shown=5)),
-            ("quarantined", f"{self.quarantined} requests, {self.quarantined_rows} rows{_table(self.reasons)}"),
+            ("quarantined", f"{self.quarantined} requests, {self.quarantined_rows} rows{_tally(self.reasons)}"),
             ("rows missing", str(self.missing_rows)),
             ("dead threads", _counted(self.dead_threads)),
             ("crashed ranks", _counted(self.crashed)),
             ("logs of ranks", "removed after success" if self.good else self.logs),
         ]
         if self.contests:
-            rows.append(("contested requests", f"{self.contests.total()} ends{_table(self.contests)}"))
-            rows.append(("their refusals", f"{self.refusals.total()}{_table(dict(self.refusals.most_common(8)))}"))
+            rows.append(("contested requests", f"{self.contests.total()} ends{_tally(self.contests)}"))
+            rows.append(("their refusals", f"{self.refusals.total()}{_tally(dict(self.refusals.most_common(8)))}"))
         if self.cpu:
             rows.append(
                 ("CPU with many peers", ", ".join(f"{share:.1%}" for share in self.cpu) + " of a core, without requests")
             )
-        lines = [f"{name:<22} {value}" for name, value in rows]
-        if self.healing:
-            lines.append(f"{'connected again after':<24}{'times':>7}{'median s':>10}{'p95 s':>8}{'max s':>8}")
-        for kind, found in self.healing.items():
-            lines.append(f"  {kind:<22}{found.times:>7}{found.median:>10.2f}{found.p95:>8.2f}{found.max:>8.2f}")
-        return "\n".join(lines)
+        text = table_text(plain_table(rows[0], rows[1:], right=()))
+        return f"{text}\n\n{self._healing_text()}" if self.healing else text
+
+    def _healing_text(self) -> str:
+        columns = ("connected again after", "times", "median s", "p95 s", "max s")
+        lines = [
+            (kind, str(found.times), *(f"{seconds:.2f}" for seconds in (found.median, found.p95, found.max)))
+            for kind, found in self.healing.items()
+        ]
+        return table_text(plain_table(columns, lines, right=columns[1:]))
 
 
-def _table(counts: dict[str, int]) -> str:
+def _tally(counts: dict[str, int]) -> str:
     """One line for each key, after its count."""
-    return "".join(f"\n  {count} x {what}" for what, count in sorted(counts.items()))
+    return "".join(f"\n{count} x {what}" for what, count in sorted(counts.items()))
 
 
 def _counted(items: list[str], *, shown: int | None = None) -> str:
     """The number of items, then the first `shown` of them, one a line."""
-    return str(len(items)) + "".join(f"\n  {item}" for item in items[:shown])
+    return str(len(items)) + "".join(f"\n{item}" for item in items[:shown])

@@ -6,9 +6,6 @@ Memory is the largest resident size of the process. Silence is the time from a v
 from __future__ import annotations
 
 import json
-import select
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +19,7 @@ import zmq
 
 from disagg.backends.base import BackendOptions, Transport
 from disagg.backends.registry import load
+from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.memory import MemoryRegion
 from disagg.layout.agreement import Agreement, encode_placements
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, RingGrant, Welcome, decode, encode
@@ -161,15 +159,10 @@ class Watcher:
 
 
 class AttackedRank:
-    """The process of the rank. `crash` is the signal or status that ended it, or `None` while it runs."""
+    """The process of the rank. `crash` is how it ended, or `None` while it runs."""
 
     def __init__(self, engine: str, peer: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.fuzz.rank", engine, peer],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        self._process = ChildProcess([sys.executable, "-m", "harness.fuzz.rank", engine, peer])
         self.address = str(self._answer(START_S)["address"])
         self.watcher = Watcher(self.address)
         self._nbytes_before: int | None = None
@@ -180,26 +173,20 @@ class AttackedRank:
 
     @property
     def crash(self) -> str | None:
-        status = self._process.poll()
-        if status is None:
-            return None
-        return signal.Signals(-status).name if status < 0 else f"status {status}"
+        return self._process.ending
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        if select.select([self._process.stdout], [], [], timeout_s)[0]:
-            line = self._process.stdout.readline()
-            if line:
-                return dict(json.loads(line))
-            self._process.wait()
-        raise Finding(f"the attacked rank does not answer: {self.crash or 'it hangs'}")
+        try:
+            return dict(json.loads(self._process.receive(timeout_s=timeout_s)))
+        except TimeoutError:
+            raise Finding("the attacked rank does not answer: it hangs") from None
+        except ChildEnded as error:
+            raise Finding(f"the attacked rank does not answer: {error}") from error
 
     def ask(self, operation: str) -> dict[str, Any]:
         """Send an operation and return the answer. Raises `Finding` if there is none within `HANG_S`."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"op": operation}).encode() + b"\n")
-            self._process.stdin.flush()
+        with suppress(ChildEnded):  # `_answer` raises
+            self._process.send(json.dumps({"op": operation}))
         return self._answer(HANG_S)
 
     def check(self) -> dict[str, Any]:
@@ -233,11 +220,6 @@ class AttackedRank:
     def close(self) -> None:
         self.watcher.stop()
         self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with suppress(OSError):
-                stream.close()
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def introduce(inputs: int, *, engine: str, seed: int, crashes_in: Path | None = 
                 attacked.try_endpoint(data)
             except Crash as crash:
                 crashes += 1
-                _keep(crashes_in, f"{engine}-{crashes}-{crash}", attacked.last)
+                _keep(crashes_in, f"{engine}-{crashes}-{crash}".replace(" ", "-"), attacked.last)
                 attacked.restart()
         result = attacked.result(done, time.perf_counter() - began, crashes)
     finally:

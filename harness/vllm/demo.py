@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from disagg.commands.shell.text import plain_table, table_text
 from harness.servers import Server, vllm_pair
 from harness.vllm.models import write_model
 
@@ -20,9 +21,9 @@ LOADED, SENT = "vllm:external_prefix_cache_hits_total", "vllm:disagg_sent_bytes_
 
 
 def run(prefill: Server, decode: Server, proxy: Server) -> bool:
-    """Print one row for each prompt. Returns whether all is as it should be."""
-    print("prompt tokens   equal to one server's   first token (one server)   tokens moved   KiB moved")
-    good = True
+    """Print a table with a row for each prompt. Returns whether all is as it should be."""
+    columns = ("prompt tokens", "equal to one server's", "first token (one server)", "tokens moved", "KiB moved")
+    good, lines = True, []
     for prompt in (text.encode() for text in PROMPTS):
         loaded, sent = decode.metric(LOADED), prefill.metric(SENT)
         replies = [(decode.complete(prompt), proxy.complete(prompt)) for _ in range(ROUNDS)]
@@ -32,7 +33,8 @@ def run(prefill: Server, decode: Server, proxy: Server) -> bool:
         good &= equal and moved == len(prompt) - 1
         alone_ms, both_ms = (min(reply.first_token_s for reply in column) * 1e3 for column in zip(*replies, strict=True))
         times = f"{both_ms:.0f} ms ({alone_ms:.0f} ms)"
-        print(f"{len(prompt):13}   {'yes' if equal else 'NO':21}   {times:24}   {moved:12.0f}   {nbytes / 1024:9.1f}")
+        lines.append((str(len(prompt)), "yes" if equal else "NO", times, f"{moved:.0f}", f"{nbytes / 1024:.1f}"))
+    print(table_text(plain_table(columns, lines, right=(columns[0], *columns[3:]))))
     print(f"first token: the best of {ROUNDS}, through the proxy with prefill, and from decode alone")
     return good
 

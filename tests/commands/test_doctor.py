@@ -152,8 +152,8 @@ def test_two_wheels_with_one_import_name_are_named(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("script", "named"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "by SIGSEGV"),
-        ("raise SystemExit(3)", "with status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "with signal SIGSEGV"),
+        ("raise SystemExit(3)", "with exit status 3"),
         ("import time; time.sleep(60)", "hangs"),
         ("print('talk'); print('{\"error\": \"no\"}')", "^no$"),
     ],

@@ -1,4 +1,4 @@
-"""The built site loads nothing from another host."""
+"""The built site: loads nothing from another host, and fits three widths of a real browser."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
+from harness.browser import browser
+from harness.site import DIAGRAMS, pages, problems, served
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,16 +35,22 @@ class Loads(html.parser.HTMLParser):
         self.diagrams += given.get("class") == "mermaid"
 
 
-def test_no_page_needs_another_host(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. Skips where its diagrams' program cannot be fetched."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, timeout=280, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if "from another host" in ended.stderr:
         pytest.skip(ended.stderr.strip())
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+def test_no_page_needs_another_host(site: Path) -> None:
     diagrams = 0
-    for page in pages:
+    for page in site.rglob("*.html"):
         loads = Loads()
         loads.feed(page.read_text())
         diagrams += loads.diagrams
@@ -50,6 +59,34 @@ def test_no_page_needs_another_host(tmp_path: Path) -> None:
             scripts = [page.parent / each for each in loads.found if each.endswith("mermaid.min.js")]
             assert len(scripts) == 1
             assert b"sequenceDiagram" in scripts[0].read_bytes()
-    sources = sum(page.read_text().count("```mermaid") for page in (ROOT / "docs").rglob("*.md"))
-    assert diagrams == sources > 0
-    assert (tmp_path / "alerts.yml").exists()
+    assert diagrams == diagrams_in_sources() > 0
+    assert (site / "alerts.yml").exists()
+
+
+def diagrams_in_sources() -> int:
+    return sum(page.read_text().count("```mermaid") for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_every_page_fits_and_every_diagram_is_drawn(site: Path) -> None:
+    found, diagrams = {}, 0
+    with served(site) as address, browser() as page:
+        for path in pages(site):
+            if wrong := problems(page, f"{address}/{path}"):
+                found[path] = wrong
+            diagrams += page.evaluate(DIAGRAMS)
+    assert found == {}
+    assert diagrams == diagrams_in_sources()
+
+
+BROKEN = """<!doctype html><html><body><article>
+<div style="width: 500px">wide</div><div style="width: 300px">narrow</div><img src="missing.png" alt="">
+</article></body></html>"""
+
+
+def test_what_does_not_fit_or_is_missing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(BROKEN)
+    with served(tmp_path) as address, browser() as page:
+        found = problems(page, f"{address}/page.html")
+        assert found[0] == f"missing image: {address}/missing.png"
+        assert found[1].startswith("at 360 pixels: the page: 5")
+        assert found[2:] == ["at 360 pixels: div to 508: wide"]

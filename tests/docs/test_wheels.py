@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.pythons import installed
+from harness.wheels import VERSIONS, wheel_for
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,3 +32,26 @@ def test_each_architecture_gets_a_wheel_for_3_11_and_one_of_the_stable_abi(arch:
     assert ended.stdout.split() == [f"cp311-manylinux_{arch}", f"cp312-manylinux_{arch}"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"
+
+
+def test_every_later_python_uses_the_wheel_of_the_stable_abi(tmp_path: Path) -> None:
+    tags = ("cp311-cp311-manylinux_2_24_aarch64", "cp312-abi3-manylinux_2_24_aarch64", "cp312-abi3-manylinux_2_17_x86_64")
+    for tag in tags:
+        (tmp_path / f"disagg-0.1.0-{tag}.whl").touch()
+
+    def used(version: str, architecture: str) -> str:
+        wheel = wheel_for(version, architecture, tmp_path)
+        return "" if wheel is None else wheel.name
+
+    assert [used(version, "aarch64") for version in VERSIONS] == [
+        f"disagg-0.1.0-{tag}.whl" for tag in (tags[0], *[tags[1]] * 3)
+    ]
+    assert [used(version, "x86_64") for version in VERSIONS] == ["", *[f"disagg-0.1.0-{tags[2]}.whl"] * 3]
+
+
+def test_an_installed_python_has_the_version_that_was_asked_for() -> None:
+    for version in VERSIONS:
+        if (python := installed(version)) is not None:
+            found = subprocess.run([python, "-V"], capture_output=True, text=True, timeout=60, check=True).stdout
+            assert found.startswith(f"Python {version}.")
+    assert installed("3.1") is None

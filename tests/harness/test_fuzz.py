@@ -126,7 +126,7 @@ def test_a_crash_of_an_engine_is_counted_and_its_endpoints_kept(tmp_path: Path, 
     monkeypatch.setattr(engines, "damaged_endpoint", crash_at_the_third)
     result = introduce(6, engine="mooncake", seed=5, crashes_in=tmp_path)
     assert (result.inputs, result.crashes, len(ranks)) == (6, 1, 2)
-    assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == {"mooncake-1-SIGSEGV"}
+    assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == {"mooncake-1-signal-SIGSEGV"}
     assert Bounds().exceeded(result) == ["endpoint, mooncake: crashed 1 times"]
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_the_attacked_rank_is_a_finding() -> None:
     with attack("local") as (rank, _, _):
         assert rank.check()["ok"]
         os.kill(rank.pid, signal.SIGKILL)
-        with pytest.raises(Finding, match="does not answer: SIGKILL"):
+        with pytest.raises(Finding, match="does not answer: signal SIGKILL"):
             rank.check()
 
 

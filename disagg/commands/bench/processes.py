@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Protocol
 
 import msgspec
 
 from disagg.commands.rank.rank import RankConfig
 from disagg.commands.rank.serve import serve
+from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.errors import DisaggError
 
 START_TIMEOUT_S = 120.0
@@ -57,64 +54,44 @@ class RankProcess:
         self.ranks = tuple(ProcessRank(self, config) for config in configs)
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
-        self._output = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-        )
+        self._lines: list[str] = []
+        command = [sys.executable, "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()]
+        self._process = ChildProcess(command, errors=self._errors)
 
     def addresses(self, config: RankConfig) -> tuple[str, str]:
         """Wait for the addresses that one of its ranks reports. Raises `RankDied`."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        assert self._process.stdout is not None
         begins = f"{config.name} rank {config.rank} of "
         while True:
-            whole = self._output.decode(errors="replace").rpartition("\n")[0].splitlines()
-            found = next((_ADDRESSES.search(line) for line in whole if line.startswith(begins)), None)
+            found = next((_ADDRESSES.search(line) for line in self._lines if line.startswith(begins)), None)
             if found:
                 return found[1], found[2]
-            if time.monotonic() > deadline:
-                raise RankDied(f"rank {self.name} did not report its address within {START_TIMEOUT_S} s{self._tail()}")
-            if select.select([self._process.stdout], [], [], 0.2)[0]:
-                chunk = os.read(self._process.stdout.fileno(), 4096)
-                self._output += chunk
-                if not chunk:
-                    self._process.wait(EXIT_TIMEOUT_S)
-            self.check()
+            try:
+                self._lines.append(self._process.receive(timeout_s=max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                message = f"rank {self.name} did not report its address within {START_TIMEOUT_S} s{self._tail()}"
+                raise RankDied(message) from None
+            except ChildEnded as error:
+                raise RankDied(f"rank {self.name} ended with {error}{self._tail()}") from error
 
     def check(self) -> None:
-        status = self._process.poll()
-        if status is not None:
-            raise RankDied(f"rank {self.name} ended with {_status(status)}{self._tail()}")
+        if (ending := self._process.ending) is not None:
+            raise RankDied(f"rank {self.name} ended with {ending}{self._tail()}")
 
     def end(self) -> None:
         if self._ended:
             return
         self._ended = True
-        try:
-            status = self._process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            message = f"rank {self.name} was killed: it did not end within {EXIT_TIMEOUT_S} s{self._tail()}"
-            self.kill()
-            raise RankDied(message) from None
-        message = f"rank {self.name} ended with {_status(status)}{self._tail()}" if status else ""
-        self._close()
-        if message:
-            raise RankDied(message)
+        ending, tail = self._process.wait(timeout_s=EXIT_TIMEOUT_S), self._tail()
+        self.kill()
+        if ending is None:
+            raise RankDied(f"rank {self.name} was killed: it did not end within {EXIT_TIMEOUT_S} s{tail}")
+        if ending != "exit status 0":
+            raise RankDied(f"rank {self.name} ended with {ending}{tail}")
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
-        self._close()
-
-    def _close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        self._errors.close()
 
     def _tail(self) -> str:
         """The last lines of its standard error, each on its own line."""
@@ -144,13 +121,6 @@ class ProcessRank:
 
     def kill(self) -> None:
         self._process.kill()
-
-
-def _status(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    name = signal.Signals(-status).name if -status in {s.value for s in signal.Signals} else str(-status)
-    return f"signal {name}"
 
 
 class RankThread:

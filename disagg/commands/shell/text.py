@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console
@@ -26,6 +27,13 @@ def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right
     for line in lines:
         table.add_row(*map(Text, line))
     return table
+
+
+def table_text(table: Table) -> str:
+    """All of a table as text, without spaces at the ends of its lines."""
+    written = io.StringIO()
+    show(table, Console(file=written, color_system=None))
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def show(table: Table, console: Console) -> None:
