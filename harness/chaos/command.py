@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.chaos.places import missing_for_places
+from harness.chaos.places import missing_for_places, missing_for_resets
 from harness.chaos.rounds import KINDS, OVER_RDMA
 from harness.chaos.run import run
 
@@ -82,6 +82,12 @@ def _runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[
             parser.error(f"{', '.join(needing) or '--hosts 2'}: expected {missing}")
         sys.stderr.write(f"chaos: skips {', '.join(needing)}: they need {missing}\n")
         wanted = [kind for kind in wanted if kind not in needing]
+    resetting = [kind for kind in wanted if KINDS[kind].needs_resets]
+    if resetting and (missing := missing_for_resets()):
+        if options.kinds:
+            parser.error(f"{', '.join(resetting)}: expected {missing}")
+        sys.stderr.write(f"chaos: skips {', '.join(resetting)}: they need {missing}\n")
+        wanted = [kind for kind in wanted if kind not in resetting]
     runs = {hosts: [kind for kind in wanted if hosts in KINDS[kind].hosts] for hosts in (1, 2)}
     if options.hosts:
         runs = {options.hosts: runs[options.hosts]}

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 
 OTHER_USER = 65534
 _COMMANDS = ("ip", "ss", "nsenter", "unshare", "setpriv", "mount", "sh")
+RESET = ("ss", "--kill", "--tcp", "--numeric", "--no-header", "state", "established")
+"""The command that resets the TCP connections to which the rest of its arguments apply."""
 _CAPABILITIES = "-all,+dac_read_search"
 """The other user reads every file, because the interpreter may lie in a directory of root's. It may not trace processes."""
 
@@ -49,6 +52,17 @@ def missing_for_places() -> str:
         return f"the commands {', '.join(missing)}"
     done = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"the right to create namespaces: {done.stderr.strip()}"
+
+
+def missing_for_resets() -> str:
+    """What this process lacks to reset TCP connections; empty if nothing. Tries it with one of its own."""
+    if missing := missing_for_places():
+        return missing
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as opened:
+        port = opened.getsockname()[1]
+        done = subprocess.run([*RESET, f"sport = :{port}"], capture_output=True, text=True, check=False)
+        is_reset = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+    return "" if is_reset else f"a kernel with CONFIG_INET_DIAG_DESTROY: {done.stderr.strip() or 'nothing was reset'}"
 
 
 class Hosts:

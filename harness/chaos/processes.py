@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from harness.chaos.jobs import RankSettings
-from harness.chaos.places import Place
+from harness.chaos.places import RESET, Place
 
 _ESTABLISHED = "01"
 """The state, as `/proc/net/tcp` writes it."""
@@ -100,7 +100,7 @@ class RankProcess:
         ports = _tcp_ports(self.process.pid) if port is None else {port}
         one_of = " or ".join(f"sport = :{each} or dport = :{each}" for each in ports)
         inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net"]
-        command = [*inside, "ss", "--kill", "--tcp", "--numeric", "--no-header", "state", "established", f"( {one_of} )"]
+        command = [*inside, *RESET, f"( {one_of} )"]
         done = subprocess.run(command, capture_output=True, text=True, check=True) if ports else None
         return len(done.stdout.splitlines()) if done is not None else 0
 

@@ -19,12 +19,13 @@ from typing import Any, cast
 import pytest
 
 from harness.chaos import command
-from harness.chaos.places import OTHER_USER, Hosts, Place, missing_for_places
+from harness.chaos.places import OTHER_USER, Hosts, Place, missing_for_places, missing_for_resets
 from harness.chaos.report import Healing, Report
 from harness.chaos.rounds import KINDS
 from harness.chaos.run import run, schedule
 
 SILENCE_S, LONGEST_S = 4.0, 3.0
+needs_resets = pytest.mark.skipif(bool(missing_for_resets()), reason=f"needs {missing_for_resets()}")
 needs_places = pytest.mark.skipif(bool(missing_for_places()), reason=f"needs {missing_for_places()}")
 
 
@@ -52,8 +53,8 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
         ("nixl", ["stop", "compete"]),
         pytest.param("mooncake", ["users", "compete"], marks=needs_places),
         ("nixl", ["give-up"]),
-        pytest.param("nixl", ["reset", "reset"], marks=needs_places),
-        pytest.param("mooncake", ["reset", "reset"], marks=needs_places),
+        pytest.param("nixl", ["reset", "reset"], marks=needs_resets),
+        pytest.param("mooncake", ["reset", "reset"], marks=needs_resets),
         pytest.param("nixl", ["hidepid-1"], marks=needs_places),
         ("mooncake", ["many-peers"]),
     ],
@@ -79,7 +80,7 @@ def test_hosts_reconnect_after_their_link_was_cut() -> None:
 
 
 @pytest.mark.chaos
-@needs_places
+@needs_resets
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
 def test_a_broken_connection_of_the_engine_is_made_anew(engine: str) -> None:
     """The control connection may well live: the end of the engine's shows when something is posted."""
@@ -155,15 +156,22 @@ def test_without_root_the_kinds_that_need_it_are_skipped_or_refused(
         return Report("nixl", "tcp", hosts, 1, 0, "on", successes=1)
 
     monkeypatch.setattr(command, "run", note)
-    monkeypatch.setattr(command, "missing_for_places", lambda: "root, found user 1000")
+    for name in ("missing_for_places", "missing_for_resets"):
+        monkeypatch.setattr(command, name, lambda: "root, found user 1000")
     assert command.main(["--engine", "nixl"]) == 0
     over_tcp = [kind for kind in KINDS if not KINDS[kind].needs_link and not KINDS[kind].may_quarantine]
-    assert ran == [(1, [kind for kind in over_tcp if not KINDS[kind].needs_places])]
-    assert "skips cut, users, hidepid-1, hidepid-2, reset: they need root, found user 1000" in capsys.readouterr().err
+    assert ran == [(1, [kind for kind in over_tcp if not (KINDS[kind].needs_places or KINDS[kind].needs_resets)])]
+    written = capsys.readouterr().err
+    assert "skips cut, users, hidepid-1, hidepid-2: they need root, found user 1000" in written
+    assert "skips reset: they need root, found user 1000" in written
     with pytest.raises(SystemExit):
         command.main(["--kinds", "cut"])
     assert "cut: expected root, found user 1000" in capsys.readouterr().err
-    monkeypatch.setattr(command, "missing_for_places", lambda: "")
+    with pytest.raises(SystemExit):
+        command.main(["--kinds", "reset"])
+    assert "reset: expected root, found user 1000" in capsys.readouterr().err
+    for name in ("missing_for_places", "missing_for_resets"):
+        monkeypatch.setattr(command, name, lambda: "")
     ran.clear()
     assert command.main(["--engine", "nixl"]) == 0
     assert ran == [(hosts, [kind for kind in over_tcp if hosts in KINDS[kind].hosts]) for hosts in (1, 2)]
