@@ -53,6 +53,12 @@ class InboundConnections:
             del self._newest[accepted.peer]
         return accepted
 
+    def forget_epoch(self, peer: PeerRank, epoch: int) -> None:
+        """Forget the connection of a rank if its process is the one at `epoch`."""
+        accepted = self.of(peer)
+        if accepted is not None and accepted.epoch == epoch:
+            self.forget(self._newest[peer])
+
     def forget_other(self, peer: PeerRank, epoch: int) -> None:
         """Forget the connection of a rank unless its process is the one at `epoch`."""
         accepted = self.of(peer)

@@ -156,7 +156,8 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request.
 
-    `verify`: which pages the writer sends checksums of.
+    `verify`: which pages the writer sends checksums of. `epoch`: the receiver's process, whose rows these are; a later process
+    of that name has other rows (0: not said).
     """
 
     source_group: Small
@@ -164,6 +165,7 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     rows: Named[PagesRow | SlotRow]
     need: Named[TokenRange]
     verify: Verify = "off"
+    epoch: Epoch = 0
 
 
 class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):

@@ -215,7 +215,8 @@ class PeerTable:
         return accepted.peer
 
     def on_ended(self, peer: PeerRank, epoch: int, now: float) -> None:
-        """The process of a rank at this epoch is proved to have ended."""
+        """The process of a rank at this epoch is proved to have ended. What it sent and is read from now on counts no more."""
+        self._inbound.forget_epoch(peer, epoch)
         link = self.link(peer)
         if link is not None and link.epoch == epoch:
             self._links.lose(link, "its process has ended", now)

@@ -55,8 +55,9 @@ from disagg.protocol.types import (
 class Receives:
     """Every request that this rank receives."""
 
-    def __init__(self, *, group: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
+    def __init__(self, *, group: int, epoch: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
         self._group = group
+        self._epoch = epoch
         self._limits = limits
         self._effects = effects
         self._timers = timers
@@ -122,6 +123,7 @@ class Receives:
                 rows={name: pack_rows(session.rows[name]) for name in writer.coverage if name in session.rows},
                 need={name: session.need[name] for name in writer.coverage},
                 verify=session.verify,
+                epoch=self._epoch,
             )
         self._schedule(session, writer, now)
         self._effects.append(SendMessage(peer, writer.reserve))

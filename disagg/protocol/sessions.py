@@ -44,14 +44,15 @@ from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMess
 class Sessions:
     """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
 
-    `rings` are what this rank grants to its writers, `draw` returns that many random bits, and `readers_of` says whom of an
-    instance this rank writes to.
+    `epoch` is that of this rank's process. `rings` are what it grants to its writers, `draw` returns that many random bits, and
+    `readers_of` says whom of an instance this rank writes to.
     """
 
     def __init__(
         self,
         *,
         group: int = 0,
+        epoch: int = 0,
         limits: Limits | None = None,
         rings: Rings | None = None,
         draw: Callable[[int], int] = secrets.randbits,
@@ -61,7 +62,7 @@ class Sessions:
         self._group = group
         self.effects: deque[Effect] = deque()
         self._timers = Timers()
-        self.receives = Receives(group=group, limits=limits, effects=self.effects, timers=self._timers)
+        self.receives = Receives(group=group, epoch=epoch, limits=limits, effects=self.effects, timers=self._timers)
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
         self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
 

@@ -271,7 +271,7 @@ class Dispatch:
             case SendMessage(peer, message):
                 self.send(peer, message)
             case StartTransfer() as start:
-                self._transfers.start(start)
+                self._transfers.start(start, now)
             case UnpackSlot() as slot:
                 self._transfers.unpack(slot, now)
             case CreditSlots() as credited:

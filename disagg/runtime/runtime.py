@@ -141,6 +141,7 @@ class Runtime:
         opened.callback(self.processes.close)
         self.sessions = Sessions(
             group=settings.topology.dp_rank,
+            epoch=identity.epoch,
             limits=settings.limits,
             rings=rings,
             readers_of=self._readers_of,
@@ -351,7 +352,7 @@ class Runtime:
         writing = self.handshake.writing(peer)
         if writing is not None:
             self._send(peer, writing)
-        self.transfers.connected(peer)
+        self.transfers.connected(peer, time.monotonic())
         self._on_peers_changed()
 
     def _on_peers_changed(self) -> None:

@@ -63,8 +63,10 @@ class Transfers:
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
-    def start(self, start: StartTransfer) -> None:
-        """Submit a transfer to the worker, or keep it until its rank is connected."""
+    def start(self, start: StartTransfer, now: float) -> None:
+        """Submit a transfer to the worker, or keep it until its rank is connected. One for rows of a process that has ended
+        fails: the reservation was read or parked after that, and this rank's memory is another one's.
+        """
         ticket = start.ticket
         session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
         if session is None:
@@ -72,6 +74,9 @@ class Transfers:
         rank = self._handshake.rank(ticket.peer)
         if rank is None:
             self._unconnected.setdefault(ticket.peer, []).append(start)
+            return
+        if start.reserve.epoch not in (0, rank.epoch):
+            self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} has restarted since it reserved these rows")
             return
         destination = session.destinations[ticket.peer]
         if rank.prepared is not None:
@@ -124,10 +129,10 @@ class Transfers:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    def connected(self, peer: PeerRank) -> None:
+    def connected(self, peer: PeerRank, now: float) -> None:
         """Start what waited for this rank."""
         for start in self._unconnected.pop(peer, []):
-            self.start(start)
+            self.start(start, now)
 
     def lost(self, peer: PeerRank, cause: str, now: float) -> None:
         """Fail what waited for this rank."""

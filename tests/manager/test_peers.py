@@ -8,6 +8,7 @@ import time
 from typing import Any, ClassVar
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -27,10 +28,11 @@ from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
 from disagg.machine.processes import ProcessWatch
-from disagg.protocol.types import Limits, RequestKey
+from disagg.protocol.types import Limits, PeerRank, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
-from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, cluster, introduce, receive, send, start_side
+from tests.manager.conftest import untouched
+from tests.support.cluster import DEADLINE_S, FAST, FAST_LINKS, Side, clear, cluster, introduce, receive, send, start_side
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 
@@ -180,6 +182,41 @@ def test_a_restarted_peer_reconnects_at_another_address_while_others_keep_runnin
         for rank in instances.prefill:
             rank.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
         instances.decode[0].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        assert all(event.ok for event in instances.transfer(20))
+
+
+@pytest.mark.parametrize("opens", ["before the restart", "after the restart"])
+@pytest.mark.parametrize("backend", ["local", "cma"])
+def test_a_reservation_of_an_ended_process_is_not_served_to_the_next_one(backend: str, opens: str) -> None:
+    """Its reserve may be read after its loss, and wait for the sender or for the engine: its page ids are of other memory."""
+    with cluster(Side(), Side(page=8), settings={"backend": backend, "pack_below": 0}) as instances:
+        (old,), (prefill,), request = instances.decode, instances.prefill, new_request_id()
+        wanted = receive(old, new_request_id(), PageList((0, 1, 2)), need=(0, 20))
+        until(lambda: wanted.session is not None and all(each.reserve for each in wanted.session.writers.values()))
+        (writer,) = wanted.session.writers.values()  # type: ignore[union-attr]
+        assert writer.reserve is not None
+        late = msgspec.structs.replace(writer.reserve, request_id=request)
+        old.manager.close()
+        until(lambda: not prefill.manager.health().peers["decode-0"].ready)
+        runtime = prefill.manager._runtime
+        runtime.command(lambda now: runtime.sessions.on_message(PeerRank("decode-0", 0), late, now))
+        senders = []
+        if opens == "before the restart":
+            senders.append(send(prefill, request, instances.pages(prefill, 20), 20))
+            until(lambda: runtime.transfers.num_unconnected == 1)
+        instances.decode = start_side(instances.model, Side(page=8), "decode-0", num_layers=3, settings={"backend": backend})
+        (new,) = instances.decode
+        clear(new.pools)
+        introduce(instances.prefill, instances.decode)
+        for rank, name in ((prefill, "decode-0"), (new, "prefill-0")):
+            rank.manager.wait_ready(name, timeout_s=DEADLINE_S)
+        if opens == "after the restart":
+            senders.append(send(prefill, request, instances.pages(prefill, 20), 20))
+        (sender,) = senders
+        event = sender.wait(timeout_s=DEADLINE_S)
+        assert "decode-0/0 has restarted since it reserved these rows" in str(event.error)
+        assert event.lease.released
+        assert untouched(instances)
         assert all(event.ok for event in instances.transfer(20))
 
 

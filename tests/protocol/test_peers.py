@@ -267,8 +267,13 @@ def test_a_process_that_has_ended_is_lost_at_once() -> None:
     make_ready(table)
     table.on_ended(DECODE, 6, 1.0)
     assert take_effects(table) == []
+    assert table.on_inbound(b"c1", "", DRAINED, 1.0) == DECODE
     table.on_ended(DECODE, 7, 1.0)
     assert take_effects(table) == [Lost(DECODE, 7, "its process has ended")]
+    assert table.on_inbound(b"c1", "", DRAINED, 1.0) is None, "what it sent before is read late"
+    answer = take_reply(table)
+    assert isinstance(answer, Reject)
+    assert answer.hello_first
     table.on_ended(DECODE, 7, 1.0)
     assert take_effects(table) == []
 
