@@ -154,10 +154,8 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
-    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request.
-
-    `verify`: which pages the writer sends checksums of. `epoch`: the receiver's process, whose rows these are; a later process
-    of that name has other rows (0: not said).
+    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: which pages
+    the writer sends checksums of. `epoch`: the process whose rows these are; a later one of that name has others (0: not said).
     """
 
     source_group: Small

@@ -56,8 +56,7 @@ class Receives:
     """Every request that this rank receives."""
 
     def __init__(self, *, group: int, epoch: int, limits: Limits, effects: deque[Effect], timers: Timers) -> None:
-        self._group = group
-        self._epoch = epoch
+        self._group, self._epoch = group, epoch
         self._limits = limits
         self._effects = effects
         self._timers = timers
