@@ -78,7 +78,8 @@ class BackendFaults:
 class FaultyTransfer:
     """A transfer of `FaultyBackend`. `inner` is the real one, once posted.
 
-    Reports `status` until `inner` has settled; then `final`, by default the status of `inner`.
+    Reports `status` until `inner` has settled; then `final`, by default the status of `inner`. What `inner` cannot settle, it
+    cannot either.
     """
 
     completion = None  # it would tell the end of `inner`
@@ -95,6 +96,8 @@ class FaultyTransfer:
                 self._status = self._final or found
                 self.error = self.error or self.inner.error
                 self.inner.close()
+            elif found is TransferStatus.UNSETTLED:
+                self._status, self.error = found, self.error or self.inner.error
         return self._status
 
     def fail(self, error: DisaggError) -> None:

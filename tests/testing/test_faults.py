@@ -13,10 +13,10 @@ import pytest
 from disagg import ConfigError, new_request_id
 from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import LocalProtocolError
+from disagg.core.errors import LocalProtocolError, PeerUnreachable
 from disagg.core.memory import MemoryRegion
 from disagg.testing.contract import BackendContract, BackendFactory
-from disagg.testing.faults import BackendFaults, FaultyBackend, MessageFaults, TransferFault, inject, mistreat
+from disagg.testing.faults import BackendFaults, FaultyBackend, FaultyTransfer, MessageFaults, TransferFault, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
@@ -96,6 +96,15 @@ def test_unsettled_settles_only_after_it_has_landed(pair: Pair) -> None:
     assert transfer.poll() is TransferStatus.UNSETTLED
     until(lambda: transfer.poll() is TransferStatus.FAILED)
     assert pair.landed()
+
+
+def test_a_delayed_transfer_is_unsettled_while_the_real_one_is() -> None:
+    real = FaultyTransfer(status=TransferStatus.UNSETTLED, error="lost")
+    delayed = FaultyTransfer(status=TransferStatus.PENDING, error=None)
+    delayed.inner = real
+    assert (delayed.poll(), delayed.error) == (TransferStatus.UNSETTLED, "lost")
+    real.fail(PeerUnreachable("proved quiet"))
+    assert delayed.poll() is TransferStatus.FAILED
 
 
 @with_faults(late=1.0)
