@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from click.testing import CliRunner, Result
 from disagg.commands.bench.command import bench
 from disagg.commands.bench.compare import compare, read_rows
 from disagg.commands.bench.plot import varied
+from disagg.commands.bench.report import Sample
 from disagg.commands.cases.arrivals import BURST, Arrivals, generated, read_trace
+from disagg.commands.cases.instructions import RunReport
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import SPARE_ROWS, Case, items_of, rows_needed
 from disagg.core.errors import ConfigError
@@ -125,15 +128,25 @@ class Links(html.parser.HTMLParser):
         self.found += [value for name, value in attrs if name in ("src", "href") and value and not value.startswith("#")]
 
 
-def test_requests_wait_in_the_queue_when_they_arrive_faster_than_they_are_served(tmp_path: Path) -> None:
-    queued = []
-    for concurrency in ("1", "16"):
-        json_file = tmp_path / f"{concurrency}.json"
-        arguments = ("--tokens", "512", "--requests", "16", "--arrivals", "burst", "--rate", "1000")
-        ended = run(*arguments, "--concurrency", concurrency, "--json", str(json_file))
-        assert ended.exit_code == 0, ended.output
-        queued.append(json.loads(json_file.read_text())[0]["queue_ms"]["p99"])
-    assert queued[0] > queued[1]
+def test_a_request_waits_in_the_queue_until_the_one_before_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[RunReport] = []
+    whole = Sample.of
+
+    def recorded(**found: Any) -> Sample:
+        sent.extend(found["sent"])
+        return whole(**found)
+
+    monkeypatch.setattr(Sample, "of", recorded)
+    ended = run("--tokens", "512", "--requests", "16", "--arrivals", "burst", "--rate", "1000", "--concurrency", "1")
+    assert ended.exit_code == 0, ended.output
+    assert [len(report.results) for report in sent] == [16, 16]
+    for report in sent:
+        for before, after in itertools.pairwise(report.results):
+            assert after.start >= before.end
+        bursts = [report.results[:BURST], report.results[BURST:]]
+        for first, *others in bursts:
+            arrived = first.start - first.queued_s
+            assert all(each.queued_s == pytest.approx(each.start - arrived) for each in others)
 
 
 @pytest.mark.parametrize(

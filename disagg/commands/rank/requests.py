@@ -108,8 +108,8 @@ class Requests:
             if arrives_in_s > 0:
                 return
             item = self._waiting.popleft()
-            self._started[item.number] = time.monotonic()
-            self._queued_s[item.number] = -arrives_in_s
+            self._started[item.number] = started = time.monotonic()
+            self._queued_s[item.number] = started - self._begin - item.arrival_s
             try:
                 if self._command.direction is Direction.SEND:
                     self._send(item)
