@@ -29,6 +29,7 @@ from rich.console import Console
 from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.commands.shell.text import plain_table, show
 from disagg.core.rows import Rows
+from disagg.core.timeline import PHASES
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, PeerRank, RequestKey, SendMessage, StartTransfer
@@ -189,7 +190,7 @@ def parts() -> None:
         lines.append((what, f"{best * 1e6:.2f}"))
     metrics = Metrics(lambda: None)  # type: ignore[arg-type,return-value]
     ended = Ended(direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
-    times = dict.fromkeys(("total_s", "bind_s", "pack_s", "post_s", "wire_s", "unpack_s"), 0.25)
+    times = dict.fromkeys(("total_s", *(f"{phase}_s" for phase in PHASES[:-1])), 0.25)
     texts = {
         "rank": "a/0",
         "request_id": "00" * 16,

@@ -30,6 +30,7 @@ from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
 from disagg.core.rows import TokenRange, token_range
+from disagg.core.timeline import Moments, Timeline
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
@@ -103,7 +104,7 @@ class RequestHandle:
         self.tag = tag
         self.label = label
         self.lease = Lease()
-        self.opened_at = time.monotonic()
+        self.moments = Moments()
         self._pending = threading.Lock()  # held until the request has ended; an `Event` takes ten times as long to make
         self._pending.acquire()
         self._event: Event | None = None
@@ -121,6 +122,7 @@ class RequestHandle:
         future: asyncio.Future[Event] = loop.create_future()
 
         def settle(event: Event) -> None:
+            self.moments.take()
             if not future.done():
                 future.set_result(event)
 
@@ -143,6 +145,11 @@ class RequestHandle:
     @property
     def request_id(self) -> bytes:
         return self.key.request_id
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where its time went so far; whole once the server has its event."""
+        return self.moments.timeline()
 
     @property
     def is_released(self) -> bool:
@@ -193,7 +200,7 @@ class RequestHandle:
         check_process(self._control)
         if self._event is None:
             _native.yield_gil()
-        return self._event
+        return None if self._event is None else self.take()
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
         """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds, `LocalProtocolError` unless
@@ -209,10 +216,12 @@ class RequestHandle:
                 raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
             if self._event is not None:
                 self._release()  # for other threads that wait
+        self.moments.take()
         return event
 
     def begin(self) -> None:
         """Called by the manager: the request will end soon, so threads that wait for it should be awake."""
+        self.moments.begun_at = self.moments.begun_at or time.monotonic()
         if self._spin_s:
             self._spin_s = COPY_BEGUN_SPIN_S
             self._release()
@@ -220,6 +229,12 @@ class RequestHandle:
     def end(self, event: Event) -> None:
         """Called by the manager, once: the request has ended."""
         self._event = event
+
+    def take(self) -> Event:
+        """Its event, which the server has from now on."""
+        assert self._event is not None
+        self.moments.take()
+        return self._event
 
     def wake(self) -> None:
         """Called by the manager after `end`: threads that wait continue."""

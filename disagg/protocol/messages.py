@@ -240,14 +240,15 @@ class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
-    """Everything that the writer sends for this attempt has landed, and nothing is in flight. `packed` says for each chunk how
-    many of its bytes went through the receiver's ring; `sums` are the checksums that the reserve asked for.
+    """All that the writer sends for this attempt has landed; nothing is in flight. `packed`: of each chunk, the bytes that went
+    through the receiver's ring; `sums`: the checksums that were asked for; `took`: seconds of the last transfer, by phase.
     """
 
     written: Many[Written] = ()
     payload: Payload = b""
     packed: Many[tuple[Small, Tokens]] = ()
     sums: Many[PartialChecksums] = ()
+    took: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=4)] = ()
 
 
 class EarlyComplete(RequestMessage, frozen=True, tag="early_complete", kw_only=True):

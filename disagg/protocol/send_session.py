@@ -54,8 +54,8 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 @dataclass
 class Destination:
     """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished,
-    and `early_outcome` whether it has answered that. `knows_failure`: the receiver knows that the attempt has failed. `lost_at`
-    is the epoch at which the peer was lost.
+    and `early_outcome` whether it has answered that. `took` is that of the next `Complete`. `knows_failure`: the receiver knows
+    that the attempt has failed. `lost_at` is the epoch at which the peer was lost.
     """
 
     state: SendState = SendState.AWAITED
@@ -65,6 +65,7 @@ class Destination:
     landed: dict[int, tuple[Written, ...]] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
     sums: dict[int, tuple[PartialChecksums, ...]] = field(default_factory=dict)
+    took: tuple[float, ...] = ()
     started: int = 0
     early_complete: Complete | None = None
     early_outcome: bool = False
@@ -218,6 +219,7 @@ class SendSession:
             payload=self.payload,
             packed=tuple(sorted(destination.packed.items())),
             sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
+            took=destination.took,
         )
 
     def abort(self, destination: Destination) -> Abort:

@@ -145,12 +145,12 @@ class Sends:
         packed: int = 0,
         sums: tuple[PartialChecksums, ...] = (),
         known: bool = False,
+        took: tuple[float, ...] = (),
     ) -> None:
         """A transfer that was started is done, failed with `error`, or (`unsettled`) not provably finished.
 
-        `packed` of its bytes went through the receiver's ring. `sums` are the checksums that the reserve asked for. `known`:
-        the receiver has seen that it is done, so an early complete message is not sent again unless it stays unanswered. A
-        transfer that was unsettled may be reported again once it has settled.
+        `packed`, `sums`, `took`: for the complete message. `known`: the receiver has seen that it is done, so an early one is
+        not sent again unless it stays unanswered. A transfer that was unsettled may be reported again once it has settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or ticket.chunk not in destination.in_flight | destination.unsettled:
@@ -159,6 +159,7 @@ class Sends:
             destination.early_complete = None
         destination.in_flight.discard(ticket.chunk)
         destination.unsettled.discard(ticket.chunk)
+        destination.took = took
         if packed:
             destination.packed[ticket.chunk] = packed
         if sums:

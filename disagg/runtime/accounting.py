@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
 from disagg.core.memory import ITEMSIZE
-from disagg.core.phases import Phases
 from disagg.core.rows import Rows, Slot
 from disagg.layout.tables import Axis, ComponentLayout
 from disagg.protocol.messages import TokenRange
@@ -26,8 +27,8 @@ logger = logging.getLogger("disagg.requests")
 """One line per request: INFO if it succeeded, WARNING if it failed."""
 
 
-class Work(Phases, kw_only=True):
-    """Transfers of one request, or of all, on this rank: bytes written, pieces posted, and time by phase."""
+class Work(msgspec.Struct, kw_only=True):
+    """Transfers of one request, or of all, on this rank: bytes written and pieces posted."""
 
     nbytes: int = 0
     pieces: int = 0
@@ -36,14 +37,19 @@ class Work(Phases, kw_only=True):
         """Add a transfer that has settled."""
         self.nbytes += 0 if settled.error else settled.nbytes
         self.pieces += settled.pieces
-        self.add_phases(settled)
 
 
 class Stats(Work, kw_only=True):
-    """All transfers that this rank has started since its manager was built. Of the requests that it has received, `verified`
-    were compared with what was sent, and `mismatches` of these differed.
+    """All transfers that this rank has started since its manager was built, and the seconds spent on them (`wire_s`: from the
+    first post of each to its end). Of the requests that it has received, `verified` were compared with what was sent, and
+    `mismatches` of these differed.
     """
 
+    bind_s: float = 0.0
+    pack_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    unpack_s: float = 0.0
     transfers: int = 0
     failures: int = 0
     nbytes_packed: int = 0
@@ -58,6 +64,10 @@ class Stats(Work, kw_only=True):
     def add(self, settled: Settled) -> None:
         """Add a transfer that has settled."""
         super().add(settled)
+        self.bind_s += settled.bind_s
+        self.pack_s += settled.pack_s
+        self.post_s += settled.post_s
+        self.wire_s += settled.wire_s
         self.transfers += 1
         self.failures += bool(settled.error)
         self.nbytes_packed += 0 if settled.error else settled.packed
@@ -69,7 +79,7 @@ class RequestRecord:
     `label` is the server's own name of the request.
 
     `nbytes` is this rank's share, written to its receivers or received from its writers, or 0 if it failed before. Times are in
-    seconds: `total_s` from the call to the end, the others summed over this rank's own transfers of the request.
+    seconds: `total_s` from the call to the end, and the phases that add up to it (`disagg.core.timeline`).
     """
 
     rank: str
@@ -83,11 +93,13 @@ class RequestRecord:
     nbytes: int
     pieces: int
     total_s: float
+    wait_s: float
     bind_s: float
     pack_s: float
     post_s: float
     wire_s: float
     unpack_s: float
+    handover_s: float
     lease: str
     error: str
 

@@ -51,7 +51,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
     need, ids = _needs(runtime, call, agreement)
     receiver = Receiver(runtime, call.key, call.peer, call.tag, label=call.label, need=need, ids=ids)
-    deadline = receiver.opened_at + call.deadline_s
+    deadline = receiver.moments.opened_at + call.deadline_s
 
     def open_session(now: float) -> ReceiveSession:
         agreed = agreement
@@ -116,7 +116,7 @@ def open_sender(
             peer_group_size=agreement.group_size if agreement is not None else 1,
             any_attempt=any_attempt,
             now=now,
-            deadline=sender.opened_at + deadline_s,
+            deadline=sender.moments.opened_at + deadline_s,
             tag=tag,
             lease=sender.lease,
         )

@@ -11,6 +11,7 @@ from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.protocol.messages import (
+    Complete,
     CopyBegun,
     EarlyComplete,
     Message,
@@ -142,10 +143,19 @@ class Dispatch:
             if isinstance(message, EarlyComplete) and arrived.page is not None and session is not None:
                 self._early_completion.expect(peer, message, arrived.page, now)
             self._sessions.on_message(peer, message, now)
+        elif isinstance(message, Complete):
+            self._take_complete(peer, message, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
             return  # the engine is not connected yet; the writer reports the slots again
         else:
             self._sessions.on_message(peer, message, now)
+
+    def _take_complete(self, peer: PeerRank, message: Complete, now: float) -> None:
+        """A writer's bytes have landed."""
+        session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
+        if session is not None:
+            self._requests.moments_of(session).land(time.monotonic(), message.took)
+        self._sessions.on_message(peer, message, now)
 
     def take_early_completions(self) -> bool:
         """Take complete messages whose copy has finished. Returns whether there were any."""
@@ -153,7 +163,7 @@ class Dispatch:
         for peer, complete in self._early_completion.take(self._sessions.receives.sessions):
             taken = True
             try:
-                self._sessions.on_message(peer, complete, time.monotonic())
+                self._take_complete(peer, complete, time.monotonic())
             except RemoteProtocolError as error:
                 self._refuse(error)
         return taken

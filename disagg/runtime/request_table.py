@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.leases import Lease
+from disagg.core.timeline import Moments
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.types import Event
 from disagg.requests import Place, Receiver, Sender
@@ -49,7 +50,7 @@ class RequestTable:
         self._requests: dict[Lease, Request] = {}
         self._places: dict[Place, Request] = {}
         self._held_rows = HeldRows(local.placements)
-        self._events: deque[Event] = deque()
+        self._ended: deque[Receiver | Sender] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._draining = False
         self.metrics: Metrics | None = None
@@ -80,14 +81,14 @@ class RequestTable:
 
     @property
     def num_events(self) -> int:
-        return len(self._events)
+        return len(self._ended)
 
     def take_events(self) -> list[Event]:
         """Every event since the last call."""
         with self._lock, contextlib.suppress(OSError):  # nothing to read
             if self._event_fd >= 0:
                 os.eventfd_read(self._event_fd)
-        return [self._events.popleft() for _ in range(len(self._events))]
+        return [self._ended.popleft().take() for _ in range(len(self._ended))]
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
@@ -127,6 +128,11 @@ class RequestTable:
             request.work = Work()
         return request.work
 
+    def moments_of(self, session: Session) -> Moments:
+        """What is noted of a request's time."""
+        request = self._requests.get(session.lease)
+        return Moments() if request is None else request.handle.moments
+
     def begin(self, session: Session) -> None:
         """A copy for a received request has begun: wake its waiting threads."""
         request = self._requests.get(session.lease)
@@ -141,12 +147,13 @@ class RequestTable:
                 request = self._requests.get(event.lease)
                 if request is None or not self._claim(request):
                     continue
+                request.handle.moments.ended_at = time.monotonic()
                 try:
                     self._account(event, request)
                 finally:
                     request.handle.end(event)
                     ended.append(request.handle)
-                    self._events.append(event)
+                    self._ended.append(request.handle)
                     if request.session is None or event.lease.released:
                         self._drop(event.lease)
         finally:
@@ -212,7 +219,7 @@ class RequestTable:
             account(self._record(event, request.handle, request.work or Work(), cause), self.metrics)
 
     def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
-        nbytes = work.nbytes
+        timeline, nbytes = handle.moments.timeline(), work.nbytes
         if isinstance(handle, Receiver):
             nbytes = self._needed_nbytes(handle.need) if event.ok else 0
         return RequestRecord(
@@ -226,12 +233,14 @@ class RequestTable:
             cause="" if cause is None else cause.value,
             nbytes=nbytes,
             pieces=work.pieces,
-            total_s=time.monotonic() - handle.opened_at,
-            bind_s=work.bind_s,
-            pack_s=work.pack_s,
-            post_s=work.post_s,
-            wire_s=work.wire_s,
-            unpack_s=work.unpack_s,
+            total_s=timeline.total_s,
+            wait_s=timeline.wait_s,
+            bind_s=timeline.bind_s,
+            pack_s=timeline.pack_s,
+            post_s=timeline.post_s,
+            wire_s=timeline.wire_s,
+            unpack_s=timeline.unpack_s,
+            handover_s=timeline.handover_s,
             lease=event.lease.state.value,
             error="" if event.error is None else str(event.error),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -162,7 +163,7 @@ class Transfers:
         session: ReceiveSession = slot.session
         self._stats.unpack_s += report.seconds
         if session.state is ReceiveState.OPEN:
-            self._requests.work_of(session).unpack_s += report.seconds
+            self._requests.moments_of(session).unpacked_at = time.monotonic()
         self._sessions.unpacked(slot, now, error=report.error)
 
     def _take_settled(self, ticket: Ticket, report: Settled, now: float) -> None:
@@ -173,10 +174,11 @@ class Transfers:
         if not report.unsettled:
             session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, session if session is not None and not session.reported else None))
-        if self._verification.settled(ticket, packed=report.packed, error=report.error, now=now):
+        took = report.took
+        if self._verification.settled(ticket, packed=report.packed, took=took, error=report.error, now=now):
             return
         self._sessions.sends.settled(
-            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, known=known
+            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, known=known, took=took
         )
 
     def count_settled(self) -> None:
@@ -185,6 +187,7 @@ class Transfers:
             self._stats.add(report)
             if session is not None:
                 self._requests.work_of(session).add(report)
+                self._requests.moments_of(session).land(report.ended_at, report.took)
         self._settled.clear()
 
 

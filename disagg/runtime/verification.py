@@ -185,9 +185,12 @@ class ChecksumWorker:
 
 @dataclass
 class _Pending:
-    """A chunk whose checksums are being computed: its packed bytes, once it has settled, and its checksums or their error."""
+    """A chunk whose checksums are being computed: its packed bytes and the time it took, once it has settled, and its checksums
+    or their error.
+    """
 
     packed: int | None = None
+    took: tuple[float, ...] = ()
     sums: tuple[PartialChecksums, ...] | None = None
     error: str = ""
 
@@ -247,14 +250,14 @@ class Verification:
         """Compare received rows with their writers' checksums."""
         self._worker.submit(start, lambda: verify_rows(self._local.checksum_plans, start, self._digest))
 
-    def settled(self, ticket: Ticket, *, packed: int, error: str, now: float) -> bool:
+    def settled(self, ticket: Ticket, *, packed: int, took: tuple[float, ...], error: str, now: float) -> bool:
         """A transfer has settled. Returns whether its checksums are still missing: it is reported to the protocol with them."""
         if error:
             self._pending.pop(ticket, None)
         pending = self._pending.get(ticket)
         if pending is None:
             return False
-        pending.packed = packed
+        pending.packed, pending.took = packed, took
         self._report(ticket, pending, now)
         return True
 
@@ -278,4 +281,6 @@ class Verification:
         if pending.packed is None or not (pending.sums is not None or pending.error):
             return
         del self._pending[ticket]
-        self._sessions.sends.settled(ticket, now=now, error=pending.error, packed=pending.packed, sums=pending.sums or ())
+        self._sessions.sends.settled(
+            ticket, now=now, error=pending.error, packed=pending.packed, sums=pending.sums or (), took=pending.took
+        )

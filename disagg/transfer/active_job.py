@@ -156,6 +156,7 @@ class ActiveJob:
 
     def _end(self) -> None:
         self._report.wire_s = time.perf_counter() - self.started_at
+        self._report.ended_at = time.monotonic()
         self._reports.append(self._report)
 
 

@@ -13,7 +13,6 @@ from disagg.core import _native
 from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import PeerUnreachable
 from disagg.core.events import ReadyEvent
-from disagg.core.phases import Phases
 from disagg.core.spans import SpanBatch
 from disagg.transfer.staging import RemoteRing
 
@@ -134,9 +133,10 @@ class Unpacked(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Settled(Phases, kw_only=True):
+class Settled(msgspec.Struct, kw_only=True):
     """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. `unreachable` is the
-    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through the peer's ring.
+    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through the peer's ring. `wire_s` is from the
+    first post to the end, which was at `ended_at` by `time.monotonic`.
     """
 
     ticket: Hashable
@@ -146,6 +146,16 @@ class Settled(Phases, kw_only=True):
     nbytes: int = 0
     packed: int = 0
     pieces: int = 0
+    bind_s: float = 0.0
+    pack_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def took(self) -> tuple[float, ...]:
+        """The seconds spent to bind, to pack, to post, and in the rest of the transfer."""
+        return self.bind_s, self.pack_s, self.post_s, max(0.0, self.wire_s - self.pack_s - self.post_s)
 
     def fail(self, error: Exception, peer: RemotePeer) -> None:
         """Note why the job fails, unless it has failed before."""

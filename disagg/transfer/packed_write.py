@@ -60,6 +60,7 @@ class PackedWrite:
         self._report = report
         self._reports = reports
         self._offset = 0
+        self._packed_at = 0.0
         self._writes: list[_SlotWrite] = []
         self._filled: list[SlotFilled] = []  # written and not reported yet
 
@@ -141,7 +142,8 @@ class PackedWrite:
         assert write.local is not None
         filled = write.filled
         started = time.perf_counter()
-        self._report.pack_s += started - write.started_at
+        self._report.pack_s += started - max(write.started_at, self._packed_at)  # slots may be packed at the same time
+        self._packed_at = started
         self._report.packed += filled.nbytes
         copies = CopyBatch.one(write.local, self._ring.ring.slot(filled.slot), filled.nbytes)
         transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
