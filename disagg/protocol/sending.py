@@ -156,10 +156,9 @@ class Sends:
         if session is None or destination is None or ticket.chunk not in destination.in_flight | destination.unsettled:
             return
         if not known:
-            destination.early_complete = None
+            destination.early_complete, destination.took = None, took
         destination.in_flight.discard(ticket.chunk)
         destination.unsettled.discard(ticket.chunk)
-        destination.took = took
         if packed:
             destination.packed[ticket.chunk] = packed
         if sums:

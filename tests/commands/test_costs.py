@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disagg.commands.cases.costs import Costs, fitted_costs, link_costs, read_costs
+from disagg.commands.cases.costs import ALWAYS, Costs, Measured, Terms, fitted_costs, fitted_phases, link_costs, read_costs
 from disagg.core.errors import ConfigError
+from disagg.core.timeline import PHASES
 
 MIB, NBYTES = 1 << 20, 64 << 30
 PUBLISHED = {
@@ -65,3 +66,55 @@ def test_speeds_that_no_costs_fit_are_refused() -> None:
         fitted_costs([(512, 1.0, 1.0)])
     with pytest.raises(ConfigError, match="no rate fits"):
         fitted_costs([(512, 1.0, 1.0), (1024, 8.0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("costs", "below"),
+    [
+        (Costs(1e-6, 10.0, 5.0), 10_000),  # 1 us is what 10,000 bytes take longer packed
+        (Costs(1e-6, 5.0, 10.0), ALWAYS),
+        (Costs(1e-6, 5.0, 5.0), ALWAYS),
+        (Costs(0.0, 5.0, 5.0), 0),
+        (Costs(0.7e-6, 50.0, 50.0, overlaps=True), 35_000),  # a NIC sends that much while the next piece is posted
+        (Costs(0.7e-6, 50.0, 60.0, overlaps=True), ALWAYS),
+    ],
+)
+def test_pieces_are_packed_where_that_is_faster(costs: Costs, below: int) -> None:
+    assert costs.break_even_nbytes == pytest.approx(below, abs=1)
+    for nbytes in (below // 2, below * 2):
+        if 0 < nbytes < ALWAYS // 2:
+            assert (costs.packed_s(nbytes) < costs.direct_s(nbytes, 1)) is (nbytes < below)
+
+
+TERMS: dict[str, dict[str, Terms]] = {
+    "direct": {"wait": (3e-4, 0.0, 0.0), "bind": (1e-5, 2e-8, 0.0), "post": (0.0, 3e-6, 1e-11), "wire": (1e-4, 0.0, 2e-10)},
+    "packed": {"wait": (2e-4, 0.0, 0.0), "pack": (0.0, 1e-8, 2e-10), "unpack": (1e-5, 2e-8, 0.0), "handover": (1e-4, 0.0, 0.0)},
+}
+
+
+def test_the_fit_finds_the_terms_that_made_the_phases() -> None:
+    made = Costs(1e-6, 5.0, 5.0, phases=TERMS)
+    sizes = [(path, nbytes // piece, nbytes) for path in TERMS for nbytes in (1 << 20, 1 << 23) for piece in (512, 4096, 65536)]
+    measured = [
+        Measured(path, pieces, nbytes, made.phases_s(*[{path: (pieces, nbytes)}] * 2)) for path, pieces, nbytes in sizes
+    ]
+    found = fitted_phases(measured)
+    for path, phases in TERMS.items():
+        for phase in PHASES:
+            assert found[path][phase] == pytest.approx(phases.get(phase, (0.0, 0.0, 0.0)), rel=1e-6, abs=1e-15)
+
+
+def test_no_term_is_negative_whatever_was_measured() -> None:
+    falling = [Measured("direct", n, 1 << 20, dict.fromkeys(PHASES, 1.0 / n)) for n in (1, 10, 100)]
+    assert all(term >= 0 for terms in fitted_phases(falling)["direct"].values() for term in terms)
+
+
+def test_phases_of_both_paths_add_up_but_for_what_is_spent_once() -> None:
+    costs = Costs(1e-6, 5.0, 5.0, phases=TERMS)
+    both = costs.phases_s({"direct": (10, 1000), "packed": (100, 5000)}, {"packed": (200, 9000)})
+    assert both["wait"] == pytest.approx(3e-4)
+    assert both["post"] == pytest.approx(10 * 3e-6 + 1000 * 1e-11)
+    assert both["pack"] == pytest.approx(100 * 1e-8 + 5000 * 2e-10)
+    assert both["unpack"] == pytest.approx(1e-5 + 200 * 2e-8)
+    assert tuple(both) == PHASES
+    assert Costs(1e-6, 5.0, 5.0).phases_s({"direct": (10, 1000)}, {}) == {}

@@ -7,14 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.commands.bench.command import run_cases
-from disagg.commands.bench.thresholds import ALWAYS, TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
-from disagg.commands.cases.costs import read_costs
+from disagg.commands.bench.report import PHASES_TITLE
+from disagg.commands.bench.thresholds import TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
+from disagg.commands.cases.costs import ALWAYS, Costs, read_costs
 from disagg.core.errors import ConfigError
+from disagg.core.timeline import PHASES
 from disagg.models import load_model
 from tests.commands.conftest import Bench
 
@@ -104,7 +107,29 @@ def test_calibration_writes_costs_that_explain_reads(bench: Bench, tmp_path: Pat
          "--decode", "tp=1", "--backend", "local", "--costs", str(file), "--json", "-"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(explained.stdout)["costs"] == json.loads(file.read_text())
+    found = json.loads(explained.stdout)
+    assert found["costs"] == json.loads(file.read_text())
+    assert found["pack_below"] == costs.break_even_nbytes
+    assert found["seconds"] == pytest.approx(sum(found["phases"].values()))
+    assert tuple(found["phases"]) == PHASES
+
+
+def test_predicted_phases_are_shown_beside_measured_ones(bench: Bench, tmp_path: Path) -> None:
+    terms = {"direct": dict.fromkeys(PHASES, (0.001, 0.0, 0.0))}
+    file, report = tmp_path / "costs.json", tmp_path / "report.html"
+    file.write_bytes(msgspec.json.encode(Costs(1e-6, 5.0, 5.0, phases=terms)))
+    sides = ("--model", "tiny", "--prefill", "tp=1", "--decode", "tp=1", "--pack-below", "0", "--no-ceiling")
+    ended = bench("--backend", "local", *sides, "--costs", str(file), "--html", str(report), *SMALL)
+    assert ended.status == 0, ended.err
+    (row,) = ended.rows
+    assert row["predicted"] == pytest.approx(dict.fromkeys(PHASES, 0.001))
+    assert sum(row["phases"].values()) == pytest.approx(row["latency_ms"]["p50"] / 1e3)
+    title, columns, measured, predicted = ended.out.splitlines()[-4:]
+    assert title == PHASES_TITLE
+    assert columns.split() == ["prefill", "decode", "way", *PHASES, "all"]
+    assert float(measured.split()[-1]) == pytest.approx(row["latency_ms"]["p50"], abs=0.01)
+    assert predicted.split() == ["predicted", *["1.00"] * len(PHASES), "8.00"]
+    assert "<td>predicted" in report.read_text()
 
 
 @pytest.mark.parametrize(

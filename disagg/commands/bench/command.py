@@ -23,13 +23,15 @@ from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.html import write_html
 from disagg.commands.bench.plot import check_plot, plot
-from disagg.commands.bench.report import PACED_TITLE, Row, paced_table, table, to_json
+from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, table, to_json
+from disagg.commands.bench.timelines import CaseRun, RankRun, write_timeline
 from disagg.commands.cases import options
 from disagg.commands.cases.arrivals import TOGETHER, Arrivals, Kind, generated, read_trace
-from disagg.commands.cases.costs import fitted_costs
+from disagg.commands.cases.costs import Costs, read_costs
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
+from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
@@ -66,18 +68,26 @@ def progress_to(console: Console) -> Iterator[Progress]:
         yield lambda text: print(text, file=sys.stderr, flush=True)
 
 
-def run_cases(cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None) -> Iterator[Row]:
-    """Run cases in order, with progress on standard error."""
+def run_cases(
+    cases: Sequence[Case], *, connect: Sequence[str] = (), console: Console | None = None, runs: list[CaseRun] | None = None
+) -> Iterator[Row]:
+    """Run cases in order, with progress on standard error. The last run of each is added to `runs`."""
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
             what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
-            yield run(case, lambda text, what=what: progress(what + text), connect=connect)  # type: ignore[misc]
+            found: list[Sequence[RankRun]] = []
+            yield run(case, lambda text, what=what: progress(what + text), connect=connect, observe=found.append)  # type: ignore[misc]
+            if runs is not None:
+                runs.append((f"{case.backend}: {case.prefill} -> {case.decode}", found[-1]))
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the results as tables, then a sentence for each that was not verified."""
     console = Console()
     show(table(rows), console)
+    if (phases := phases_table(rows)) is not None:
+        console.print(f"\n{PHASES_TITLE}")
+        show(phases, console)
     if (paced_rows := paced_table(rows)) is not None:
         console.print(f"\n{PACED_TITLE}")
         show(paced_rows, console)
@@ -185,8 +195,20 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
         raise ConfigError(f"thresholds: expected none of --{', --'.join(refused)}: sides and model are fixed")
     if settings["tokens"] is not None and len(settings["tokens"]) > 1:
         raise ConfigError(f"tokens: expected one length with --thresholds, found {len(settings['tokens'])}")
-    single = {**settings, "tokens": (settings["tokens"] or (None,))[0]}
+    if context.params["calibrate_file"] is not None and len(settings["backend"]) != 1:
+        raise ConfigError(f"calibrate: expected one backend, found {len(settings['backend'])}")
+    single = thresholds.single_length(settings)
     return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
+
+
+def measure_thresholds(by_backend: Mapping[str, Sequence[Case]]) -> list[Row]:
+    """Run the cases of each backend, and print its threshold."""
+    measured = [list(run_cases(cases)) for cases in by_backend.values()]
+    rows = [row for of_backend in measured for row in of_backend]
+    print_problems(rows)
+    for of_backend in measured:
+        thresholds.show_thresholds(of_backend, Console())
+    return rows
 
 
 def write_rows(file: Path | None, rows: Sequence[Row]) -> None:
@@ -195,14 +217,11 @@ def write_rows(file: Path | None, rows: Sequence[Row]) -> None:
         file.write_bytes(to_json(rows))
 
 
-def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
-    """Write the costs that fit the rows of `--thresholds` to `file`. Raises `ConfigError` for several backends."""
-    if len(measured) != 1:
-        raise ConfigError(f"calibrate: expected one backend, found {len(measured)}")
-    speeds = thresholds.path_speeds(measured[0])
-    costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in speeds])
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n")
-    print(f"costs: {1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:.3g} GB/s direct, {costs.packed_gbps:.3g} GB/s packed")
+def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
+    """The row with the phases that `disagg explain` predicts for its case."""
+    if costs is None:
+        return row
+    return msgspec.structs.replace(row, predicted=explain_request(ExplainRequest(case=case, costs=costs)).summary.phases)
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
@@ -259,6 +278,12 @@ def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
 @click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that each step may take.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows (png, svg or pdf).")
+@click.option(
+    "--timeline",
+    "timeline_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every request of the last run of each case, by phase and rank, as a trace for Perfetto.",
+)
 @click.option("--html", "html_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a report as one HTML file.")
 @click.option(
     "--thresholds",
@@ -268,9 +293,15 @@ def write_costs(file: Path, measured: Sequence[Sequence[Row]]) -> None:
 )
 @click.option(
     "--calibrate",
-    "costs_file",
+    "calibrate_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Like --thresholds for one backend; write the costs that fit the measured speeds, for disagg explain --costs.",
+    help="Like --thresholds for one backend; write the costs that fit the measured speeds and phases, for --costs.",
+)
+@click.option(
+    "--costs",
+    "costs_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Show the phases that these costs predict beside the measured ones; --calibrate writes the file.",
 )
 @click.option(
     "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank. Repeat for all ranks of the case."
@@ -302,9 +333,11 @@ def bench(
     json_file: Path | None,
     plot_file: Path | None,
     html_file: Path | None,
+    timeline_file: Path | None,
     connect: tuple[str, ...],
     fault: str | None,
     thresholds_only: bool,
+    calibrate_file: Path | None,
     costs_file: Path | None,
     compare: tuple[Path, Path] | None,
     tolerance: float,
@@ -317,20 +350,16 @@ def bench(
     if compare is not None:
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    if plot_file is not None:
-        check_plot(plot_file)
-    if html_file is not None:
-        check_plot(html_file.with_suffix(".svg"))
-    if thresholds_only or costs_file is not None:
+    for file in filter(None, (plot_file, html_file and html_file.with_suffix(".svg"))):
+        check_plot(file)
+    if thresholds_only or calibrate_file is not None:
         by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
-        measured = [list(run_cases(cases)) for cases in by_backend.values()]
-        rows = [row for of_backend in measured for row in of_backend]
-        print_problems(rows)
-        for of_backend in measured:
-            thresholds.show_thresholds(of_backend, Console())
+        rows = measure_thresholds(by_backend)
         write_rows(json_file, rows)
-        if costs_file is not None:
-            write_costs(costs_file, measured)
+        if calibrate_file is not None:
+            (backend,) = by_backend
+            shorter = thresholds.threshold_cases(backend, (), thresholds.single_length(settings), share=thresholds.SHORTER)
+            thresholds.write_costs(calibrate_file, rows, list(run_cases(shorter)))
     else:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
@@ -341,14 +370,17 @@ def bench(
         cases = cases_of(sides, pages, settings, arrivals=arrivals, num_layers=layers, fault=Fault(fault) if fault else None)
         if connect:
             check_connected(cases)
-        rows = []
+        costs = None if costs_file is None else read_costs(costs_file)
+        rows, runs = [], list[CaseRun]()
         try:
-            for row in run_cases(cases, connect=connect):
-                rows.append(row)
+            for case, row in zip(cases, run_cases(cases, connect=connect, runs=runs), strict=True):
+                rows.append(with_prediction(row, case, costs))
         finally:  # a case that fails does not cost the results of those before it
             if rows:
                 print_rows(rows)
                 write_rows(json_file, rows)
+        if timeline_file is not None:
+            write_timeline(timeline_file, runs)
     if plot_file is not None:
         plot(rows, plot_file)
     if html_file is not None:

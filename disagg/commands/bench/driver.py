@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from disagg.backends import registry as backends
 from disagg.commands.bench.fleet import Progress, Ranks, Remote, connected, end, rank_config, started
 from disagg.commands.bench.report import Alone, Row, Sample, mechanism_of, summarise
+from disagg.commands.bench.timelines import RankRun
 from disagg.commands.cases.instructions import (
     Block,
     Check,
@@ -48,6 +49,7 @@ from disagg.core.errors import ConfigError
 from disagg.manager import new_request_id
 from disagg.models import ModelSpec, load_model
 
+Observe = Callable[[Sequence[RankRun]], None]
 MIN_CEILINGS = 10
 LEAD_S = 0.02
 """Time between the command to start and the common start of all ranks."""
@@ -83,7 +85,7 @@ class Prepared:
         return self.ranks.sources[0].about.name, self.ranks.destinations[0].about.name
 
 
-def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
+def run_case(case: Case, ranks: Ranks, progress: Progress, observe: Observe) -> Row:
     """The case's row. Raises `RankFailed` or `RankDied` if a rank fails, `ConfigError` if the ranks do not match the case."""
     prepared = _prepare(case, ranks, progress)
     samples: list[Sample] = []
@@ -91,7 +93,7 @@ def run_case(case: Case, ranks: Ranks, progress: Progress) -> Row:
     wanted = max(MIN_CEILINGS, case.repeat) if case.ceiling else 0
     for turn in range(-case.warm_up, case.repeat):
         progress(f"run {turn + 1} of {case.repeat}" if turn >= 0 else "warming up")
-        sample = _measure(prepared, last=turn + 1 == case.repeat)
+        sample = _measure(prepared, observe, last=turn + 1 == case.repeat)
         if turn >= 0 or sample.problem:
             samples.append(sample)
         if sample.problem:
@@ -142,7 +144,7 @@ def _deal(
     return dict(zip(remotes, dealt, strict=True))
 
 
-def _measure(prepared: Prepared, *, last: bool) -> Sample:
+def _measure(prepared: Prepared, observe: Observe, *, last: bool) -> Sample:
     """Run every request once and verify it; the last run verifies the sources' memory too."""
     case, ranks = prepared.case, prepared.ranks
     source, destination = prepared.names
@@ -168,12 +170,14 @@ def _measure(prepared: Prepared, *, last: bool) -> Sample:
     moved = sum(report.nbytes for report in reports.values())
     if not problem and moved != prepared.nbytes:
         problem = f"expected {prepared.nbytes} bytes to be written, found {moved}"
-    return Sample.of(
-        sent=[_on_one_clock(reports[r], r) for r in ranks.sources],
-        received=[_on_one_clock(reports[r], r) for r in ranks.destinations],
-        problem=problem,
-        cpu_s=cpu_s,
-    )
+    sent, received = ([_on_one_clock(reports[r], r) for r in side] for side in (ranks.sources, ranks.destinations))
+    sides = ((ranks.sources, Direction.SEND, sent), (ranks.destinations, Direction.RECEIVE, received))
+    observe([_rank_run(r, way, each) for remotes, way, of in sides for r, each in zip(remotes, of, strict=True)])
+    return Sample.of(sent=sent, received=received, problem=problem, cpu_s=cpu_s)
+
+
+def _rank_run(remote: Remote, direction: Direction, report: RunReport) -> RankRun:
+    return RankRun(f"{remote.about.name}/{remote.about.rank}", direction, report)
 
 
 def _cpu_s(ranks: Ranks) -> float:
@@ -193,7 +197,12 @@ def _named(items: tuple[Item, ...], ids: Sequence[bytes]) -> tuple[Item, ...]:
 def _on_one_clock(report: RunReport, remote: Remote) -> RunReport:
     """The report with times on the driver's clock."""
     moved = [
-        msgspec.structs.replace(result, start=result.start - remote.offset_s, end=result.end - remote.offset_s)
+        msgspec.structs.replace(
+            result,
+            start=result.start - remote.offset_s,
+            end=result.end - remote.offset_s,
+            opened_at=result.opened_at - remote.offset_s,
+        )
         for result in report.results
     ]
     return msgspec.structs.replace(report, results=tuple(moved))
@@ -285,16 +294,17 @@ def _moved(prepared: Prepared, commands: Mapping[Remote, Move | MoveRaw]) -> flo
     return prepared.nbytes / (end - start) / 1e9
 
 
-def run(case: Case, progress: Progress, *, connect: Sequence[str] = ()) -> Row:
-    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`.
+def run(case: Case, progress: Progress, *, connect: Sequence[str] = (), observe: Observe = lambda _: None) -> Row:
+    """Run one case, on ranks started for it or on running ones at the driver addresses `connect`. `observe` is called with what
+    the ranks did in each run.
 
     The row of ranks that did not end properly has their problem and is not verified.
     """
     check_case(case)
     if connect:
         with connected(connect, timeout_s=case.timeout_s) as ranks:
-            return run_case(case, ranks, progress)
+            return run_case(case, ranks, progress, observe)
     with started(case, progress) as ranks:
-        row = run_case(case, ranks, progress)
+        row = run_case(case, ranks, progress, observe)
         problem = row.problem or end(ranks, progress)
         return msgspec.structs.replace(row, problem=problem, verified=not problem)

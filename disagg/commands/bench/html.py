@@ -10,7 +10,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from disagg.commands.bench.plot import figure_of
-from disagg.commands.bench.report import COLUMNS, PACED_COLUMNS, STAGES, Row, cells, paced_cells
+from disagg.commands.bench.report import (
+    COLUMNS,
+    PACED_COLUMNS,
+    PHASES_COLUMNS,
+    PHASES_TITLE,
+    Row,
+    cells,
+    paced_cells,
+    phases_cells,
+)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color-scheme: light dark; }
@@ -41,8 +50,8 @@ def write_html(rows: Sequence[Row], path: Path) -> None:
     parts += [
         "<h2>Picture</h2><div>",
         _svg(rows),
-        "</div><h2>Milliseconds by phase</h2><p>Of the rank that spent most in it. Phases overlap.</p>",
-        _table(("prefill", "decode", "way", *STAGES), map(_phases, rows)),
+        f"</div><h2>Phases</h2><p>{PHASES_TITLE[0].upper() + PHASES_TITLE[1:]}</p>",
+        _table(PHASES_COLUMNS, (cells for row in rows for cells in phases_cells(row))),
         "<h2>Versions</h2>",
         _table(("package", "version"), sorted({each for row in rows for each in row.versions.items()})),
     ]
@@ -56,10 +65,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(each)}</th>" for each in headings)
     lines = ("".join(f"<td{' class=no' if cell == 'NO' else ''}>{html.escape(cell)}</td>" for cell in row) for row in rows)
     return f"<div><table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
-
-
-def _phases(row: Row) -> tuple[str, ...]:
-    return (row.prefill, row.decode, row.way, *(f"{1e3 * row.seconds[stage]:.2f}" for stage in STAGES))
 
 
 def _svg(rows: Sequence[Row]) -> str:

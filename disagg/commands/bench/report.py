@@ -12,9 +12,11 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from disagg.commands.bench.timelines import phases_of
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.workload import Case, Planned
 from disagg.commands.shell.text import plain_table, size
+from disagg.core.timeline import PHASES
 
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
@@ -23,7 +25,7 @@ STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 class Sample:
     """One run of a case, in seconds and bytes. `latencies_s`: for each request, from its first `send` to its last success.
     `queued_s`: from its arrival to that `send`; `added_s`: from its arrival to its last success, which is what the transfer
-    adds to the time to the first token.
+    adds to the time to the first token. `phases`: the seconds of each phase of each request, which add up to its latency.
 
     `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
     """
@@ -37,12 +39,14 @@ class Sample:
     cpu_s: float = 0.0
     queued_s: tuple[float, ...] = ()
     added_s: tuple[float, ...] = ()
+    phases: tuple[dict[str, float], ...] = ()
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
         """The run that the reports of all ranks describe, all on one clock."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
+        lasts: dict[int, Result] = {}
         queued: dict[int, float] = {}
         for report in sent:
             for result in _succeeded(report):
@@ -51,7 +55,8 @@ class Sample:
                 starts[result.number] = min(result.start, starts.get(result.number, result.start))
         for report in received:
             for result in _succeeded(report):
-                ends[result.number] = max(result.end, ends.get(result.number, result.end))
+                if result.end >= ends.get(result.number, result.end):
+                    ends[result.number], lasts[result.number] = result.end, result
         seconds: dict[str, float] = defaultdict(float)
         ways: Counter[str] = Counter()
         for report in (*sent, *received):
@@ -68,6 +73,7 @@ class Sample:
             cpu_s=cpu_s,
             queued_s=tuple(queued[number] for number in starts if number in ends),
             added_s=tuple(ends[number] - starts[number] + queued[number] for number in starts if number in ends),
+            phases=tuple(phases_of(starts[number], lasts[number]) for number in starts if number in ends),
         )
 
 
@@ -116,6 +122,8 @@ class Row(msgspec.Struct, frozen=True):
       median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
     * `latency_ms`: over all requests of all runs, from the first `send` to the last success.
+    * `phases`: the seconds of each phase (`disagg.core.timeline`) of the request with the median latency, which they add up to.
+      `predicted`: what the given costs predict of them.
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
       request's arrival to its first `send`, and `added_ms` to its last success: what the transfer adds to the time to the first
       token.
@@ -165,6 +173,8 @@ class Row(msgspec.Struct, frozen=True):
     per_s: float | None = None
     queue_ms: dict[str, float] | None = None
     added_ms: dict[str, float] | None = None
+    phases: dict[str, float] = {}
+    predicted: dict[str, float] = {}
 
 
 def summarise(
@@ -225,7 +235,14 @@ def summarise(
         per_s=case.arrivals.per_s,
         queue_ms=_percentiles(each for sample in good for each in sample.queued_s) if is_paced else None,
         added_ms=_percentiles(each for sample in good for each in sample.added_s) if is_paced else None,
+        phases=_median_phases([each for sample in good for each in sample.phases]),
     )
+
+
+def _median_phases(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Those of the request that took as long as the median; empty without requests."""
+    by_length = sorted(found, key=lambda phases: sum(phases.values()))
+    return by_length[(len(found) - 1) // 2] if found else {}
 
 
 def _percentiles(seconds: Iterable[float]) -> dict[str, float]:
@@ -285,6 +302,24 @@ RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
 def table(rows: Sequence[Row]) -> Table:
     """A header and one line per row."""
     return plain_table(COLUMNS, map(cells, rows), right=RIGHT)
+
+
+PHASES_TITLE = "phases of the median request in ms, from its first send to its last event:"
+PHASES_COLUMNS = ("prefill", "decode", "way", *PHASES, "all")
+
+
+def phases_table(rows: Sequence[Row]) -> Table | None:
+    """For each row with requests that succeeded, the phases of the median one."""
+    found = [cells for row in rows for cells in phases_cells(row)]
+    return plain_table(PHASES_COLUMNS, found, right=PHASES_COLUMNS[3:]) if found else None
+
+
+def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """A row as lines of `phases_table`: measured, and predicted if it was."""
+    for phases, names in ((row.phases, (row.prefill, row.decode, row.way)), (row.predicted, ("", "", "predicted"))):
+        if phases:
+            figures = [*(phases[phase] for phase in PHASES), sum(phases.values())]
+            yield (*names, *(f"{1e3 * seconds:.2f}" for seconds in figures))
 
 
 PACED_TITLE = "from arrival to the last byte, which adds to the time to the first token:"

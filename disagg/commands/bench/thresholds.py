@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from disagg.commands.bench.report import Row
+from disagg.commands.cases.costs import ALWAYS, Measured, fitted_costs, fitted_phases
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.shell.text import plain_table, show, size
@@ -28,16 +31,18 @@ TENSORS = 8
 TOKENS = 8192
 PAGES = tuple(1 << power for power in range(10))
 """Page sizes by default: pieces of 512 B to 256 KiB."""
-ALWAYS = 1 << 40
-"""A threshold that no piece reaches, so that all are packed."""
+SHORTER = 8
+"""A calibration also measures requests of this part of the length."""
 SAME = ("device", "transport", "warm_up", "repeat", "seed", "timeout_s")
-OPTIONS = {*SAME, "thresholds_only", "costs_file", "backend", "tokens", "pages", "json_file", "plot_file", "debug"}
+OPTIONS = {*SAME, "thresholds_only", "calibrate_file", "backend", "tokens", "pages", "json_file", "plot_file", "debug"}
 """The options that go with `--thresholds`."""
 
 
-def threshold_cases(backend: str, pages: Sequence[int], settings: Mapping[str, Any]) -> list[Case]:
-    """Two cases for each piece size: sent directly, and packed. Raises `ConfigError` for pages that are too long."""
-    tokens = settings["tokens"] or TOKENS
+def threshold_cases(backend: str, pages: Sequence[int], settings: Mapping[str, Any], *, share: int = 1) -> list[Case]:
+    """Two cases for each piece size: sent directly, and packed; of a request's tokens, one in `share`. Raises `ConfigError` for
+    pages that are too long.
+    """
+    tokens = max(1, (settings["tokens"] or TOKENS) // share)
     longest = tokens * TENSORS // MIN_PIECES
     if pages and max(pages) > longest:
         raise ConfigError(f"page: expected at most {longest} tokens for a request of {tokens}, found {max(pages)}")
@@ -56,6 +61,11 @@ def threshold_cases(backend: str, pages: Sequence[int], settings: Mapping[str, A
         for page in sorted(pages or (page for page in PAGES if page <= longest))
         for pack_below in (0, ALWAYS)
     ]
+
+
+def single_length(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with one number of tokens, or none."""
+    return {**settings, "tokens": (settings["tokens"] or (None,))[0]}
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,18 @@ def break_even(speeds: Sequence[PathSpeeds]) -> float | None:
     before, after = speeds[slower[-1]], speeds[slower[-1] + 1]
     deficit, lead = math.log(before.packed / before.direct), math.log(after.direct / after.packed)
     return float(before.nbytes * (after.nbytes / before.nbytes) ** (deficit / (deficit + lead)))
+
+
+def write_costs(file: Path, rows: Sequence[Row], shorter: Sequence[Row]) -> None:
+    """Write the costs that fit the rows of `--thresholds` to `file`. With shorter requests, what each phase costs per request,
+    per piece and per byte can be told apart.
+    """
+    speeds = path_speeds(rows)
+    costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in speeds])
+    path_speeds(shorter)
+    phases = fitted_phases([Measured(row.way, row.pieces, row.bytes, row.phases) for row in (*rows, *shorter)])
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(costs, phases=phases)), indent=2) + b"\n")
+    print(f"costs: {1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:.3g} GB/s direct, {costs.packed_gbps:.3g} GB/s packed")
 
 
 def show_thresholds(rows: Sequence[Row], console: Console) -> None:

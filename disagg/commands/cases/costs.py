@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from disagg.core.errors import ConfigError
+from disagg.core.timeline import PHASES
 
 NIC_EFFICIENCY = 0.95
 """The share of a NIC's rate that is left for payload: published sweeps of long pieces reach 0.92 to 0.98."""
 NIC_MESSAGE_S = 0.7e-6
 """Seconds between two work requests of one rank: Mooncake's engine posted 1.5 million pieces of 64 KiB a second."""
+ALWAYS = 1 << 40
+"""A packing threshold that no piece reaches, so that all are packed."""
 _LINK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)gbit")
+
+
+Terms = tuple[float, float, float]
+"""Seconds per request, per piece and per byte."""
+
+
+class Measured(NamedTuple):
+    """Requests that sent `pieces` of `nbytes` in total on one path: the seconds of each phase of the median one."""
+
+    path: str
+    pieces: int
+    nbytes: int
+    phases: Mapping[str, float]
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Costs of one rank: seconds per piece and 1e9 bytes per second sent directly, and 1e9 bytes per second packed.
 
     `overlaps`: a NIC moves bytes while the next pieces are posted, so that the slower of the two decides; otherwise the
-    caller's thread does both, and they add up. `num_nics` NICs of the rank share its bytes.
+    caller's thread does both, and they add up. `num_nics` NICs of the rank share its bytes. `phases`: of each path, `direct` or
+    `packed`, the terms of each phase of a request (`disagg.core.timeline`), if they were measured.
     """
 
     piece_s: float
@@ -30,6 +50,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed_gbps: float
     overlaps: bool = False
     num_nics: int = 1
+    phases: dict[str, dict[str, Terms]] = {}
 
     def __post_init__(self) -> None:
         if self.piece_s < 0 or min(self.gbps, self.packed_gbps, self.num_nics) <= 0:
@@ -43,6 +64,28 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def packed_s(self, nbytes: int) -> float:
         """Seconds to send bytes packed. An engine that gathers pieces itself is assumed to be as fast."""
         return nbytes / self.packed_gbps / 1e9
+
+    @property
+    def break_even_nbytes(self) -> int:
+        """The size below which pieces are faster packed: `ALWAYS` if they are at any size."""
+        lead = 1 / self.packed_gbps - (0.0 if self.overlaps else 1 / self.gbps)
+        if self.packed_gbps > self.gbps or lead <= 0:
+            return ALWAYS if self.piece_s or self.packed_gbps > self.gbps else 0
+        return min(ALWAYS, math.ceil(self.piece_s * 1e9 / lead))
+
+    def phases_s(self, sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """Seconds of each phase of a request, by the pieces and bytes of each path on the busiest sender; of unpacking, on the
+        busiest receiver. What is spent once per request is that of the dearest path. Empty if a path was not measured.
+        """
+        if not sent.keys() <= self.phases.keys():
+            return {}
+        spent = dict.fromkeys(PHASES, 0.0)
+        for phase in spent:
+            shares = received if phase == "unpack" else sent
+            terms = {path: self.phases[path].get(phase, (0.0, 0.0, 0.0)) for path in shares}
+            spent[phase] = max((each[0] for each in terms.values()), default=0.0)
+            spent[phase] += sum(each[1] * shares[path][0] + each[2] * shares[path][1] for path, each in terms.items())
+        return spent
 
 
 def link_costs(link: str) -> Costs:
@@ -81,3 +124,31 @@ def fitted_costs(speeds: Sequence[tuple[int, float, float]]) -> Costs:
     if per_gb <= 0:
         raise ConfigError("calibrate: no rate fits these speeds, because longer pieces are not faster; measure longer ones")
     return Costs(max(0.0, float(piece_s)), float(1 / per_gb), float(np.median(packed)))
+
+
+def fitted_phases(measured: Sequence[Measured]) -> dict[str, dict[str, Terms]]:
+    """The terms, none of them negative, that fit best to the phases of requests by least squares of their shares of the whole
+    time, by path and phase.
+    """
+    return {
+        path: {phase: _fitted([each for each in measured if each.path == path], phase) for phase in PHASES}
+        for path in sorted({each.path for each in measured})
+    }
+
+
+def _fitted(measured: Sequence[Measured], phase: str) -> Terms:
+    """The best terms of one phase: of all choices of terms that are not 0, the best whose terms are positive."""
+    whole = np.array([sum(each.phases.values()) for each in measured])
+    sizes = np.array([(1, each.pieces, each.nbytes) for each in measured], dtype=float) / whole[:, None]
+    wanted = np.array([each.phases[phase] for each in measured]) / whole
+    scale = sizes.max(axis=0)
+    best, best_error = np.zeros(3), float(wanted @ wanted)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
+        columns = list(chosen)
+        found, *_ = np.linalg.lstsq(sizes[:, columns] / scale[columns], wanted, rcond=None)
+        error = wanted - sizes[:, columns] / scale[columns] @ found
+        if (found >= 0).all() and error @ error < best_error:
+            best, best_error = np.zeros(3), float(error @ error)
+            best[columns] = found / scale[columns]
+    per_request, per_piece, per_byte = best.tolist()
+    return per_request, per_piece, per_byte

@@ -227,7 +227,7 @@ class Description(Reply, frozen=True):
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one request ended on this rank. `start`: when the manager got it; `end`: when its event came. `queued_s`: how long
-    after its arrival the manager got it.
+    after its arrival the manager got it. `phases`: the seconds of each, from `opened_at` on (`disagg.core.timeline`).
     """
 
     number: int
@@ -236,6 +236,8 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: float
     end: float
     queued_s: float = 0.0
+    opened_at: float = 0.0
+    phases: dict[str, float] = {}
 
 
 class RunReport(Reply, frozen=True):

@@ -100,7 +100,8 @@ def explain(
     **settings: int | str | None,
 ) -> None:
     """Show which ranks would send what to each other for one request, and why each component takes its path. No engine is
-    started and no memory allocated; bytes, runs and descriptors are those that disagg-bench reports for the same case.
+    started and no memory allocated; bytes, runs and descriptors are those that disagg-bench reports for the same case. With
+    given costs, pieces take the path that these favour, unless there is --pack-below.
     Exit status 2 if the sides do not fit each other.
     """
     shape = options.shape_of(model, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
@@ -114,6 +115,7 @@ def explain(
         decode_model=decode_model,
         consecutive=pages == "consecutive",
         costs=given_costs(case, link=link, file=costs_file, piece_us=piece_us, gbps=gbps, packed_gbps=packed_gbps),
+        favoured=True,
     )
     found = explain_request(request)
     if plot_file is not None:

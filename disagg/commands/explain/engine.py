@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from disagg.backends import registry as backends
@@ -15,17 +16,26 @@ from disagg.core.errors import ConfigError
 
 
 class Engine(NamedTuple):
-    """An engine over one transport. `costs` are measured ones (`docs/engines.md`), or `None` where there is no measurement."""
+    """An engine over one transport. `costs` are measured ones (`docs/engines.md`), or `None` where there is no measurement.
+    `origin` says whose the packing threshold is, if it is not the engine's.
+    """
 
     name: str
     transport: str
     staging: StagingShape
     costs: Costs | None
+    origin: str = ""
+
+    def with_threshold(self, pack_below: int, origin: str) -> Engine:
+        """The engine with another packing threshold."""
+        return self._replace(staging=replace(self.staging, pack_below=pack_below), origin=origin)
 
     @property
     def threshold(self) -> str:
         """The packing threshold in words."""
-        return f"{size(self.staging.pack_below)}, the packing threshold of {self.name} over {self.transport}"
+        return (
+            f"{size(self.staging.pack_below)}, {self.origin or f'the packing threshold of {self.name} over {self.transport}'}"
+        )
 
 
 _COSTS: Mapping[tuple[str, str], Costs | None] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.workload import Case
@@ -15,7 +15,7 @@ from disagg.commands.explain.counting import CopyCounter
 from disagg.commands.explain.engine import Engine, engine_of
 from disagg.commands.explain.instance import Instance, instance_of
 from disagg.commands.explain.paths import explain_pair
-from disagg.commands.explain.summary import Pair, Summary, busiest_s, hot_spots, partners
+from disagg.commands.explain.summary import Pair, Summary, busiest_s, busiest_shares, hot_spots, partners
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
@@ -25,20 +25,26 @@ from disagg.layout.plan import TransferPlan, make_plan
 class ExplainRequest:
     """A case of the benchmark to be explained. `decode_model` is the decode side's model if it differs.
 
-    `consecutive`: the request's pages follow each other, instead of the benchmark's random ones.
+    `consecutive`: the request's pages follow each other, instead of the benchmark's random ones. `favoured`: pieces take the
+    path that `costs` favour, unless the case has a threshold.
     """
 
     case: Case
     decode_model: str | None = None
     consecutive: bool = False
     costs: Costs | None = None
+    favoured: bool = False
 
     @property
     def engine(self) -> Engine:
         """The case's engine, with the threshold and costs given here. Raises `ConfigError` for an unknown one."""
         engine, pack_below = engine_of(self.case.backend, self.case.transport), self.case.pack_below
-        staging = engine.staging if pack_below is None else replace(engine.staging, pack_below=pack_below)
-        return engine._replace(staging=staging, costs=self.costs or engine.costs)
+        engine = engine._replace(costs=self.costs or engine.costs)
+        if pack_below is not None:
+            return engine.with_threshold(pack_below, "the given threshold")
+        if self.favoured and self.costs is not None:
+            return engine.with_threshold(self.costs.break_even_nbytes, "where these costs break even")
+        return engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +82,8 @@ def explain_request(request: ExplainRequest) -> Explanation:
 
 def _summary(tokens: int, engine: Engine, source: Instance, destination: Instance, pairs: tuple[Pair, ...]) -> Summary:
     received = Counter[int]()
+    sent, taken = (busiest_shares(pairs, of=side) for side in ("source", "destination"))
+    phases = engine.costs.phases_s(sent, taken) if engine.costs else {}
     for pair in pairs:
         received[pair.destination] += pair.bytes
     parts = [part for pair in pairs for part in pair.components]
@@ -94,7 +102,8 @@ def _summary(tokens: int, engine: Engine, source: Instance, destination: Instanc
         covered=all(destination.needed_nbytes(rank) == received[rank] for rank in range(len(destination.items))),
         runs=sum(part.runs for part in parts),
         descriptors=sum(part.descriptors for part in parts),
-        seconds=busiest_s(pairs) if engine.costs else None,
+        seconds=sum(phases.values()) or busiest_s(pairs) if engine.costs else None,
+        phases=phases,
         fan_out=partners(pairs, of="source"),
         fan_in=partners(pairs, of="destination"),
         hot_spots=tuple(hot_spots(pairs, len(source.items), len(destination.items))),

@@ -47,7 +47,9 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link."""
+    """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link; `phases` divides it,
+    if the costs have phases.
+    """
 
     model: str
     tokens: int
@@ -67,6 +69,7 @@ class Summary(msgspec.Struct, frozen=True):
     fan_out: dict[int, tuple[int, ...]]
     fan_in: dict[int, tuple[int, ...]]
     hot_spots: tuple[str, ...]
+    phases: dict[str, float] = {}
 
 
 def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
@@ -85,6 +88,18 @@ def busiest_s(pairs: Sequence[Pair]) -> float:
         for rank in (("prefill", pair.source), ("decode", pair.destination)):
             spent[rank] += pair.seconds or 0.0
     return max(spent.values(), default=0.0)
+
+
+def busiest_shares(pairs: Sequence[Pair], *, of: str) -> dict[str, tuple[int, int]]:
+    """Pieces and bytes by path of the rank of one side, `source` or `destination`, that moves most bytes."""
+    shares: dict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for pair in pairs:
+        rank = pair.source if of == "source" else pair.destination
+        for part in pair.components:
+            for path, share in part.ways.items():
+                pieces, nbytes = shares[rank].get(path, (0, 0))
+                shares[rank][path] = pieces + share.runs, nbytes + share.bytes
+    return max(shares.values(), key=lambda paths: sum(nbytes for _, nbytes in paths.values()), default={})
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:

@@ -112,9 +112,10 @@ def predicted(found: Summary) -> str:
             "give --link, --costs, or --piece-us, --gbps and --packed-gbps"
         )
     rate = found.total_bytes / found.seconds / 1e9 if found.seconds else 0.0
+    phases = ", ".join(f"{phase} {milliseconds(seconds)}" for phase, seconds in found.phases.items())
     return (
         f"predicted: {milliseconds(found.seconds)} ms, {rate:.2f} GB/s in total, if each rank has its own core and link "
-        f"({_costs(found.costs)})"
+        f"({_costs(found.costs)})" + (f"\npredicted phases, in ms: {phases}" if phases else "")
     )
 
 

@@ -20,6 +20,7 @@ from disagg.commands.cases.places import rows_of, streams
 from disagg.core.errors import DisaggError
 from disagg.core.rows import Pages, Rows
 from disagg.manager import KVManager
+from disagg.requests import Receiver, Sender
 from disagg.runtime.accounting import Stats
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Requests:
         self._command = command
         self._waiting = deque(command.items)
         self._started: dict[int, float] = {}
+        self._handles: dict[int, Receiver | Sender] = {}
         self._queued_s: dict[int, float] = {}
         self._begin = 0.0
         self._results: list[Result] = []
@@ -120,10 +122,14 @@ class Requests:
 
     def _end(self, item: Item, error: str, now: float) -> None:
         started, queued_s = self._started.pop(item.number), self._queued_s.pop(item.number)
-        self._results.append(Result(item.number, not error, error, started, now, queued_s))
+        result = Result(item.number, not error, error, started, now, queued_s)
+        if (handle := self._handles.pop(item.number, None)) is not None:
+            timeline = handle.timeline
+            result = msgspec.structs.replace(result, opened_at=timeline.opened_at, phases=timeline.phases)
+        self._results.append(result)
 
     def _receive(self, item: Item) -> None:
-        self._manager.receiver(
+        self._handles[item.number] = self._manager.receiver(
             item.request_id,
             peer=self._command.peer,
             group=item.group,
@@ -136,6 +142,7 @@ class Requests:
     def _send(self, item: Item) -> None:
         states = self._content.states
         sender = self._manager.sender(item.request_id, peer=self._command.peer, deadline_s=self._command.deadline_s, tag=item)
+        self._handles[item.number] = sender
         for first, last in self._chunks(item) if any(map(streams, states)) else ():
             sender.send(self._rows(item, first, last), tokens=(first, last))
         if self._command.fault is Fault.KILL:

@@ -1,0 +1,71 @@
+"""Where the time of the requests of a run went, and a file of it for Perfetto or Chrome's `about:tracing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from disagg.commands.cases.instructions import Direction, Result, RunReport
+from disagg.core.timeline import PHASES
+
+
+def phases_of(start: float, last: Result) -> dict[str, float]:
+    """The seconds of each phase of a request from its first `send` at `start` to the end of its last receive.
+
+    Only `wait` differs from the receiver's own timeline, which begins when that was opened.
+    """
+    phases = dict.fromkeys(PHASES, 0.0) | last.phases
+    phases["wait"] = max(0.0, last.end - start - sum(seconds for name, seconds in phases.items() if name != "wait"))
+    return phases
+
+
+class RankRun(NamedTuple):
+    """What one rank did in a run. Its times are on the driver's clock."""
+
+    rank: str
+    direction: Direction
+    report: RunReport
+
+
+CaseRun = tuple[str, Sequence[RankRun]]
+"""A case's title, and one run of it."""
+
+
+def write_timeline(file: Path, runs: Iterable[CaseRun]) -> None:
+    """Write runs with their titles as JSON in Chrome's trace event format. Raises `OSError`.
+
+    A process of the trace is a rank, a thread a request of it.
+    """
+    ranks = [(title, rank) for title, run in runs for rank in run]
+    events: list[dict[str, Any]] = []
+    for process, (title, rank) in enumerate(ranks, 1):
+        events.append(_named("process_name", f"{rank.rank}, {title}", process))
+        for result in rank.report.results:
+            events += _request(result, rank.direction, process)
+    file.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n")
+
+
+def _request(result: Result, direction: Direction, process: int) -> Iterator[dict[str, Any]]:
+    """A request, and its phases inside it."""
+    what = f"{direction.value} {result.number}"
+    same = {"ph": "X", "pid": process, "tid": result.number + 1}
+    yield _named("thread_name", f"request {result.number}", process, thread=result.number + 1)
+    whole = {"queued_ms": 1e3 * result.queued_s, "error": result.error}
+    yield {"name": what, **same, **_span(result.opened_at, sum(result.phases.values())), "args": whole}
+    at = result.opened_at
+    for phase, seconds in result.phases.items():
+        if seconds > 0:
+            yield {"name": phase, **same, **_span(at, seconds)}
+        at += seconds
+
+
+def _span(at: float, seconds: float) -> Mapping[str, float]:
+    """Start and length in microseconds."""
+    return {"ts": 1e6 * at, "dur": 1e6 * seconds}
+
+
+def _named(kind: str, name: str, process: int, *, thread: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
