@@ -92,6 +92,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics_host: Annotated[str, meaning("The address of the metrics server, which has no authentication.", metavar="HOST")] = (
         "127.0.0.1"
     )
+    tracing: Annotated[bool, meaning("Make OpenTelemetry spans of requests, by the process's tracer provider.")] = False
     limits: Annotated[Limits, meaning("Bounds and times of the protocol.", flag="--limit", metavar="NAME=VALUE")] = Limits()
     connection_limits: Annotated[
         ConnectionLimits, meaning("Times of the handshake and of liveness.", flag="--connection-limit", metavar="NAME=VALUE")

@@ -93,14 +93,18 @@ def check_name(name: object, what: str) -> str:
     return name
 
 
-def check_topology(topology: Topology | None, components: Sequence[Component]) -> Topology:
-    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not."""
+def check_topology(topology: Topology | None, components: Sequence[Component], *, leader: str | None) -> Topology:
+    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not, and for a rank 0
+    with a leader.
+    """
     for component in components:
         topology = topology or component.topology
         if component.topology != topology:
             raise ConfigError(f"component {component.name!r}: expected {topology}, found {component.topology}")
     if topology is None:
         raise ConfigError("topology: expected one, since there are no components, found None")
+    if leader is not None and topology.rank == 0:
+        raise ConfigError(f"leader: expected None on rank 0, found {leader!r}")
     return topology
 
 

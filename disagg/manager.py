@@ -20,7 +20,7 @@ from disagg.backends.base import Backend, BackendOptions, RemotePeer
 from disagg.construction import admission, backend_options, check_known, check_name, check_peer, check_topology, check_verify
 from disagg.core import _native
 from disagg.core.address import dialable
-from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.core.errors import PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
@@ -39,6 +39,7 @@ from disagg.runtime.keys import KeyPair
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.metrics_server import MetricsServer
 from disagg.runtime.runtime import Runtime, RuntimeSettings
+from disagg.runtime.tracing import Tracing
 from disagg.runtime.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class KVManager:
     Build managers after forking.
 
     With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, and the health at `/healthz` there,
-    without authentication.
+    without authentication. With `tracing` each request has OpenTelemetry spans, by the process's tracer provider.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
@@ -102,11 +103,10 @@ class KVManager:
         connection_limits: ConnectionLimits | None = None,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
+        tracing: bool = False,
     ) -> None:
-        self.name, self.topology = check_name(name, "name"), check_topology(topology, components)
+        self.name, self.topology = check_name(name, "name"), check_topology(topology, components, leader=leader)
         self._verify = check_verify(verify)
-        if leader is not None and self.topology.rank == 0:
-            raise ConfigError(f"leader: expected None on rank 0, found {leader!r}")
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,
@@ -131,6 +131,7 @@ class KVManager:
         self.address = runtime.address
         try:
             self.metrics_url = None if metrics_port is None else _serve_metrics(runtime, metrics_host, metrics_port)
+            runtime.requests.tracing = Tracing() if tracing else None
             runtime.start()
         except BaseException:
             runtime.abandon()

@@ -86,7 +86,7 @@ Place = tuple[str, str, RequestKey, bool]
 
 
 class RequestHandle:
-    """One request. Thread-safe. `lease` is that of its rows.
+    """One request. Thread-safe. `lease` is that of its rows; `trace` is the W3C `traceparent` of its span, if it has one.
 
     `await handle` waits for its end in an asyncio server. As a context manager it aborts the request if the block raises.
     """
@@ -103,6 +103,7 @@ class RequestHandle:
         self.place: Place = (self.direction, peer, key, any_attempt)
         self.tag = tag
         self.label = label
+        self.trace = ""
         self.lease = Lease()
         self.moments = Moments()
         self._pending = threading.Lock()  # held until the request has ended; an `Event` takes ten times as long to make

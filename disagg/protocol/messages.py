@@ -156,6 +156,7 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: which pages
     the writer sends checksums of. `epoch`: the process whose rows these are; a later one of that name has others (0: not said).
+    `trace`: the W3C `traceparent` of the receiver's span.
     """
 
     source_group: Small
@@ -164,6 +165,7 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     need: Named[TokenRange]
     verify: Verify = "off"
     epoch: Epoch = 0
+    trace: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
@@ -234,9 +236,7 @@ class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True)
 
 
 class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
-    """A long copy has begun: the receiver may want to be awake when it ends. For an attempt that is not open, it is answered
-    with the outcome.
-    """
+    """A long copy has begun: the receiver may want to be awake when it ends. It answers with the outcome if that is known."""
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -17,12 +17,14 @@ from disagg.protocol.messages import (
     Reserve,
     TokenRange,
     Verify,
+    pack_rows,
 )
 from disagg.protocol.types import (
     NEVER,
     PeerRank,
     RequestKey,
     State,
+    ids,
 )
 
 
@@ -176,6 +178,7 @@ class ReceiveSession:
     deadline: float
     tag: Any
     verify: Verify = "off"
+    trace: str = ""
     state: ReceiveState = ReceiveState.OPEN
     error: DisaggError | None = None
     payload: bytes = b""
@@ -201,6 +204,21 @@ class ReceiveSession:
             return NEVER
         judged = self.drain_deadline if self.state is ReceiveState.ABORTING else self.deadline
         return min(judged, *(writer.retry_at for writer in self.writers.values() if writer.waiting), NEVER)
+
+    def reserve(self, components: Iterable[str], epoch: int) -> Reserve:
+        """The message that reserves the rows of `components` at a writer, for this process, of `epoch`."""
+        names = tuple(components)
+        return Reserve(
+            **ids(self.key),
+            nonce=self.nonce,
+            source_group=self.source_group,
+            destination_group=self.destination_group,
+            rows={name: pack_rows(self.rows[name]) for name in names if name in self.rows},
+            need={name: self.need[name] for name in names},
+            verify=self.verify,
+            epoch=epoch,
+            trace=self.trace,
+        )
 
     def late_reason(self) -> str:
         """What was missing when the deadline passed."""

@@ -18,11 +18,9 @@ from disagg.protocol.messages import (
     EarlyComplete,
     Outcome,
     RequestMessage,
-    Reserve,
     SlotsFilled,
     TokenRange,
     Verify,
-    pack_rows,
 )
 from disagg.protocol.receive_session import (
     RECEIVE_TABLE,
@@ -80,6 +78,7 @@ class Receives:
         verify: Verify = "off",
         tag: Any = None,
         lease: Lease | None = None,
+        trace: str = "",
     ) -> ReceiveSession:
         """Reserve `rows` at every writer in `expected`; with `ready=False` only once `ready` is called.
 
@@ -94,7 +93,7 @@ class Receives:
             for rank, parts in sorted(expected.items())
         }
         session = ReceiveSession(
-            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, ReceiveState.WAITING
+            key, peer, nonce, source_group, self._group, rows, need, writers, deadline, tag, verify, trace, ReceiveState.WAITING
         )
         session.lease = lease or session.lease
         self.sessions[peer, key] = session
@@ -113,17 +112,7 @@ class Receives:
 
     def _reserve(self, session: ReceiveSession, peer: PeerRank, writer: Writer, now: float) -> None:
         if writer.reserve is None:
-            writer.reserve = Reserve(
-                request_id=session.key.request_id,
-                attempt=session.key.attempt,
-                nonce=session.nonce,
-                source_group=session.source_group,
-                destination_group=session.destination_group,
-                rows={name: pack_rows(session.rows[name]) for name in writer.coverage if name in session.rows},
-                need={name: session.need[name] for name in writer.coverage},
-                verify=session.verify,
-                epoch=self._epoch,
-            )
+            writer.reserve = session.reserve(writer.coverage, self._epoch)
         self._schedule(session, writer, now)
         self._effects.append(SendMessage(peer, writer.reserve))
 

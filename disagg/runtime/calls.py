@@ -92,6 +92,7 @@ def _reserve(
         verify=call.verify,
         tag=call.tag,
         lease=receiver.lease,
+        trace=receiver.trace,
     )
     idle = agreement.idle_writers(runtime.local, call.group)
     runtime.sessions.decline(call.key, peer=call.peer, nonce=nonce, source_group=call.group, ranks=idle)

@@ -20,6 +20,7 @@ from disagg.requests import Place, Receiver, Sender
 from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
 from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
+from disagg.runtime.tracing import Tracing
 
 
 @dataclass
@@ -54,6 +55,7 @@ class RequestTable:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._draining = False
         self.metrics: Metrics | None = None
+        self.tracing: Tracing | None = None
 
     # -- the server's threads ----------------------------------------------------------------------------------------
 
@@ -75,6 +77,8 @@ class RequestTable:
             except BaseException:
                 self._drop(handle.lease)
                 raise
+        if self.tracing is not None:
+            self.tracing.begin(handle)
 
     def fileno(self) -> int:
         return self._event_fd
@@ -150,6 +154,8 @@ class RequestTable:
                 request.handle.moments.ended_at = time.monotonic()
                 try:
                     self._account(event, request)
+                    if self.tracing is not None:
+                        self.tracing.end(request.handle, event)
                 finally:
                     request.handle.end(event)
                     ended.append(request.handle)

@@ -1,0 +1,95 @@
+"""OpenTelemetry spans: one for each request on each rank, and one in it for each phase.
+
+A receiver's span is a child of the span that is current where the server makes the receiver. Its context travels in the
+reserve, as a W3C `traceparent`. A sender's span is linked to those of its receivers. It is a child of the span that is current
+where the server makes the sender, or of the first receiver's if there is none. Spans need the package `opentelemetry-api`, and
+reach a collector where the server has set up OpenTelemetry's SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from disagg.core.errors import ConfigError
+from disagg.protocol.send_session import SendSession
+from disagg.protocol.types import Event
+from disagg.requests import Receiver, Sender
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+logger = logging.getLogger(__name__)
+
+
+class Tracing:
+    """The spans of one manager. Raises `ConfigError` without the package."""
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(f"tracing: expected the package 'opentelemetry-api' (disagg[otel]): {error}") from error
+        self._tracer, self._api = trace.get_tracer("disagg", importlib.metadata.version("disagg")), trace
+        self._texts = TraceContextTextMapPropagator()
+        self._receiving: dict[Receiver, Span] = {}
+        self._sending: dict[Sender, Context] = {}
+
+    def begin(self, handle: Receiver | Sender) -> None:
+        """The server has made a request, in this thread."""
+        if isinstance(handle, Sender):
+            self._sending[handle] = self._api.set_span_in_context(self._api.get_current_span())
+            return
+        span = self._receiving[handle] = self._tracer.start_span("disagg.receive")
+        carrier: dict[str, str] = {}
+        self._texts.inject(carrier, self._api.set_span_in_context(span))
+        handle.trace = carrier.get("traceparent", "")
+
+    def end(self, handle: Receiver | Sender, event: Event) -> None:
+        """A request has ended. Nothing that the server's exporter raises gets out."""
+        try:
+            self._end(handle, event)
+        except Exception:
+            logger.exception("request %s: its span", event.key)
+
+    def _end(self, handle: Receiver | Sender, event: Event) -> None:
+        timeline = handle.timeline
+        at = time.time_ns() - round((time.monotonic() - timeline.opened_at) * 1e9)
+        span = self._receiving.pop(handle) if isinstance(handle, Receiver) else self._send_span(handle, at)
+        span.set_attributes(
+            {
+                "disagg.request_id": event.key.request_id.hex(),
+                "disagg.attempt": event.key.attempt,
+                "disagg.peer": event.peer,
+                "disagg.label": handle.label,
+            }
+        )
+        if event.error is not None:
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(event.error)))
+        inside = self._api.set_span_in_context(span)
+        for phase, seconds in timeline.phases.items():
+            until = at + round(seconds * 1e9)
+            if until > at:
+                self._tracer.start_span(f"disagg.{phase}", inside, start_time=at).end(until)
+            at = until
+        span.end(at)
+
+    def _send_span(self, sender: Sender, at: int) -> Span:
+        context = self._sending.pop(sender)
+        received = [self._api.get_current_span(self._texts.extract({"traceparent": trace})) for trace in _traces(sender)]
+        links = [self._api.Link(span.get_span_context()) for span in received if span.get_span_context().is_valid]
+        if links and not self._api.get_current_span(context).get_span_context().is_valid:
+            context = self._api.set_span_in_context(received[0])
+        return self._tracer.start_span("disagg.send", context, links=links, start_time=at)
+
+
+def _traces(sender: Sender) -> Iterable[str]:
+    """The traces of the receivers that have reserved, the first one first, each once."""
+    session: SendSession | None = sender.session
+    reserves = () if session is None else [each.reserve for each in tuple(session.destinations.values())]
+    return dict.fromkeys(reserve.trace for reserve in reserves if reserve is not None and reserve.trace)

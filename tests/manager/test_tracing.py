@@ -1,0 +1,143 @@
+"""OpenTelemetry spans of requests: one per rank, in the server's traces, with a phase inside another's end."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+from disagg import ConfigError, new_request_id
+from disagg.core.timeline import PHASES
+from tests.manager.test_peers import until
+from tests.manager.test_timelines import begin
+from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
+
+TRACED = {"tracing": True}
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Where the spans of this process go."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter
+
+
+def named(spans: Sequence[ReadableSpan], name: str) -> list[ReadableSpan]:
+    return [span for span in spans if span.name == name]
+
+
+def inside(spans: Sequence[ReadableSpan], parent: ReadableSpan) -> Iterator[ReadableSpan]:
+    assert parent.context is not None
+    return (span for span in spans if span.parent is not None and span.parent.span_id == parent.context.span_id)
+
+
+def test_a_request_is_one_trace_from_decode_to_prefill(exporter: InMemorySpanExporter) -> None:
+    with cluster(Side(tp=2), Side(), settings=TRACED) as instances:
+        with trace.use_span(trace.get_tracer("server").start_span("decode step"), end_on_exit=True):
+            to, request = instances.decode[0], new_request_id()
+            receiver = receive(to, request, instances.pages(to, 61), need=(0, 61), label="cmpl-7")
+        senders = [send(rank, request, instances.pages(rank, 61), 61) for rank in instances.prefill]
+        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+        until(lambda: len(named(exporter.get_finished_spans(), "disagg.send")) == 2)
+    spans = exporter.get_finished_spans()
+    (step,), (receiving,) = named(spans, "decode step"), named(spans, "disagg.receive")
+    sending = named(spans, "disagg.send")
+    assert receiving in inside(spans, step)
+    assert {span.context.span_id for span in sending} <= {span.context.span_id for span in inside(spans, receiving)}
+    assert len({span.context.trace_id for span in spans}) == 1
+    assert receiving.attributes == {
+        "disagg.request_id": request.hex(), "disagg.attempt": 0, "disagg.peer": "prefill-0", "disagg.label": "cmpl-7",
+    }  # fmt: skip
+    for span in (receiving, *sending):
+        phases = [each for each in inside(spans, span) if each.name != "disagg.send"]
+        found = [each.name.removeprefix("disagg.") for each in phases]
+        assert found == [phase for phase in PHASES if phase in found]
+        for before, after in itertools.pairwise(phases):
+            assert before.end_time == after.start_time
+        assert phases[-1].end_time == span.end_time
+
+
+def test_a_senders_span_belongs_to_the_servers_own_trace_and_is_linked_to_its_receivers(exporter: InMemorySpanExporter) -> None:
+    with cluster(Side(), Side(tp=2), settings=TRACED) as instances:
+        request, (source,) = new_request_id(), instances.prefill
+        with trace.use_span(trace.get_tracer("server").start_span("prefill step"), end_on_exit=True):
+            sender = send(source, request, instances.pages(source, 20), 20)
+        receivers = [receive(rank, request, instances.pages(rank, 20), need=(0, 20)) for rank in instances.decode]
+        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (sender, *receivers))
+        until(lambda: len(named(exporter.get_finished_spans(), "disagg.receive")) == 2)
+    spans = exporter.get_finished_spans()
+    (step,), (sending,) = named(spans, "prefill step"), named(spans, "disagg.send")
+    assert sending in inside(spans, step)
+    received = {span.context.span_id for span in named(spans, "disagg.receive")}
+    assert {link.context.span_id for link in sending.links} == received
+
+
+def test_the_span_of_a_failed_request_says_why(exporter: InMemorySpanExporter) -> None:
+    with cluster(Side(), Side(), settings=TRACED) as instances:
+        rank = instances.decode[0]
+        receiver = receive(rank, new_request_id(), instances.pages(rank, 8), need=(0, 8))
+        receiver.abort("no longer wanted")
+        assert not receiver.wait(timeout_s=DEADLINE_S).ok
+    (span,) = named(exporter.get_finished_spans(), "disagg.receive")
+    assert not span.status.is_ok
+    assert span.status.description == "no longer wanted"
+
+
+def test_an_exporter_that_fails_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            raise RuntimeError("broken")
+
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(Broken()))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    with cluster(Side(), Side(), settings=TRACED) as instances:
+        for _ in range(2):
+            receiver, senders = begin(instances)
+            assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+
+
+@pytest.mark.parametrize("sampled_out", [True, False])
+def test_a_request_that_is_not_sampled_says_so(monkeypatch: pytest.MonkeyPatch, sampled_out: bool) -> None:
+    if sampled_out:
+        monkeypatch.setattr(trace, "get_tracer", TracerProvider(sampler=ALWAYS_OFF).get_tracer)
+    with cluster(Side(), Side(), settings=TRACED) as instances:
+        receiver, senders = begin(instances)
+        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+        assert bool(receiver.trace) is sampled_out
+        assert not sampled_out or int(receiver.trace[-2:], 16) & 1 == 0
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "ü" * 100])
+def test_a_peers_trace_context_may_be_anything(exporter: InMemorySpanExporter, text: str) -> None:
+    with cluster(Side(), Side(), settings=TRACED) as instances:
+        rank, request = instances.decode[0], new_request_id()
+        tracing = rank.manager._runtime.requests.tracing
+        assert tracing is not None
+        tracing._texts.inject = lambda carrier, *_: carrier.update(traceparent=text)  # type: ignore[method-assign]
+        receiver = receive(rank, request, instances.pages(rank, 20), need=(0, 20))
+        sender = send(instances.prefill[0], request, instances.pages(instances.prefill[0], 20), 20)
+        assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, sender))
+        until(lambda: named(exporter.get_finished_spans(), "disagg.send"))
+    (span,) = named(exporter.get_finished_spans(), "disagg.send")
+    assert span.parent is None
+    assert not span.links
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with (
+        pytest.raises(ConfigError, match=r"expected the package 'opentelemetry-api' \(disagg\[otel\]\)"),
+        cluster(Side(), Side(), settings=TRACED),
+    ):
+        pass
