@@ -9,6 +9,8 @@ from disagg.protocol.messages import TokenRange
 from disagg.protocol.types import Limits, PeerRank
 
 PREFILL, DECODE, INTRUDER = "P", "D", "E"
+MAX_LOST = 12
+"""Messages of one request that a schedule may lose in a row."""
 """The three instances. The intruder reserves requests that are not its own."""
 
 
@@ -100,7 +102,8 @@ class Scenario:
 
     @property
     def end(self) -> float:
-        """When every request must have ended and everything must be cleaned up."""
+        """When every request must have ended and all must be cleaned up, even if `MAX_LOST` messages in a row were lost."""
         starts = [script.latest_start for script in self.scripts] + [loss.at + 1.0 for loss in self.losses]
         last = max(starts) + max(max(s.deadline_s, s.send_deadline_s) for s in self.scripts)
-        return max(last, self.heal_at) + self.limits.drain_timeout_s + 30.0
+        limits = self.limits
+        return max(last, self.heal_at) + limits.drain_timeout_s + MAX_LOST * limits.max_retry_s + limits.parked_reserve_s

@@ -21,7 +21,7 @@ from disagg.protocol.types import Event, Limits, PeerRank
 from harness.simulator.command import main
 from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
 from harness.simulator.model import NUM_LAYERS, Violation
-from harness.simulator.scenario import Loss, Piece, Scenario, Script
+from harness.simulator.scenario import MAX_LOST, Loss, Piece, Scenario, Script
 from harness.simulator.schedules import random_simulation
 from harness.simulator.simulation import Simulation
 
@@ -238,11 +238,17 @@ SCENARIOS = st.builds(
 
 # CI runs 10,000 examples: 42 s on one core.
 @settings(deadline=None, max_examples=10_000 if os.environ.get("CI") == "true" else settings().max_examples)
-@given(SCENARIOS, st.lists(DELAYS, max_size=12), st.lists(BEHAVIOURS, max_size=4))
+@given(SCENARIOS, st.lists(DELAYS, max_size=MAX_LOST), st.lists(BEHAVIOURS, max_size=4))
 def test_any_schedule_keeps_the_guarantees(
     scenario: Scenario, messages: list[tuple[float, ...]], transfers: list[Behaviour]
 ) -> None:
     Simulation(scenario, FixedFaults(dict(enumerate(messages)), dict(enumerate(transfers)))).run()
+
+
+def test_a_message_that_arrives_after_many_were_lost_leaves_nothing_behind() -> None:
+    """The last abort of a receive that nobody serves is parked for a while."""
+    for lost in range(MAX_LOST + 1):
+        run(Script(send_at=None, deadline_s=1.0, send_deadline_s=1.0), FixedFaults(dict.fromkeys(range(lost), ()), {}))
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -359,7 +359,7 @@ def bench(
         if calibrate_file is not None:
             (backend,) = by_backend
             shorter = thresholds.threshold_cases(backend, (), thresholds.single_length(settings), share=thresholds.SHORTER)
-            thresholds.write_costs(calibrate_file, rows, list(run_cases(shorter)))
+            thresholds.write_costs(calibrate_file, thresholds.fitted(rows, list(run_cases(shorter))))
     else:
         shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)

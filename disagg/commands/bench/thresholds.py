@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 
 from disagg.commands.bench.report import Row
-from disagg.commands.cases.costs import ALWAYS, Measured, fitted_costs, fitted_phases
+from disagg.commands.cases.costs import ALWAYS, Costs, Measured, fitted_costs, fitted_phases
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.shell.text import plain_table, show, size
@@ -108,15 +108,19 @@ def break_even(speeds: Sequence[PathSpeeds]) -> float | None:
     return float(before.nbytes * (after.nbytes / before.nbytes) ** (deficit / (deficit + lead)))
 
 
-def write_costs(file: Path, rows: Sequence[Row], shorter: Sequence[Row]) -> None:
-    """Write the costs that fit the rows of `--thresholds` to `file`. With shorter requests, what each phase costs per request,
-    per piece and per byte can be told apart.
+def fitted(rows: Sequence[Row], shorter: Sequence[Row]) -> Costs:
+    """The costs that fit the rows of `threshold_cases`. With shorter requests, what each phase costs per request, per piece and
+    per byte can be told apart. Raises `ConfigError` where nothing fits.
     """
-    speeds = path_speeds(rows)
-    costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in speeds])
     path_speeds(shorter)
+    costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in path_speeds(rows)])
     phases = fitted_phases([Measured(row.way, row.pieces, row.bytes, row.phases) for row in (*rows, *shorter)])
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(costs, phases=phases)), indent=2) + b"\n")
+    return msgspec.structs.replace(costs, phases=phases)
+
+
+def write_costs(file: Path, costs: Costs) -> None:
+    """Write costs as JSON, and print a summary."""
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n")
     print(f"costs: {1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:.3g} GB/s direct, {costs.packed_gbps:.3g} GB/s packed")
 
 

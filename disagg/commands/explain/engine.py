@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.resources
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
+
+import msgspec
 
 from disagg.backends import registry as backends
 from disagg.backends.abilities import SaysStaging
@@ -16,7 +20,7 @@ from disagg.core.errors import ConfigError
 
 
 class Engine(NamedTuple):
-    """An engine over one transport. `costs` are measured ones (`docs/engines.md`), or `None` where there is no measurement.
+    """An engine over one transport. `costs` are measured ones, or `None` where there is no measurement.
     `origin` says whose the packing threshold is, if it is not the engine's.
     """
 
@@ -38,15 +42,12 @@ class Engine(NamedTuple):
         )
 
 
-_COSTS: Mapping[tuple[str, str], Costs | None] = {
-    ("cma", "shm"): Costs(0.5e-6, 5.9, 5.5),
-    ("nixl", "shm"): None,
-    ("nixl", "tcp"): Costs(3.7e-6, 6.5, 4.0),
-    ("nixl", "rdma"): None,
-    ("mooncake", "tcp"): Costs(14e-6, 4.4, 3.5),
-    ("mooncake", "rdma"): None,
-    ("nvlink", "peer memory"): None,
-    ("local", "memory"): Costs(2e-8, 12.0, 6.0),
+_TRANSPORTS: Mapping[str, tuple[str, ...]] = {
+    "cma": ("shm",),
+    "nixl": ("shm", "tcp", "rdma"),
+    "mooncake": ("tcp", "rdma"),
+    "nvlink": ("peer memory",),
+    "local": ("memory",),
 }
 _AUTO = {"cma": "shm", "nixl": "shm", "mooncake": "tcp", "nvlink": "peer memory", "local": "memory"}
 """The transport that an engine chooses between two processes of one host."""
@@ -60,11 +61,18 @@ def engine_of(backend: str, transport: str) -> Engine:
         raise ConfigError(f"backend: expected 'auto' or one of {', '.join(backends.available())}, found {backend!r}")
     on_host = backends.AUTO_HOST if transport in ("auto", "shm") else backends.AUTO[0]
     name = on_host if backend == "auto" else backend
-    known = [of for engine, of in _COSTS if engine == name]
+    known = _TRANSPORTS.get(name)
     chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
     if known and chosen not in known:
         raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
-    return Engine(name, chosen, declared_staging(name, transport), _COSTS.get((name, chosen)))
+    return Engine(name, chosen, declared_staging(name, transport), _measured().get(f"{name} {chosen}"))
+
+
+@functools.cache
+def _measured() -> dict[str, Costs]:
+    """The costs by engine and transport that `benchmarks/phases.py` has measured on a host with two cores."""
+    text = importlib.resources.files(__package__).joinpath("costs.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, Costs])
 
 
 def declared_staging(backend: str, transport: str) -> StagingShape:
