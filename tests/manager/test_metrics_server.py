@@ -46,7 +46,7 @@ def connect(instances: Cluster) -> socket.socket:
 
 
 def exchange(instances: Cluster, data: bytes) -> bytes:
-    """Everything that comes back for these bytes until the server closes the connection, which may be before it has read all."""
+    """Everything that comes back for these bytes until the server closes the connection, perhaps before it has read all."""
     with connect(instances) as connection:
         found = b""
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
