@@ -11,7 +11,7 @@ import pytest
 
 from disagg.requests import Receiver
 from disagg.testing import reference
-from tests.support.cluster import DEADLINE_S, Cluster, Side, clear, cluster
+from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, clear, cluster
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,14 @@ def rows_are_free(request: pytest.FixtureRequest) -> Iterator[None]:
         while requests._held_rows._receivers and time.monotonic() < deadline:
             time.sleep(0.001)
         clear(rank.pools)
-        idle = threading.Event()
-        rank.manager._runtime.command(lambda _, idle=idle: idle.set())
-        assert idle.wait(DEADLINE_S), "the control thread has reported what has ended"
+        _wait_for_control_thread(rank)
+
+
+def _wait_for_control_thread(rank: Rank) -> None:
+    """Wait until it has finished what it was at."""
+    reached = threading.Event()
+    rank.manager._runtime.command(lambda _: reached.set())
+    assert reached.wait(DEADLINE_S)
 
 
 def untouched(instances: Cluster) -> bool:
