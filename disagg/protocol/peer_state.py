@@ -192,9 +192,9 @@ class PeerConnection:
         """Send a hello at the next tick."""
         self.hello_at, self.hello_retry_s, self.refused = now, 0.0, False
 
-    def refuse(self, problem: str, retry_at: float) -> None:
-        """The other side cannot be used, for a reason that will not pass by itself."""
-        self.problem, self.hello_at, self.hello_retry_s, self.refused = problem, retry_at, 0.0, True
+    def refuse(self, problem: str, retry_at: float, *, final: bool) -> None:
+        """The other side cannot be used. `final`: for a reason that will not pass by itself."""
+        self.problem, self.hello_at, self.hello_retry_s, self.refused = problem, retry_at, 0.0, final
 
     def wait_until(self, lost_at: float, *, ended: bool) -> None:
         """The peer is lost at `lost_at`. `ended`: the connection that it had opened has ended."""

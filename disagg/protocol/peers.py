@@ -261,8 +261,8 @@ class PeerTable:
         pass, the reason may be of before the change: ask again soon.
         """
         overtaken = link.heard and not final
-        link.refuse(problem, now + (self._limits.hello_retry_s if overtaken else self._limits.refused_retry_s))
-        link.refused = final
+        later_s = self._limits.hello_retry_s if overtaken else self._limits.refused_retry_s
+        link.refuse(problem, now + later_s, final=final)
 
     def _on_welcome(self, link: PeerConnection, welcome: Welcome, now: float) -> None:
         siblings = link.instance == self.identity.instance

@@ -133,8 +133,8 @@ class Loop:
 
     def fail(self, thread: str, error: BaseException) -> None:
         """In another thread of the manager that has died: nothing settles without it, so the control thread ends too."""
-        self._cause = error
         self.problem = f"the {thread} thread died: {type(error).__name__}: {error}"
+        self._cause = error  # last: the control thread ends when it sees this, and keeps the problem that is there
         self.channel.wake()
 
     def _run(self) -> None:

@@ -98,9 +98,11 @@ class RequestTable:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        for handle in self.open_handles():
-            with contextlib.suppress(TimeoutError):
-                handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+        try:
+            for request in tuple(self._requests.values()):  # also those that end just now: their events come first
+                request.handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return False
         return not self.open_handles()
 
     def open_handles(self) -> list[Receiver | Sender]:

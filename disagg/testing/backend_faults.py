@@ -172,6 +172,10 @@ class FaultyBackend:
         found = self.inner.fence(peer, epoch=epoch)
         return found if self.faults.fencing else Fence.QUIET
 
+    def post_delayed(self) -> None:
+        """Post at once what still waits for its delay."""
+        self._delayed.run_now()
+
     def close(self) -> None:
         self._delayed.close()
         self.inner.close()

@@ -35,6 +35,13 @@ class DelayedActions:
             heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), action))
             self._changed.notify()
 
+    def run_now(self) -> None:
+        """Run at once what still waits."""
+        with self._changed:
+            self._due = [(0.0, number, action) for _, number, action in self._due]
+            heapq.heapify(self._due)
+            self._changed.notify()
+
     def _run(self) -> None:
         while True:
             with self._changed:

@@ -14,7 +14,7 @@ from disagg.protocol.peer_state import ConnectionLimits
 from disagg.state import paged
 from harness.services import Etcd, etcd_server
 
-SHORT = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=2.0)
+SHORT = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=10.0)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
@@ -55,11 +56,12 @@ def test_every_srv_target_is_an_instance_at_its_own_port(server: DnsServer) -> N
 
 
 def test_a_server_that_is_silent_is_an_error() -> None:
-    (port,) = free_ports(1)
-    source = DnsPeers(SERVICE, port=1, nameservers=["127.0.0.1"], nameserver_port=port)
-    source._resolver.lifetime = 0.5
-    with pytest.raises(DiscoveryError, match=f"no answer for the A records of {SERVICE}"):
-        source.find()
+    with socket.socket(type=socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        source = DnsPeers(SERVICE, port=1, nameservers=["127.0.0.1"], nameserver_port=silent.getsockname()[1])
+        source._resolver.lifetime = 0.5
+        with pytest.raises(DiscoveryError, match=f"no answer for the A records of {SERVICE}"):
+            source.find()
 
 
 def test_pods_of_a_service_become_peers_and_share_a_key(server: DnsServer, start: Callable[..., KVManager]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import pytest
 
 from disagg import Config, ConfigError, DiscoveryError, KVManager
 from disagg.discovery import Announcement, Found, announced_at, peer_source
-from harness.ports import free_ports
 from harness.services import Etcd
 from tests.discovery.test_follower import DEADLINE_S, until
 
@@ -30,6 +30,12 @@ def call(etcd: Etcd, method: str, **fields: Any) -> Any:
 
 def put(etcd: Etcd, key: str, value: bytes) -> None:
     call(etcd, "kv/put", key=base64.b64encode(key.encode()).decode(), value=base64.b64encode(value).decode())
+
+
+def lease_of(etcd: Etcd, key: str) -> str | None:
+    """The lease of an entry, or `None` if there is no such entry."""
+    found = call(etcd, "kv/range", key=base64.b64encode(key.encode()).decode())
+    return str(found["kvs"][0]["lease"]) if "kvs" in found else None
 
 
 def announcement(etcd: Etcd, prefix: str, name: str, *, ttl_s: int = 10) -> Announcement:
@@ -52,17 +58,19 @@ def test_an_announcement_whose_owner_dies_expires_and_a_lost_one_comes_back(etcd
     source = peer_source(f"etcd://{etcd.address}/dead")
     with announcement(etcd, "/dead", "decode-0", ttl_s=3) as living:
         until(lambda: bool(source.find()))
-        for lease in call(etcd, "lease/leases")["leases"]:
-            call(etcd, "lease/revoke", ID=lease["ID"])
-        assert source.find() == {}
-        until(lambda: bool(source.find()))
+        first = lease_of(etcd, "/dead/decode-0")
+        call(etcd, "lease/revoke", ID=first)  # which removes the entry
+        until(lambda: lease_of(etcd, "/dead/decode-0") not in (first, None))
+        assert source.find().keys() == {"decode-0"}
         living._stop.set()
         living._thread.join()
         assert source.find() == {}
-    lease = call(etcd, "lease/grant", TTL=1)["ID"]  # of a process that is gone
     value = base64.b64encode(b'{"address": "tcp://10.0.0.1:7100"}').decode()
-    call(etcd, "kv/put", key=base64.b64encode(b"/dead/decode-1").decode(), value=value, lease=lease)
-    assert source.find() == {"decode-1": Found("tcp://10.0.0.1:7100")}
+    for ttl_s in (600, 1):  # the second is of a process that is gone
+        lease = call(etcd, "lease/grant", TTL=ttl_s)["ID"]
+        call(etcd, "kv/put", key=base64.b64encode(b"/dead/decode-1").decode(), value=value, lease=lease)
+        if ttl_s > 1:
+            assert source.find() == {"decode-1": Found("tcp://10.0.0.1:7100")}
     until(lambda: source.find() == {})
 
 
@@ -77,12 +85,14 @@ def test_what_is_no_announcement_is_skipped_and_named(etcd: Etcd, caplog: pytest
 
 
 def test_the_next_endpoint_is_asked_and_all_are_named_if_none_answers(etcd: Etcd) -> None:
-    dead = f"127.0.0.1:{free_ports(1)[0]}"
-    with announcement(etcd, "/two", "decode-0"):
-        source = peer_source(f"etcd://{dead},{etcd.address}/two")
-        until(lambda: bool(source.find()))
-    with pytest.raises(DiscoveryError, match=f"kv/range failed at http://{dead}: .*refused"):
-        peer_source(f"etcd://{dead}/two").find()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        dead = f"127.0.0.1:{silent.getsockname()[1]}"
+        with announcement(etcd, "/two", "decode-0"):
+            source = peer_source(f"etcd://{dead},{etcd.address}/two")
+            until(lambda: bool(source.find()))
+        with pytest.raises(DiscoveryError, match=f"kv/range failed at http://{dead}: .*refused"):
+            peer_source(f"etcd://{dead}/two").find()
 
 
 def test_a_restarted_server_gets_announcements_again(caplog: pytest.LogCaptureFixture) -> None:

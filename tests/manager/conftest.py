@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 
 from disagg.requests import Receiver
 from disagg.testing import reference
-from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
+from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, clear, cluster
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,9 @@ def instances() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def rows_are_free(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test with instances that others share, end its receives and wait until their rows are released."""
+    """After each test with instances that others share, end its receives and wait until their rows are released. Nothing is
+    written any more then: fill the pools with canary bytes.
+    """
     shared = request.getfixturevalue("instances") if "instances" in request.fixturenames else None
     yield
     for rank in shared.decode if isinstance(shared, Cluster) else ():
@@ -31,6 +34,15 @@ def rows_are_free(request: pytest.FixtureRequest) -> Iterator[None]:
                 handle.abort("the test has ended")
         while requests._held_rows._receivers and time.monotonic() < deadline:
             time.sleep(0.001)
+        clear(rank.pools)
+        _wait_for_control_thread(rank)
+
+
+def _wait_for_control_thread(rank: Rank) -> None:
+    """Wait until it has finished what it was at."""
+    reached = threading.Event()
+    rank.manager._runtime.command(lambda _: reached.set())
+    assert reached.wait(DEADLINE_S)
 
 
 def untouched(instances: Cluster) -> bool:

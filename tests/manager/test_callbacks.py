@@ -68,6 +68,7 @@ def test_an_event_that_raises_fails_its_request_only(
         sender.finish({"kv": Pages(np.arange(5))}, ready=event_type(error))
         assert error.__name__ in str(sender.wait(timeout_s=DEADLINE_S).error)
         assert not receiver.wait(timeout_s=DEADLINE_S).ok
+        until(lambda: receiver.lease.released)
         assert all(event.ok for event in instances.transfer(20))
 
 

@@ -119,8 +119,8 @@ def test_a_forked_child_leaves_its_parents_managers_alone_and_builds_its_own(eng
     with cluster(Side(), Side(page=8), settings={"backend": engine, "metrics_port": 0}) as instances:
         assert all(event.ok for event in instances.transfer(20))
         request = new_request_id()
-        receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
-        sender = instances.prefill[0].manager.sender(request, peer="decode-0")
+        receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), deadline_s=10 * DEADLINE_S)  # outlives the child
+        sender = instances.prefill[0].manager.sender(request, peer="decode-0", deadline_s=10 * DEADLINE_S)
 
         def child() -> None:
             nonlocal instances, receiver, sender

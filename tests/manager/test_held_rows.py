@@ -94,7 +94,8 @@ def test_rows_are_free_as_soon_as_the_event_is_there() -> None:
                 pass
             assert event.ok
             assert sender.wait(timeout_s=DEADLINE_S).ok
-        assert not instances.decode[0].manager._runtime.requests._held_rows._receivers, "nothing is kept of ended requests"
+        held_rows = instances.decode[0].manager._runtime.requests._held_rows
+        until(lambda: not held_rows._receivers)  # nothing is kept of ended requests
 
 
 def test_slots_are_held_by_component() -> None:

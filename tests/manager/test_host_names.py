@@ -99,7 +99,7 @@ def test_few_threads_resolve_many_names_and_all_end(names: Names, prefill: Rank,
     for number in range(3 * resolver.MAX_RESOLVING):
         prefill.manager.add_peer(f"slow-{number}", address=f"tcp://slow-{number}.test:7000")
     until(lambda: len(names.asked) == resolver.MAX_RESOLVING)
-    assert len(threads()) == resolver.MAX_RESOLVING
+    until(lambda: len(threads()) == resolver.MAX_RESOLVING)  # those of an earlier test may end just now
     prefill.manager.close()
     names.answer.set()
     until(lambda: not threads())

@@ -225,6 +225,7 @@ def test_requests_of_a_closed_peer_fail_with_the_cause() -> None:
     with cluster(Side(), Side()) as instances:
         request = new_request_id()
         receiver = receive(instances.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
+        until(lambda: receiver.session is not None)  # else it would wait for the peer's return
         instances.prefill[0].manager.close()
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert "prefill-0/0 is gone: closed: the manager was closed" in str(event.error)
@@ -354,6 +355,7 @@ def test_closing_the_manager_releases_quarantined_rows_if_the_closed_engine_is_q
         freed: list[int] = []
         receiver = receive(instances.decode[0], new_request_id(), instances.pages(instances.decode[0], 8), need=(0, 8))
         assert decode.health().renewal_due == ""
+        until(lambda: receiver.session is not None)  # else it would wait for the peer's return
         prefill.close()
         event = receiver.wait(timeout_s=DEADLINE_S)
         event.lease.on_release(lambda: freed.append(1))

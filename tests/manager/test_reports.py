@@ -16,12 +16,12 @@ from disagg import Pages, RequestTimeout, new_request_id
 from disagg.core.leases import LeaseState
 from disagg.runtime import paths
 from disagg.testing import reference
-from disagg.testing.faults import BackendFaults, MessageFaults, inject, mistreat
+from disagg.testing.faults import BackendFaults, FaultyBackend, MessageFaults, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Rank, Side, cluster, receive, send
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
@@ -36,7 +36,15 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def settings(engine: str, **faults: Any) -> dict[str, Any]:
-    return {"backend": inject(engine, BackendFaults(**faults)) if faults else engine, "pack_below": 0}
+    """With faults, writes are posted when the test calls `post_delayed`."""
+    delayed = inject(engine, BackendFaults(delay_s=(3600.0, 3600.0), **faults))
+    return {"backend": delayed if faults else engine, "pack_below": 0}
+
+
+def post_delayed(rank: Rank) -> None:
+    engine = rank.manager.backend
+    assert isinstance(engine, FaultyBackend)
+    engine.post_delayed()
 
 
 class PendingWork:
@@ -54,7 +62,7 @@ class PendingWork:
 
 def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine: str) -> None:
     """Case 29: the receiver aborts while writes are pending; its lease holds the written pages."""
-    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings=settings(engine, delay=1.0, delay_s=(2.0, 2.1))) as instances:
+    with cluster(Side(tp=2), Side(page=8, num_pages=16), settings=settings(engine, delay=1.0)) as instances:
         request, pool = new_request_id(), instances.decode[0].pools[0][0].view(np.uint8)
         for rank in instances.prefill:
             reference.fill(instances.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
@@ -68,6 +76,9 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
         assert (pool == reference.CANARY).all(), "nothing is written yet"
         released = threading.Event()
         event.lease.on_release(released.set)
+        post_delayed(instances.prefill[0])
+        assert not released.wait(0.2), "the other writer's writes are pending"
+        post_delayed(instances.prefill[1])
         assert released.wait(DEADLINE_S)
         assert (pool != reference.CANARY).any(), "the writes ended before the pages were released"
         pool[...] = reference.CANARY
@@ -93,7 +104,7 @@ def test_the_aborts_of_two_ranks_are_both_acknowledged(engine: str) -> None:
 
 def test_rows_of_an_unsettled_transfer_are_quarantined_until_it_settles(engine: str) -> None:
     """Case 31: the engine reports a transfer as unsettled and completes it later."""
-    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine, unsettle=1.0, delay_s=(3.0, 3.1))) as instances:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine, unsettle=1.0)) as instances:
         request = new_request_id()
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         sender = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20)
@@ -102,6 +113,7 @@ def test_rows_of_an_unsettled_transfer_are_quarantined_until_it_settles(engine: 
         assert instances.prefill[0].manager.health().quarantined == {"injected fault: not settled": 1}
         until(lambda: here.lease.state is LeaseState.QUARANTINED)
         assert instances.decode[0].manager.health().quarantined == {"no proof that prefill-0/0 stopped writing": 1}
+        post_delayed(instances.prefill[0])
         there = sender.wait(timeout_s=DEADLINE_S)
         assert "injected fault: not settled" in str(there.error)
         until(lambda: here.lease.released and there.lease.released)
@@ -123,22 +135,23 @@ def test_messages_that_arrived_before_the_deadline_check_count(engine: str) -> N
     """Case 42: the final message waits in the socket while the control thread is busy past the deadline."""
     with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as instances:
         request, runtime = new_request_id(), instances.decode[0].manager._runtime
-        deadline = time.monotonic() + 3.0
-        receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), deadline_s=3.0)
+        receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         sender = instances.prefill[0].manager.sender(request, peer="decode-0")
         until(lambda: sender.needed("kv") == (0, 20))
         busy, go_on = threading.Event(), threading.Event()
 
-        def hold(_: float) -> None:
+        def hold_past_the_deadline(_: float) -> None:
             busy.set()
             go_on.wait(DEADLINE_S)
+            session = receiver.session
+            assert session is not None
+            session.deadline = time.monotonic()
+            runtime.sessions._timers.arm(session)
 
-        runtime.command(hold)
+        runtime.command(hold_past_the_deadline)
         assert busy.wait(DEADLINE_S)
-        sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20))
-        sender.finish()
-        until(lambda: instances.prefill[0].manager.stats.transfers == 1)
-        time.sleep(deadline + 0.2 - time.monotonic())  # past the deadline; the final message was sent before it
+        sender.finish({"kv": PAGES_OF_SENDER})
+        until(lambda: instances.prefill[0].manager.stats.transfers == 1)  # counted after the final message was sent
         go_on.set()
         assert receiver.wait(timeout_s=DEADLINE_S).ok
 
@@ -180,7 +193,7 @@ def test_a_failed_ready_event_ends_its_request_only(side: str, verify: str, engi
         request, rank = new_request_id(), instances.prefill[0]
         ready_events = {side: FailedWork()}
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), ready=ready_events.get("decode"))
-        sender = rank.manager.sender(request, peer="decode-0", deadline_s=2.0)
+        sender = rank.manager.sender(request, peer="decode-0")
         sender.send({"kv": PAGES_OF_SENDER}, tokens=(0, 20), ready=ready_events.get("prefill"))
         sender.finish()
         event = (sender if side == "prefill" else receiver).wait(timeout_s=DEADLINE_S)

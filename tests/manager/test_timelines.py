@@ -44,7 +44,7 @@ def test_phases_add_up_on_both_sides(verify: str) -> None:
 def test_the_wake_up_is_noted_however_the_server_learns_of_the_end() -> None:
     with cluster(Side(), Side()) as instances:
         receiver, (sender,) = begin(instances)
-        until(lambda: receiver._event is not None)
+        until(lambda: instances.decode[0].manager._runtime.requests.num_events == 1)
         assert receiver.timeline.wake_s == 0
         assert receiver in {event.lease: receiver for event in instances.decode[0].manager.events()}.values()
         assert receiver.timeline.wake_s > 0

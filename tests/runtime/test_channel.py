@@ -157,8 +157,8 @@ def test_the_end_of_a_peers_process_ends_its_connection() -> None:
 
 def test_a_stopped_process_is_given_up_and_a_busy_interpreter_is_not() -> None:
     """Libzmq's own threads answer pings, so a thread that holds the interpreter costs no connection."""
-    with contextlib.closing(Channel("tcp://127.0.0.1:0", heartbeat_s=0.05, heartbeat_timeout_s=0.5)) as server:
-        spin = "import ctypes; ctypes.PyDLL(None).usleep(2_000_000); d.send(b'after'); time.sleep(600)"  # holds the interpreter
+    with contextlib.closing(Channel("tcp://127.0.0.1:0", heartbeat_s=0.2, heartbeat_timeout_s=2.5)) as server:
+        spin = "import ctypes; ctypes.PyDLL(None).usleep(5_000_000); d.send(b'after'); time.sleep(600)"  # holds the interpreter
         client = killed_client(server.address, spin)
         try:
             hello, after = until(server, 2)

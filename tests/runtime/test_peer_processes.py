@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 
 import pytest
 
 from disagg.runtime.peer_processes import PeerProcesses, socket_name
 
+EPOCH = secrets.randbits(62)
+"""Names of identity sockets count for the whole host: other tests may run at the same time."""
+
 
 def test_a_process_is_found_under_its_own_name_only() -> None:
     """A peer that passes on what another process told it gets that process's memory from nobody."""
-    with contextlib.closing(PeerProcesses("victim", 0, 7)), contextlib.closing(PeerProcesses("me", 0, 1)) as mine:
-        watch = mine.attest("victim", 0, 7)
+    with contextlib.closing(PeerProcesses("victim", 0, EPOCH)), contextlib.closing(PeerProcesses("me", 0, EPOCH)) as mine:
+        watch = mine.attest("victim", 0, EPOCH)
         assert watch is not None
         assert watch.pid == os.getpid()
-        assert mine.attest("victim", 0, 7) is watch
-        for other in (("hostile", 0, 7), ("victim", 1, 7), ("victim", 0, 8)):
+        assert mine.attest("victim", 0, EPOCH) is watch
+        for other in (("hostile", 0, EPOCH), ("victim", 1, EPOCH), ("victim", 0, EPOCH + 1)):
             assert mine.attest(*other) is None
 
 
@@ -28,8 +32,8 @@ def test_names_differ_for_all_parts_of_an_identity() -> None:
 
 
 def test_watches_end_with_their_owner() -> None:
-    mine, peer = PeerProcesses("me", 0, 1), PeerProcesses("peer", 0, 2)
-    watch = mine.attest("peer", 0, 2)
+    mine, peer = PeerProcesses("me", 0, EPOCH), PeerProcesses("peer", 0, EPOCH)
+    watch = mine.attest("peer", 0, EPOCH)
     assert watch is not None
     peer.close()
     mine.close()
@@ -39,5 +43,5 @@ def test_watches_end_with_their_owner() -> None:
 
 def test_a_name_that_is_taken_is_said_and_costs_the_proof_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with contextlib.closing(PeerProcesses("me", 0, 1)), contextlib.closing(PeerProcesses("me", 0, 1)):
+    with contextlib.closing(PeerProcesses("me", 0, EPOCH)), contextlib.closing(PeerProcesses("me", 0, EPOCH)):
         assert "peers of this host cannot attest this process" in caplog.text

@@ -158,7 +158,8 @@ def wait_by_polling(instances: Cluster, *, by_events: bool) -> list[Event]:
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < len(ranks) and time.monotonic() < deadline:
             if by_events:
-                found += itertools.chain.from_iterable(rank.manager.events() for rank in ranks)
+                events = itertools.chain.from_iterable(rank.manager.events() for rank in ranks)
+                found += [event for event in events if event.key.request_id == request]
             else:
                 found = [event for handle in handles if (event := handle.poll()) is not None]
     finally:
