@@ -1,10 +1,10 @@
 """The phases of five cases, predicted and measured on one machine: `python -m benchmarks.phases --json FILE`.
 
 For each engine the costs of the phases are fitted first, as `disagg-bench --calibrate` does, from requests between two ranks of
-a small model. Then five cases of other models, page sizes and ranks run, and are compared with what these costs predict. An
-engine chooses whether its bytes move while a copy is posted or afterwards, so `post` and `wire` are compared as one. Phases below a
-tenth of the whole are too short to tell. `--costs FILE` writes the costs, as `disagg explain` has them. Takes two minutes for
-each engine; run nothing else meanwhile.
+a small model. Then five cases of other models, page sizes and ranks run, and are compared with what these costs predict. Engines
+move bytes while a copy is posted or afterwards, as they please, so `post` and `wire` are compared as one. Phases below a tenth
+of the whole are too short to tell. `--costs FILE` writes the costs, as `disagg explain` has them. Takes two minutes for each
+engine; run nothing else meanwhile.
 """
 
 from __future__ import annotations
