@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from disagg.protocol.messages import Abort, Complete, Drained
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.timers import Timers, back_off
@@ -46,9 +48,10 @@ class DestinationSteps:
             self.send(session, peer, destination, session.drained(destination), now)
 
     def send_complete(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        complete = session.complete(destination)
-        early, destination.early_complete = destination.early_complete, None
-        self.send(session, peer, destination, complete if complete != early else None, now)
+        complete, early = session.complete(destination), destination.early_complete
+        destination.early_complete = None
+        is_known = early is not None and complete == msgspec.structs.replace(early, took=complete.took)
+        self.send(session, peer, destination, None if is_known else complete, now)
 
     def send(
         self,
