@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
@@ -15,3 +17,15 @@ def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list
     finally:
         for each in sockets:
             each.close()
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that no other program gets meanwhile.
+
+    It refuses connections until a server listens there that sets SO_REUSEADDR, as ZeroMQ does.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
