@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+LOWEST = 20000
 
 
 def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
-    """Ports of 127.0.0.1 that nothing has bound now."""
-    sockets = [socket.socket(type=kind) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of 127.0.0.1 that nothing has bound now, below those that the kernel gives to programs that name none.
+
+    A server may take long until it binds its port. Raises `RuntimeError` if there are not enough.
+    """
+    limit = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = list(range(LOWEST, limit))
+    random.SystemRandom().shuffle(ports)
+    found: list[int] = []
+    with ExitStack() as bound:
+        for port in ports:
+            with suppress(OSError):
+                bound.enter_context(socket.socket(type=kind)).bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"expected {count} free ports from {LOWEST} to {limit}, found {len(found)}")
 
 
 @contextmanager
