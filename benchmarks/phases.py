@@ -1,8 +1,8 @@
 """The phases of five cases, predicted and measured on one machine: `python -m benchmarks.phases --json FILE`.
 
 For each engine the costs of the phases are fitted first, as `disagg-bench --calibrate` does, from requests between two ranks of
-a small model. Then five cases of other models, page sizes and ranks run, and are compared with what these costs predict. Engines
-move bytes while a copy is posted or afterwards, as they please, so `post` and `wire` are compared as one. Phases below a tenth
+a small model. Then five cases of other models, page sizes and ranks run, and are compared with what these costs predict. Some
+engines move bytes while a copy is posted, others afterwards, so `post` and `wire` are compared as one. Phases below a tenth
 of the whole are too short to tell. `--costs FILE` writes the costs, as `disagg explain` has them. Takes two minutes for each
 engine; run nothing else meanwhile.
 """

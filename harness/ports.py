@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
+import random
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-LOWEST = 10_000
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST = 20000
 
 
 def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
-    """Ports of 127.0.0.1 that nothing has bound now.
+    """Ports of 127.0.0.1 that nothing has bound now, below those that the kernel gives to programs that name none.
 
-    They lie below those that the kernel gives to connections and to sockets that ask for any port. So nothing but another call
-    of this function is likely to take one before the server binds it.
+    A server may take long until it binds its port. Raises `RuntimeError` if there are not enough.
     """
-    highest = max(int(_EPHEMERAL.read_text().split()[0]), 2 * LOWEST)
+    limit = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = list(range(LOWEST, limit))
+    random.SystemRandom().shuffle(ports)
     found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            each = stack.enter_context(socket.socket(type=kind))
-            port = LOWEST + secrets.randbelow(highest - LOWEST)
-            with contextlib.suppress(OSError):  # in use
-                each.bind(("127.0.0.1", port))
+    with ExitStack() as bound:
+        for port in ports:
+            with suppress(OSError):
+                bound.enter_context(socket.socket(type=kind)).bind(("127.0.0.1", port))
                 found.append(port)
-    return found
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"expected {count} free ports from {LOWEST} to {limit}, found {len(found)}")
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that no other program gets meanwhile.
+
+    It refuses connections until a server listens there that sets SO_REUSEADDR, as ZeroMQ does.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -14,6 +14,7 @@ import pytest
 from disagg import new_request_id
 from disagg.backends.base import Transfer, TransferStatus
 from disagg.core import _native
+from disagg.core.errors import RequestAborted, RequestTimeout
 from disagg.core.rows import Pages
 from disagg.core.spans import SpanBatch
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES, Complete, CopyBegun, EarlyComplete, Message, decode
@@ -26,24 +27,21 @@ from disagg.testing.reference import PageList
 from disagg.transfer import active_job
 from disagg.transfer.pool_memory import PoolMemory
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Rank, Side, clear, cluster, receive, send
 from tests.support.host_kernels import SIDES, HostSpans, Spans
 
 
 class ThreadTransfer:
     """A transfer that another thread carries out. Its completion is set once it is done, and never if it fails."""
 
-    def __init__(self, copy: Callable[[], Transfer], *, fails: bool, hold: threading.Event | None) -> None:
+    def __init__(self, copy: Callable[[], Transfer], *, fails: bool, wait: Callable[[], object]) -> None:
         self.status, self.error = TransferStatus.PENDING, "the GPU has fallen off the bus" if fails else None
         self.completion = _native.Flag()
-        self._copy, self._fails, self._hold = copy, fails, hold
+        self._copy, self._fails, self._wait = copy, fails, wait
         threading.Thread(target=self._run).start()
 
     def _run(self) -> None:
-        if self._hold is None:
-            time.sleep(1e-3)
-        else:
-            self._hold.wait(DEADLINE_S)
+        self._wait()
         if self._fails:
             self.status = TransferStatus.FAILED
             return
@@ -64,12 +62,15 @@ class SpansWithCompletion(Spans):
     fails = False
     holds: ClassVar[list[threading.Event]] = []
     """Each of the next transfers waits for one of these events."""
+    wait = staticmethod(functools.partial(time.sleep, 1e-3))
+    """What the others do first."""
 
     def submit_spans(self, prepared: HostSpans, batch: SpanBatch) -> Transfer:
-        hold = SpansWithCompletion.holds.pop(0) if SpansWithCompletion.holds else None
-        return ThreadTransfer(
-            functools.partial(super().submit_spans, prepared, batch), fails=SpansWithCompletion.fails, hold=hold
-        )
+        wait: Callable[[], object] = SpansWithCompletion.wait
+        if SpansWithCompletion.holds:
+            wait = functools.partial(SpansWithCompletion.holds.pop(0).wait, DEADLINE_S)
+        copy = functools.partial(super().submit_spans, prepared, batch)
+        return ThreadTransfer(copy, fails=SpansWithCompletion.fails, wait=wait)
 
 
 @pytest.fixture
@@ -90,6 +91,23 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     return found
 
 
+@pytest.fixture
+def announced(reports: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No transfer ends before the early completion of each has been sent, for which the server must call `finish` first."""
+    submit, submitted = SpansWithCompletion.submit_spans, list[SpanBatch]()
+
+    def noting(self: SpansWithCompletion, prepared: HostSpans, batch: SpanBatch) -> Transfer:
+        submitted.append(batch)
+        return submit(self, prepared, batch)
+
+    def all_announced() -> bool:
+        return sum(isinstance(report, EarlyComplete) for report in reports) >= len(submitted)
+
+    monkeypatch.setattr(SpansWithCompletion, "submit_spans", noting)
+    monkeypatch.setattr(SpansWithCompletion, "wait", lambda: until(all_announced))
+
+
+@pytest.mark.usefixtures("announced")
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_a_receiver_sees_the_completion_of_the_last_copy(
     prefill: Side, decode: Side, reports: list[Message], monkeypatch: pytest.MonkeyPatch
@@ -139,6 +157,7 @@ def test_early_completion_waits_until_one_copy_is_left(reports: list[Message], m
     assert [type(report) for report in reports] == [CopyBegun, CopyBegun, EarlyComplete]
 
 
+@pytest.mark.usefixtures("announced")
 def test_a_receiver_that_may_have_stopped_polling_gets_a_final_complete(
     reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +168,7 @@ def test_a_receiver_that_may_have_stopped_polling_gets_a_final_complete(
     assert any(isinstance(report, Complete) for report in reports)
 
 
+@pytest.mark.usefixtures("announced")
 def test_an_early_completion_of_a_failed_copy_does_not_complete_the_request(
     reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +183,7 @@ def test_an_early_completion_of_a_failed_copy_does_not_complete_the_request(
         assert all(event.ok for event in made.transfer(61))
 
 
+@pytest.mark.usefixtures("announced")
 def test_early_completion_works_for_messages_too_long_for_a_local_socket(
     reports: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +197,12 @@ def test_early_completion_works_for_messages_too_long_for_a_local_socket(
     assert not any(isinstance(report, Complete) for report in reports)
 
 
+def expire(rank: Rank) -> None:
+    """Have the deadline of a rank's requests pass now."""
+    runtime = rank.manager._runtime
+    runtime.commands.put(lambda now: runtime.sessions.tick(now + DEADLINE_S))
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_a_request_that_ends_before_its_completion_flag_is_set(
@@ -184,16 +211,18 @@ def test_a_request_that_ends_before_its_completion_flag_is_set(
     """The side that ends it gets an error, and rows return only after the copy; the other side may succeed."""
     going = threading.Event()
     monkeypatch.setattr(SpansWithCompletion, "holds", [going])
-    deadlines = {each: 0.3 if how == "deadline" and each == side else DEADLINE_S for each in ("prefill", "decode")}
     with cluster(Side(), Side(), settings={"backend": SpansWithCompletion}) as made:
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
-        receiver = receive(made.decode[0], request, pages[1], need=(0, 61), deadline_s=deadlines["decode"])
-        sender = send(made.prefill[0], request, pages[0], 61, deadline_s=deadlines["prefill"])
+        receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
+        sender = send(made.prefill[0], request, pages[0], 61)
         until(lambda: any(isinstance(report, EarlyComplete) for report in reports))
         if how == "abort":
             (sender if side == "prefill" else receiver).abort("enough")
+        else:
+            expire(made.prefill[0] if side == "prefill" else made.decode[0])
         first = (sender if side == "prefill" else receiver).wait(timeout_s=DEADLINE_S)
         assert not first.ok
+        assert isinstance(first.error, RequestAborted if how == "abort" else RequestTimeout)
         assert not first.lease.released
         going.set()
         events = [handle.wait(timeout_s=DEADLINE_S) for handle in (sender, receiver)]

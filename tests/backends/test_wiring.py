@@ -23,7 +23,7 @@ from disagg.requests import RequestHandle
 from disagg.transfer.pool_memory import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send, wait_by_polling
-from tests.support.host_kernels import SIDES, DelayedCopies, HostMover, Spans
+from tests.support.host_kernels import SIDES, FailedCopies, HostMover, Spans
 
 
 class Packing(LocalBackend):
@@ -85,15 +85,8 @@ def test_packing_gives_back_its_gpu_buffers_when_a_request_ends(monkeypatch: pyt
 def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written and nothing hangs; the next request succeeds through the same slots."""
     monkeypatch.setattr(PoolMemory, "packer", lambda self, shapes: GpuPacker(HostMover(), shapes))  # type: ignore[arg-type]
-    begin = getattr(HostMover, kernel)
-
-    def failing(*arguments: Any) -> DelayedCopies:
-        monkeypatch.setattr(HostMover, "problem", "the GPU has fallen off the bus")
-        work: DelayedCopies = begin(*arguments)
-        return work
-
     with cluster(Side(), Side(), settings={"backend": Packing}) as made, monkeypatch.context() as patch:
-        patch.setattr(HostMover, kernel, failing)
+        patch.setattr(HostMover, kernel, lambda *_: FailedCopies())
         request, pages = new_request_id(), [made.pages(rank, 61) for rank in (*made.prefill, *made.decode)]
         receiver = receive(made.decode[0], request, pages[1], need=(0, 61))
         sender = send(made.prefill[0], request, pages[0], 61)
@@ -101,7 +94,6 @@ def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.M
         assert not any(event.ok for event in ends)
         assert any("fallen off the bus" in str(event.error) for event in ends)
         patch.undo()
-        monkeypatch.setattr(HostMover, "problem", "")
         assert all(event.ok for event in made.transfer(61))
 
 

@@ -146,7 +146,7 @@ def test_a_request_waits_in_the_queue_until_the_one_before_it_has_ended(monkeypa
         bursts = [report.results[:BURST], report.results[BURST:]]
         for first, *others in bursts:
             arrived = first.start - first.queued_s
-            assert all(each.queued_s == pytest.approx(each.start - arrived) for each in others)
+            assert all(each.queued_s == pytest.approx(each.start - arrived, abs=1e-6) for each in others)
 
 
 @pytest.mark.parametrize(

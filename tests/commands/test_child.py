@@ -31,6 +31,7 @@ def test_lines_come_back_whole_and_it_ends_with_its_input() -> None:
             child.send(line)
             assert child.receive(timeout_s=30.0) == line
         assert child.wait(timeout_s=0.0) is None
+        child.end(timeout_s=30.0)
     assert child.ending == "exit status 0"
     child.kill()
 

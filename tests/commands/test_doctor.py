@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,7 +23,10 @@ from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, Machine
 from disagg.machine.rdma import memlock, rdma, rdma_refusal
 from disagg.runtime.channel import Channel
+from harness.ports import held_port
 from tests.backends.conftest import require_engine
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S
 
 COMMAND = [sys.executable, "-m", "disagg.commands", "doctor"]
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "MC_"))}
@@ -78,7 +82,7 @@ def test_a_plain_host_is_examined_and_both_engines_measured(tmp_path: Path) -> N
 
 
 def test_a_closed_port_a_tiny_mount_and_a_wrong_setting_are_one_report(tmp_path: Path) -> None:
-    with tiny_mount(tmp_path) as mount, closed_port() as port:
+    with tiny_mount(tmp_path) as mount, held_port() as port:
         ended = run(
             "--no-engines", "--shm", str(mount), "--peer", f"127.0.0.1:{port}", environ={"UCX_TLS": "cma"}
         )  # fmt: skip
@@ -360,21 +364,20 @@ def test_settings_that_exclude_rdma_or_gpus(tmp_path: Path, name: str, value: st
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def closed_port() -> Iterator[int]:
-    """A loopback port that is reserved and has no listener."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
 def test_a_closed_port_is_explained() -> None:
-    with closed_port() as port:
+    with held_port() as port:
         finding = network.peer(f"127.0.0.1:{port}")
     assert finding.level is Level.ERROR
     assert "refuses connections" in finding.cause
     assert f"ss -tlnp 'sport = :{port}'" in finding.fix
     assert complete(finding)
+
+
+def num_to_accept(listening: socket.socket) -> int:
+    """The number of connections that were made to a socket and not accepted."""
+    (found,) = struct.unpack_from("I", listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 24)
+    assert isinstance(found, int)
+    return found
 
 
 def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +389,7 @@ def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
+        until(lambda: num_to_accept(full) > 0)
         finding = network.peer(f"127.0.0.1:{full.getsockname()[1]}")
         for one in waiting:
             one.close()
@@ -394,7 +398,7 @@ def test_a_port_that_drops_packets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_control_port_is_told_apart_from_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "GREETING_S", 0.5)
+    monkeypatch.setattr(network, "GREETING_S", DEADLINE_S)
     channel = Channel("tcp://127.0.0.1:0")
     try:
         assert network.peer(channel.address).level is Level.OK
@@ -413,6 +417,7 @@ def test_a_control_port_is_told_apart_from_other_ports(monkeypatch: pytest.Monke
         thread.join()
         assert finding.level is Level.WARNING
         assert "SSH-2.0" in finding.cause
+        monkeypatch.setattr(network, "GREETING_S", 0.1)
         assert "sent nothing" in network.peer(f"127.0.0.1:{other.getsockname()[1]}").cause
 
 

@@ -15,6 +15,7 @@ from disagg.core.errors import ConfigError
 from disagg.runtime.channel import Channel
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.wire import Inbound
+from tests.manager.test_peers import until
 
 COMMAND = [sys.executable, "-m", "disagg.commands", "keygen"]
 
@@ -81,8 +82,14 @@ def test_two_instances_with_generated_pairs_can_connect(tmp_path: Path) -> None:
         client.connect(0, server.address, public_key=(tmp_path / "prefill.pub").read_text().strip())
         client.send(0, b"hello")
         client.flush()
-        found = next(got for _ in range(50) if (got := list(server.poll(0.1))))
-        assert [message.data for message in found if isinstance(message, Inbound)] == [b"hello"]
+        found: list[bytes] = []
+
+        def has_arrived() -> bool:
+            found.extend(message.data for message in server.poll(0.1) if isinstance(message, Inbound))
+            return bool(found)
+
+        until(has_arrived)
+        assert found == [b"hello"]
     finally:
         client.close()
         server.close()

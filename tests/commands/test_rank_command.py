@@ -16,6 +16,7 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.rank.command import configure, prefill
 from disagg.commands.rank.rank import RankConfig
 from disagg.settings import settings
+from harness.ports import held_port
 
 COMMAND = [sys.executable, "-X", "faulthandler", "-m", "disagg.commands"]
 
@@ -83,11 +84,8 @@ def test_two_ranks_find_each_other_and_end_cleanly(tmp_path: Path, mooncake: str
 
 def test_a_ready_and_a_lost_peer_are_printed(mooncake: str, model: str) -> None:
     same = ("--model", model, "--backend", mooncake, "--pages", "8")
-    with rank("decode", *same, "--listen", "tcp://127.0.0.1:0", "--until-stdin-ends") as probe:
-        free = address(line(probe))
-        probe.send_signal(signal.SIGTERM)
-        probe.ended()
-    with rank("prefill", *same, "--peer", f"decode={free}") as prefill:
+    with held_port() as port, rank("prefill", *same, "--peer", f"decode=tcp://127.0.0.1:{port}") as prefill:
+        free = f"tcp://127.0.0.1:{port}"
         where = address(line(prefill))
         with rank("decode", *same, "--listen", free, "--peer", f"prefill={where}") as decode:
             assert address(line(decode)) == free

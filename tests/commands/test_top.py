@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from disagg.commands.top import Sample, quantile, read, row
-from harness.ports import free_ports
+from harness.ports import held_port
 from tests.support.cluster import Cluster, Side, cluster
 
 
@@ -62,7 +62,6 @@ def test_a_quantile_is_interpolated_within_its_bucket(
 
 
 def test_the_command_shows_every_rank_and_fails_for_a_silent_one(instances: Cluster) -> None:
-    (port,) = free_ports(1)
     command = [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1"]
     urls = [str(rank.manager.metrics_url) for rank in (*instances.prefill, *instances.decode)]
 
@@ -74,6 +73,7 @@ def test_the_command_shows_every_rank_and_fails_for_a_silent_one(instances: Clus
     ended = run()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [name in ended.stdout for name in ("prefill-0/0", "prefill-0/1", "decode-0/0")] == [True] * 3
-    ended = run(f"127.0.0.1:{port}")
+    with held_port() as port:
+        ended = run(f"127.0.0.1:{port}")
     assert ended.returncode == 1
     assert "refused" in ended.stdout

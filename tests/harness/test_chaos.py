@@ -23,6 +23,7 @@ from harness.chaos.places import OTHER_USER, Hosts, Place, missing_for_places, m
 from harness.chaos.report import Healing, Report
 from harness.chaos.rounds import KINDS
 from harness.chaos.run import run, schedule
+from tests.manager.test_peers import until
 
 SILENCE_S, LONGEST_S = 4.0, 3.0
 needs_resets = pytest.mark.skipif(bool(missing_for_resets()), reason=f"needs {missing_for_resets()}")
@@ -217,19 +218,13 @@ def test_a_link_is_cut_and_mended_in_both_ways() -> None:
         command = place.command([sys.executable, "-c", CONNECT, hosts.addresses[1]])
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    def until(expected: str) -> None:
-        for _ in range(40):
-            if outcome() == expected:
-                return
-        pytest.fail(f"the link is not {expected}")
-
     try:
-        until("reached")
+        until(lambda: outcome() == "reached")
         for silently in (False, True):
             hosts.cut(silently=silently)
-            until("cut off")
+            until(lambda: outcome() == "cut off")
             hosts.mend()
-            until("reached")
+            until(lambda: outcome() == "reached")
     finally:
         hosts.close()
     left = subprocess.run(["ip", "netns"], check=True, capture_output=True, text=True).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,10 +115,10 @@ def test_after_an_early_completion_complete_is_sent_only_if_no_outcome_arrives()
     sending(sessions)
     early = sessions.sends.complete_early(Ticket(D0, KEY, 0))
     assert early == Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")
-    settle(sessions, known=True)
+    settle(sessions, known=True, took=(0.1, 0.2))
     assert take_messages(sessions) == []
     sessions.tick(2.0)
-    assert take_messages(sessions) == [(D0, early)]
+    assert take_messages(sessions) == [(D0, msgspec.structs.replace(early, took=(0.1, 0.2)))]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from disagg.core.errors import ConfigError, LayoutError
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rows import Pages
 from disagg.layout.binding import bind
-from disagg.state import window
+from disagg.state import align, window
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
 from disagg.testing.reference import Context, PageList, value
 from disagg.testing.reference_states import Form
@@ -229,8 +230,9 @@ def test_id_lists_of_index_keys_align_at_their_start(lengths: tuple[int, int]) -
         assert [each.tolist() for each in found] == [[*side.values()][:common] for side in (ours, theirs)]
 
 
-def test_a_cut_does_not_change_the_given_lists(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_does_not_change_the_given_lists(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 20: two decode ranks get new arrays from one list, and a cut is logged."""
+    monkeypatch.setattr(align, "_warnings", RateLimitedLog(align.logger))  # other tests may have used up what may be logged
     source = np.array([9, 8, 7, 6, 5], dtype=np.int32)
     with caplog.at_level(logging.WARNING):
         first, _ = align_state_indices(source, [1, 2], anchor="end")

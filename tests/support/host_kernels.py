@@ -57,6 +57,15 @@ class HostSpans:
         return CopyBatch(*np.array(rows, np.uint64).reshape(-1, 3).T)
 
 
+class FailedCopies:
+    """A kernel that fails."""
+
+    completion: None = None
+
+    def query(self) -> bool:
+        raise BackendError("the GPU has fallen off the bus")
+
+
 @dataclass
 class DelayedCopies:
     """Copies that the second call of `query` makes."""
@@ -67,8 +76,6 @@ class DelayedCopies:
 
     def query(self) -> bool:
         self.asked += 1
-        if HostMover.problem:
-            raise BackendError(HostMover.problem)
         if self.asked == 2:
             columns = (column.tolist() for column in (self.copies.source, self.copies.destination, self.copies.nbytes))
             for source, destination, nbytes in zip(*columns, strict=True):
@@ -81,7 +88,6 @@ class HostMover:
     """`GpuMover` in host memory."""
 
     moved = held = 0
-    problem = ""
 
     def prepare(self, shapes: Sequence[SpanShape]) -> HostSpans:
         return HostSpans.of(shapes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, T
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError, PeerUnreachable
 from disagg.core.memory import MemoryRegion
+from disagg.testing import backend_faults
 from disagg.testing.contract import BackendContract, BackendFactory
+from disagg.testing.delayed_actions import DelayedActions
 from disagg.testing.faults import BackendFaults, FaultyBackend, FaultyTransfer, MessageFaults, TransferFault, inject, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
@@ -59,9 +62,28 @@ class Pair:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def may_land(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Delayed posts wait for this event too, so that a test can look at what is there before them."""
+    may_land = threading.Event()
+
+    class Held(DelayedActions):
+        def run_after(self, seconds: float, action: Callable[[], None]) -> None:
+            def held() -> None:
+                may_land.wait()
+                action()
+
+            super().run_after(seconds, held)
+
+    monkeypatch.setattr(backend_faults, "DelayedActions", Held)
+    yield may_land
+    may_land.set()
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, may_land: threading.Event) -> Iterator[Pair]:
     pair = Pair(request.param)
     yield pair
+    may_land.set()
     pair.close()
 
 
@@ -80,20 +102,23 @@ def test_fail_posts_half_of_the_copies(pair: Pair) -> None:
 
 
 @with_faults(delay=1.0)
-def test_delay_is_pending_until_it_lands(pair: Pair) -> None:
+def test_delay_is_pending_until_it_lands(pair: Pair, may_land: threading.Event) -> None:
     transfer = pair.write()
     assert transfer.poll() is TransferStatus.PENDING
     assert not pair.there.any()
     with pytest.raises(LocalProtocolError, match="expected a settled one to close, found pending"):
         transfer.close()
+    may_land.set()
     until(lambda: transfer.poll() is TransferStatus.DONE)
     assert pair.landed()
 
 
 @with_faults(unsettle=1.0)
-def test_unsettled_settles_only_after_it_has_landed(pair: Pair) -> None:
+def test_unsettled_settles_only_after_it_has_landed(pair: Pair, may_land: threading.Event) -> None:
     transfer = pair.write()
     assert transfer.poll() is TransferStatus.UNSETTLED
+    assert not pair.there.any()
+    may_land.set()
     until(lambda: transfer.poll() is TransferStatus.FAILED)
     assert pair.landed()
 
@@ -108,11 +133,12 @@ def test_a_delayed_transfer_is_unsettled_while_the_real_one_is() -> None:
 
 
 @with_faults(late=1.0)
-def test_late_lands_after_it_has_failed(pair: Pair) -> None:
+def test_late_lands_after_it_has_failed(pair: Pair, may_land: threading.Event) -> None:
     transfer = pair.write()
     assert transfer.poll() is TransferStatus.FAILED
     assert not pair.there.any()
     transfer.close()
+    may_land.set()
     until(pair.landed)
 
 
@@ -123,17 +149,20 @@ def test_lose_is_done_and_nothing_lands(pair: Pair) -> None:
 
 
 @with_faults(double=1.0)
-def test_double_lands_again(pair: Pair) -> None:
+def test_double_lands_again(pair: Pair, may_land: threading.Event) -> None:
     assert pair.write().poll() is TransferStatus.DONE
     assert pair.landed()
     pair.there[:] = 0
+    may_land.set()
     until(pair.landed)
 
 
 @with_faults(unsettle=1.0, fencing=False)
-def test_without_fencing_unsettled_transfers_fail_and_peers_are_quiescent(pair: Pair) -> None:
+def test_without_fencing_unsettled_transfers_fail_and_peers_are_quiescent(pair: Pair, may_land: threading.Event) -> None:
     assert pair.write().poll() is TransferStatus.FAILED
     assert pair.faulty.fence(pair.peer, epoch=2) is Fence.QUIET
+    assert not pair.there.any()
+    may_land.set()
     until(pair.landed)
 
 
@@ -191,12 +220,12 @@ def test_lost_doubled_delayed_and_reordered_messages_fail_no_request() -> None:
         assert all(counts[fault] for fault in ("lose", "double", "delay"))
 
 
-def test_the_bytes_show_false_reports_of_an_engine() -> None:
+def test_the_bytes_show_false_reports_of_an_engine(may_land: threading.Event) -> None:
     """The negative control of the two tests above: wrong bytes fail the test."""
     losing = {"backend": inject("local", BackendFaults(lose=1.0))}
     with cluster(Side(), Side(), settings=losing) as instances, pytest.raises(AssertionError):
         instances.transfer(20)
-    settings = {"backend": inject("local", BackendFaults(unsettle=1.0, delay_s=(0.2, 0.3), fencing=False))}
+    settings = {"backend": inject("local", BackendFaults(unsettle=1.0, fencing=False))}
     with cluster(Side(), Side(), settings=settings) as instances:
         request = new_request_id()
         receiver = receive(instances.decode[0], request, PageList((0, 1, 2, 3, 4)), need=(0, 20))
@@ -206,4 +235,5 @@ def test_the_bytes_show_false_reports_of_an_engine() -> None:
         assert not sender.wait(timeout_s=DEADLINE_S).ok
         released = instances.decode[0].pools[0][0].view(np.uint8)
         released[...] = 0x11
+        may_land.set()
         until(lambda: not (released == 0x11).all())

@@ -65,13 +65,15 @@ class ProcessTarget:
         """Freeze the process; returns once it is frozen."""
         self.signal(signal.SIGSTOP)
         deadline = time.monotonic() + self._patience_s
-        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in self._stats()):
+        while any(state != "T" for state in self._states()):
             assert time.monotonic() < deadline, "the target process does not stop"
             time.sleep(0.001)
 
-    def _stats(self) -> Iterator[Path]:
-        """The `stat` file of each thread."""
-        return Path(f"/proc/{self._child.pid}/task").glob("*/stat")
+    def _states(self) -> Iterator[str]:
+        """The state of each thread."""
+        for stat in Path(f"/proc/{self._child.pid}/task").glob("*/stat"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                yield stat.read_text().rpartition(")")[2].split()[0]
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
