@@ -10,12 +10,19 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 Figures = Mapping[str, Any]
 H200 = ("vllm-h200.json", "vllm-h200-again.json")
 CPU = "vllm-cpu.json"
-CHARTS = {"vllm.svg": (*H200, CPU)}
+TIMELINE = "timeline.json"
+CHARTS = {"vllm.svg": (*H200, CPU), "timeline.svg": (TIMELINE,)}
 """Each chart in docs/images, and the files of docs/benchmarks that it is drawn from."""
+PHASES = dict(zip(
+    ("wait", "bind", "pack", "post", "wire", "unpack", "handover", "wake"),
+    ("#dddddd", "#aa3377", "#ccbb44", "#4477aa", "#66ccee", "#228833", "#ee6677", "#888888"), strict=True,
+))  # fmt: skip
+"""The colour of each phase of a request."""
 PAIRS = {
     "nothing": ("nothing moved", "#999999"),
     "nvlink": ("disagg, nvlink", "#4477aa"),
@@ -88,6 +95,29 @@ def vllm(found: Mapping[str, Figures]) -> Figure:
     return figure
 
 
+def timeline(found: Mapping[str, Figures]) -> Figure:
+    """One request by rank and phase, from a trace that `disagg-bench --timeline` has written."""
+    events = found[TIMELINE]["traceEvents"]
+    names = {event["pid"]: event["args"]["name"].split(",")[0] for event in events if event["name"] == "process_name"}
+    spans = [event for event in events if event["ph"] == "X" and event["name"] in PHASES]
+    first = min(span["ts"] for span in spans if names[span["pid"]].startswith("prefill"))
+    figure = Figure(figsize=(11, 0.5 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (process, name) in enumerate(names.items()):
+        for span in (span for span in spans if span["pid"] == process):
+            begin, end = ((at - first) / 1e3 for at in (span["ts"], span["ts"] + span["dur"]))
+            axes.barh(place, end - max(begin, 0), left=max(begin, 0), height=0.7, color=PHASES[span["name"]])
+        axes.text(-0.01, place, name, ha="right", va="center", transform=axes.get_yaxis_transform(), fontsize=9)
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set(xlabel="ms from prefill's first send", xlim=(0, None))
+    shown = [phase for phase in PHASES if any(span["name"] == phase for span in spans)]
+    figure.legend(
+        [Patch(color=PHASES[phase]) for phase in shown], shown, loc="outside upper center", ncols=len(shown), fontsize=8
+    )
+    return figure
+
+
 def draw_charts(root: Path) -> None:
     """Draw every chart. The same figures give the same bytes."""
     import matplotlib as mpl
@@ -95,4 +125,5 @@ def draw_charts(root: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "disagg", "svg.fonttype": "none"})
     for name, sources in CHARTS.items():
         found = {source: json.loads((root / "docs/benchmarks" / source).read_text()) for source in sources}
-        vllm(found).savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})
+        figure = vllm(found) if name == "vllm.svg" else timeline(found)
+        figure.savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})

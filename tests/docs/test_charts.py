@@ -28,21 +28,24 @@ def texts(chart: Path) -> str:
 def test_every_chart_shows_its_figures(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs/benchmarks", tmp_path / "docs/benchmarks")
     assert drawn_at(tmp_path) == {name: texts(ROOT / "docs/images" / name) for name in CHARTS}
-    for sources in CHARTS.values():
+    for name, sources in CHARTS.items():
         for source in sources:
-            check_that_it_shows(source, root=tmp_path)
+            check_that_it_shows(source, name, root=tmp_path)
 
 
-def check_that_it_shows(source: str, *, root: Path) -> None:
+def check_that_it_shows(source: str, name: str, *, root: Path) -> None:
     """A change of a figure in a file changes the chart."""
     file = root / "docs/benchmarks" / source
     before = file.read_text()
     changed = json.loads(before)
     if "rows" in changed:
         changed["rows"][0]["equal"] -= 1
+    elif "traceEvents" in changed:
+        span = next(event for event in changed["traceEvents"] if event["name"] == "wire")
+        span["dur"] *= 2
     else:
         changed["load"][0]["requests_per_s"] += 10
     file.write_text(json.dumps(changed))
     found = drawn_at(root)
     file.write_text(before)
-    assert all(found[name] != texts(ROOT / "docs/images" / name) for name in CHARTS), source
+    assert found[name] != texts(ROOT / "docs/images" / name), source
