@@ -219,7 +219,7 @@ class SendSession:
             payload=self.payload,
             packed=tuple(sorted(destination.packed.items())),
             sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
-            took=destination.took,
+            took=tuple(min(seconds, 3600.0) for seconds in destination.took),  # the longest that the message may say
         )
 
     def abort(self, destination: Destination) -> Abort:
