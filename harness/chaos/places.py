@@ -59,8 +59,8 @@ def missing_for_resets() -> str:
     if missing := missing_for_places():
         return missing
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as opened:
-        port = opened.getsockname()[1]
-        done = subprocess.run([*RESET, f"sport = :{port}"], capture_output=True, text=True, check=False)
+        ports = f"( sport = :{opened.getsockname()[1]} and dport = :{listener.getsockname()[1]} )"  # another may share one
+        done = subprocess.run([*RESET, ports], capture_output=True, text=True, check=False)
         is_reset = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
     return "" if is_reset else f"a kernel with CONFIG_INET_DIAG_DESTROY: {done.stderr.strip() or 'nothing was reset'}"
 

@@ -24,6 +24,7 @@ from disagg.testing.reference import CANARY, PageList
 from disagg.testing.scene import Scene
 from disagg.testing.strategies import cases
 from disagg.transfer.jobs import BoundTransfer
+from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
 
 HND = "page kv_head token dim"
@@ -181,7 +182,9 @@ def test_a_failed_write_ends_its_request_and_frees_its_slot(num_allowed: int, ou
         engine = rank.manager.backend
         assert isinstance(engine, SmallStaging)
         engine.num_allowed, engine.outcome = num_allowed, outcome
-        assert not any(event.ok for event in instances.transfer(61))
+        failed = instances.transfer(61)
+        assert not any(event.ok for event in failed)
+        until(lambda: all(event.lease.released for event in failed))
         engine.num_allowed = 1 << 30
         for _ in range(3):
             assert all(event.ok for event in instances.transfer(61))

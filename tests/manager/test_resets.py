@@ -77,6 +77,7 @@ def test_a_broken_connection_of_the_engine_is_made_anew(*, packed: bool) -> None
         engine.broken.append(peer)
         failed = instances.transfer(37)
         assert any("the connection broke" in str(event.error) for event in failed)
+        until(lambda: all(event.lease.released for event in failed))
         for manager, name in ((sender, "decode-0"), (receiver, "prefill-0")):
             until(lambda manager=manager: manager.health().ok and sum(manager._runtime.connections.num_losses.values()) == 1)
             manager.wait_ready(name, timeout_s=DEADLINE_S)

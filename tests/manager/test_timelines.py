@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from disagg import new_request_id
 from disagg.backends.base import StagingShape
 from disagg.requests import Receiver, Sender
+from disagg.transfer import unpacking, worker
+from disagg.transfer.jobs import Unpack
 from tests.manager.test_peers import until
 from tests.manager.test_transfers import SmallStaging
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive, send
@@ -37,8 +40,26 @@ def test_phases_add_up_on_both_sides(verify: str) -> None:
             assert timeline.wake_s > 0
         writers = [[sender.timeline.phases[phase] for phase in TRANSFER] for sender in senders]
         assert [receiver.timeline.phases[phase] for phase in TRANSFER] in [pytest.approx(each) for each in writers]
-        assert receiver.timeline.unpack_s > 0
         assert all(sender.timeline.pack_s > 0 and sender.timeline.handover_s > 0 for sender in senders)
+
+
+def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1 << 20, num_slots=2, num_rings=8)
+    with cluster(Side(), Side(), settings={"backend": lambda options: SmallStaging(options, shape)}) as instances:
+        go_on, scatter = threading.Event(), unpacking.scatter
+
+        def late(unpack: Unpack) -> None:
+            assert go_on.wait(DEADLINE_S)
+            scatter(unpack)
+
+        monkeypatch.setattr(unpacking, "scatter", late)
+        monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # so that the transfer thread unpacks, and the test can block it
+        receiver, (sender,) = begin(instances)
+        until(lambda: receiver.moments.landed_at > 0)
+        go_on.set()
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        assert receiver.timeline.unpack_s > 0
+        assert sender.wait(timeout_s=DEADLINE_S).ok
 
 
 def test_the_wake_up_is_noted_however_the_server_learns_of_the_end() -> None:
