@@ -103,7 +103,8 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
     """Decode computes a request whose prefill server is stopped, in other blocks: the first may still be written."""
     prefill, decode = start(block_size=32), start(block_size=64, extra={"load_timeout_s": 3.0})
     (prompt, other) = prompts((900, 50), seed=26)
-    hand_over(prefill.wait_ready(), decode.wait_ready(), [other])
+    while num_external(hand_over(prefill.wait_ready(), decode.wait_ready(), [other])) == [0]:
+        pass  # not connected yet
     (first,) = prefill.generate([prompt], params=PREFILL)
     wait_empty(decode)
     prefill.signal(signal.SIGSTOP)
@@ -123,12 +124,13 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
 def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:
     """Servers with keys serve each other, and nobody else."""
     pairs = {name: KeyPair.generate() for name in ("prefill", "decode", "stranger")}
-    extra = {}
+    extra: dict[str, dict[str, Any]] = {}
     for name, keys in pairs.items():
         file = tmp_path / f"{name}.toml"
         file.write_text(f"public = {json.dumps(keys.public)}\nsecret = {json.dumps(keys.secret)}\n")
         trusted = {"prefill": ["decode"], "decode": ["prefill"], "stranger": ["prefill"]}[name]
-        extra[name] = {"keys": str(file), "trusted_keys": [pairs[each].public for each in trusted], "load_timeout_s": 2.0}
+        extra[name] = {"keys": str(file), "trusted_keys": [pairs[each].public for each in trusted]}
+    extra["stranger"]["load_timeout_s"] = 2.0
     prefill, decode, stranger = (start(extra=extra[name]) for name in pairs)
     asked = prompts((100, 300), seed=27)
     expected = decode.wait_ready().generate(asked, max_tokens=4)

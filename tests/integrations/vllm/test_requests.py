@@ -22,7 +22,7 @@ def pair(model: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
     folder = str(model("llama"))
     options: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": True}
     with (
-        Engine(folder, block_size=32, blocks=BLOCKS, extra={"hold_s": 3.0}, **options) as prefill,
+        Engine(folder, block_size=32, blocks=BLOCKS, extra={"hold_s": 10.0}, **options) as prefill,
         Engine(folder, block_size=64, blocks=BLOCKS // 2, **options) as decode,
     ):
         yield prefill, decode
@@ -56,7 +56,7 @@ def test_prompt_that_decode_has_cached_whole(pair: tuple[Engine, Engine]) -> Non
     (found,) = hand_over(prefill, decode, [prompt])
     assert (found.num_local, found.num_external) == (256, 0)
     check_equal(expected, [found])
-    prefill.settle(timeout_s=2.0)
+    prefill.settle(timeout_s=8.0)
 
 
 def test_prompt_of_one_token_is_not_handed_over(pair: tuple[Engine, Engine]) -> None:
