@@ -1,7 +1,7 @@
-"""The phases of five cases, predicted and measured on one machine: `python -m benchmarks.phases --json FILE`.
+"""The phases of six cases, predicted and measured on one machine: `python -m benchmarks.phases --json FILE`.
 
 For each engine the costs of the phases are fitted first, as `disagg-bench --calibrate` does, from requests between two ranks of
-a small model. Then five cases of other models, page sizes and ranks run, and are compared with what these costs predict. Some
+a small model. Then six cases of other models, page sizes and ranks run, and are compared with what these costs predict. Some
 engines move bytes while a copy is posted, others afterwards, so `post` and `wire` are compared as one. Phases below a tenth
 of the whole are too short to tell. `--costs FILE` writes the costs, as `disagg explain` has them. Takes two minutes for each
 engine; run nothing else meanwhile.
@@ -34,10 +34,11 @@ CASES: tuple[tuple[str, int, int, str, str], ...] = (
     ("tiny", 4, 4096, "tp=1,page=16", "tp=1,page=16"),
     ("llama-3-8b", 4, 1024, "tp=1,page=64", "tp=1,page=16"),
     ("llama-3-8b", 8, 2048, "tp=1,page=16,layout=hnd", "tp=1,page=16,layout=hnd"),
-    ("llama-3-8b", 4, 2048, "tp=2,page=16", "tp=1,page=32"),
     ("deepseek-v3.2", 8, 4096, "tp=1,page=64", "tp=1,page=64"),
+    ("qwen3-next-80b", 8, 2048, "tp=1,page=16", "tp=1,page=16"),
+    ("llama-3-8b", 4, 2048, "tp=2,page=16", "tp=1,page=32"),
 )
-"""Model, layers, tokens, prefill and decode."""
+"""Model, layers, tokens, prefill and decode. The last has three ranks; the costs assume a core for each."""
 SHARE = 0.1
 """A phase that takes less of the whole is not compared."""
 
@@ -73,7 +74,7 @@ def joined(phases: Mapping[str, float]) -> dict[str, float]:
 
 
 def cases(backend: str, transport: str) -> list[Case]:
-    """The five cases over one engine."""
+    """The six cases over one engine."""
     return [
         Case(
             backend=backend,
@@ -92,7 +93,7 @@ def cases(backend: str, transport: str) -> list[Case]:
 
 
 def measure(backend: str, transport: str) -> tuple[Costs, list[Row]]:
-    """The costs of an engine, and the rows of the five cases with what these predict."""
+    """The costs of an engine, and the rows of the six cases with what these predict."""
     settings = {**SETTINGS, "transport": transport}
     whole, shorter = (list(run_cases(threshold_cases(backend, (), settings, share=share))) for share in (1, SHORTER))
     costs, chosen = fitted(whole, shorter), cases(backend, transport)

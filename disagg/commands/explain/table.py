@@ -121,5 +121,5 @@ def predicted(found: Summary) -> str:
 
 def _costs(costs: Costs) -> str:
     shared = f", shared equally by {costs.num_nics} NICs of a rank" if costs.num_nics > 1 else ""
-    rates = f"{costs.gbps:g} GB/s for long pieces, {costs.packed_gbps:g} GB/s packed"
+    rates = f"{costs.gbps:.3g} GB/s for long pieces, {costs.packed_gbps:.3g} GB/s packed"
     return f"{1e6 * costs.piece_s:.3g} us per piece, {rates}{shared}"
