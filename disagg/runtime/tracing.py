@@ -41,7 +41,13 @@ class Tracing:
         self._sending: dict[Sender, Context] = {}
 
     def begin(self, handle: Receiver | Sender) -> None:
-        """The server has made a request, in this thread."""
+        """The server has made a request, in this thread. Nothing that its span processors raise gets out, here and in `end`."""
+        try:
+            self._begin(handle)
+        except Exception:
+            logger.exception("request %s: its span", handle.key)
+
+    def _begin(self, handle: Receiver | Sender) -> None:
         if isinstance(handle, Sender):
             self._sending[handle] = self._api.set_span_in_context(self._api.get_current_span())
             return
@@ -51,7 +57,7 @@ class Tracing:
         handle.trace = carrier.get("traceparent", "")
 
     def end(self, handle: Receiver | Sender, event: Event) -> None:
-        """A request has ended. Nothing that the server's exporter raises gets out."""
+        """A request has ended."""
         try:
             self._end(handle, event)
         except Exception:
@@ -60,7 +66,9 @@ class Tracing:
     def _end(self, handle: Receiver | Sender, event: Event) -> None:
         timeline = handle.timeline
         at = time.time_ns() - round((time.monotonic() - timeline.opened_at) * 1e9)
-        span = self._receiving.pop(handle) if isinstance(handle, Receiver) else self._send_span(handle, at)
+        span = self._receiving.pop(handle, None) if isinstance(handle, Receiver) else self._send_span(handle, at)
+        if span is None:
+            return
         span.set_attributes(
             {
                 "disagg.request_id": event.key.request_id.hex(),
@@ -79,8 +87,10 @@ class Tracing:
             at = until
         span.end(at)
 
-    def _send_span(self, sender: Sender, at: int) -> Span:
-        context = self._sending.pop(sender)
+    def _send_span(self, sender: Sender, at: int) -> Span | None:
+        context = self._sending.pop(sender, None)
+        if context is None:
+            return None
         received = [self._api.get_current_span(self._texts.extract({"traceparent": trace})) for trace in _traces(sender)]
         links = [self._api.Link(span.get_span_context()) for span in received if span.get_span_context().is_valid]
         if links and not self._api.get_current_span(context).get_span_context().is_valid:

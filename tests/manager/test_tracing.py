@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
@@ -92,13 +93,25 @@ def test_the_span_of_a_failed_request_says_why(exporter: InMemorySpanExporter) -
     assert span.status.description == "no longer wanted"
 
 
-def test_an_exporter_that_fails_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(SpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+class Broken(SpanProcessor):
+    """Raises where the server's own processors and exporters might."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        if self._where == "start":
             raise RuntimeError("broken")
 
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._where == "end":
+            raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+def test_a_span_processor_that_fails_fails_no_request(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(Broken()))
+    provider.add_span_processor(Broken(where))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     with cluster(Side(), Side(), settings=TRACED) as instances:
         for _ in range(2):
