@@ -36,11 +36,12 @@ def test_each_rank_is_a_process_and_each_request_a_thread(bench: Bench, tmp_path
             assert whole["name"] == f"{'receive' if rank.startswith('decode') else 'send'} {number}"
             assert [each["name"] for each in phases] == [phase for phase in PHASES if phase in {e["name"] for e in phases}]
             assert phases[0]["ts"] == whole["ts"]
-            assert sum(each["dur"] for each in phases) == pytest.approx(whole["dur"])
-            for before, after in itertools.pairwise(phases):
-                assert after["ts"] == pytest.approx(before["ts"] + before["dur"])
+            assert sum(each["dur"] for each in phases) == whole["dur"]
+            for before, after in itertools.pairwise(phases):  # to the last digit: a viewer would nest phases that overlap
+                assert after["ts"] == before["ts"] + before["dur"]
             starts.append(whole["ts"])
-    assert max(starts) - min(starts) < 60e6  # microseconds of one clock
+    assert min(starts) == 0
+    assert max(starts) < 600e6  # microseconds of one clock
 
 
 def test_a_request_waits_from_its_first_send_only() -> None:

@@ -1,8 +1,9 @@
-"""Where the time of the requests of a run went, and a file of it for Perfetto or Chrome's `about:tracing`."""
+"""Where the time of the requests of a run went, and a file of it for viewers of traces, such as Perfetto or speedscope."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,31 +41,31 @@ def write_timeline(file: Path, runs: Iterable[CaseRun]) -> None:
     A process of the trace is a rank, a thread a request of it.
     """
     ranks = [(title, rank) for title, run in runs for rank in run]
+    zero = min((result.opened_at for _, rank in ranks for result in _opened(rank)), default=0.0)
     events: list[dict[str, Any]] = []
     for process, (title, rank) in enumerate(ranks, 1):
         events.append(_named("process_name", f"{rank.rank}, {title}", process))
-        for result in rank.report.results:
-            events += _request(result, rank.direction, process)
+        for result in _opened(rank):
+            events += _request(result, rank.direction, process, zero)
     file.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}) + b"\n")
 
 
-def _request(result: Result, direction: Direction, process: int) -> Iterator[dict[str, Any]]:
-    """A request, and its phases inside it."""
-    what = f"{direction.value} {result.number}"
+def _opened(run: RankRun) -> list[Result]:
+    """The requests that the manager took."""
+    return [result for result in run.report.results if result.phases]
+
+
+def _request(result: Result, direction: Direction, process: int, zero: float) -> Iterator[dict[str, Any]]:
+    """A request, and its phases inside it, in whole microseconds since `zero`, so that each ends where the next begins."""
+    ends = itertools.accumulate(result.phases.values(), initial=result.opened_at - zero)
+    edges = [round(1e6 * seconds) for seconds in ends]
     same = {"ph": "X", "pid": process, "tid": result.number + 1}
     yield _named("thread_name", f"request {result.number}", process, thread=result.number + 1)
-    whole = {"queued_ms": 1e3 * result.queued_s, "error": result.error}
-    yield {"name": what, **same, **_span(result.opened_at, sum(result.phases.values())), "args": whole}
-    at = result.opened_at
-    for phase, seconds in result.phases.items():
-        if seconds > 0:
-            yield {"name": phase, **same, **_span(at, seconds)}
-        at += seconds
-
-
-def _span(at: float, seconds: float) -> Mapping[str, float]:
-    """Start and length in microseconds."""
-    return {"ts": 1e6 * at, "dur": 1e6 * seconds}
+    whole = {"queued_ms": round(1e3 * result.queued_s, 3), "error": result.error}
+    yield {"name": f"{direction.value} {result.number}", **same, "ts": edges[0], "dur": edges[-1] - edges[0], "args": whole}
+    for phase, (begin, end) in zip(result.phases, itertools.pairwise(edges), strict=True):
+        if end > begin:
+            yield {"name": phase, **same, "ts": begin, "dur": end - begin}
 
 
 def _named(kind: str, name: str, process: int, *, thread: int = 0) -> dict[str, Any]:
