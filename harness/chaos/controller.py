@@ -17,7 +17,7 @@ from typing import Any
 from harness.chaos.jobs import RankSettings
 from harness.chaos.load import Load
 from harness.chaos.places import Hosts, Place
-from harness.chaos.processes import INSTANCES, Inbox, Instance, RankProcess
+from harness.chaos.processes import INSTANCES, Instance, RankProcess
 from harness.chaos.report import Healing, Report
 from harness.rdma.link import RdmaLink
 
@@ -62,7 +62,7 @@ class Chaos:
         self._fenced = report.fencing == "on"
         self._rng = random.Random(report.seed)
         self.rng = random.Random(report.seed)
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]] = queue.SimpleQueue()
         self.ranks: dict[tuple[str, int], RankProcess] = {}
         self.load = Load(self._rng, self.report, self.ranks, slow=slow)
         self._numbers = itertools.count()
@@ -98,7 +98,8 @@ class Chaos:
             off_loopback=self.hosts is not None,
         )
         log = self.folder / f"{instance.name}-{rank}-{next(self._numbers)}.log"
-        process = RankProcess(instance, settings, log, place or Place(namespace), self._inbox)
+        process = RankProcess(instance, settings, log, place or Place(namespace))
+        process.listen(self._inbox)
         self.ranks[instance.name, rank] = process
         return process
 
@@ -197,7 +198,7 @@ class Chaos:
                 self.load.refused(message["error"])
             case "gone" if not rank.may_end:
                 tail = rank.log.read_text(errors="replace").splitlines()[-12:]
-                self.report.crashed.append(f"{rank.name}, status {rank.child.wait(timeout_s=3.0)}: " + "\n    ".join(tail))
+                self.report.crashed.append(f"{rank.name}, status {rank.process.wait()}: " + "\n    ".join(tail))
                 raise RunEnded
 
     def _ask(self) -> None:

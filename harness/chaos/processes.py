@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -16,11 +15,9 @@ from typing import Any
 
 import msgspec
 
-from disagg.commands.shell.child import ChildEnded, ChildProcess
 from harness.chaos.jobs import RankSettings
 from harness.chaos.places import RESET, Place
 
-READ_S = 3600.0
 _ESTABLISHED = "01"
 """The state, as `/proc/net/tcp` writes it."""
 NHD, HND = "page token kv_head dim", "page kv_head token dim"
@@ -46,16 +43,13 @@ INSTANCES = (
 )
 
 
-Inbox = queue.SimpleQueue[tuple["RankProcess", dict[str, Any]]]
-
-
 class RankProcess:
     """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message; `{}` until then.
 
-    Every message of the rank comes to `inbox`, the last one is `gone`. `may_end`: its end is no finding.
+    `may_end`: its end is no finding.
     """
 
-    def __init__(self, instance: Instance, settings: RankSettings, log: Path, place: Place, inbox: Inbox) -> None:
+    def __init__(self, instance: Instance, settings: RankSettings, log: Path, place: Place) -> None:
         self.instance, self.rank, self.place = instance, settings.tp_rank, place
         self.name = f"{instance.name}/{settings.tp_rank}"
         self.address = ""
@@ -63,44 +57,49 @@ class RankProcess:
         self.stopped = self.killed = self.may_end = False
         self.state: dict[str, Any] = {}
         self.log = log
-        self._inbox = inbox
-        command = [sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()]
-        with log.open("wb") as errors:
-            self.child = ChildProcess(place.command(command), errors=errors)
-        self._reader = threading.Thread(target=self._read, name=f"chaos-{self.name}", daemon=True)
-        self._reader.start()
+        self._errors = log.open("wb")
+        self.process = subprocess.Popen(
+            place.command([sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
 
-    def _read(self) -> None:
-        """Put every message of the rank into the inbox, and a message `gone` when it ends."""
-        while True:
-            try:
-                self._inbox.put((self, json.loads(self.child.receive(timeout_s=READ_S))))
-            except TimeoutError:
-                continue
-            except ChildEnded:
-                break
-        self._inbox.put((self, {"op": "gone"}))
+    def listen(self, inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]]) -> None:
+        """Put every message of the rank into `inbox`, and a message `gone` when it ends."""
+
+        def run() -> None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                with suppress(json.JSONDecodeError):  # the process was killed within a line
+                    inbox.put((self, json.loads(line)))
+            inbox.put((self, {"op": "gone"}))
+
+        threading.Thread(target=run, name=f"chaos-{self.name}", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the rank; does nothing if it has ended."""
-        if not self.killed and self.child.ending is None:
-            with suppress(ChildEnded):
-                self.child.send(json.dumps(message))
+        """Send a message to the rank; does nothing if it was killed."""
+        if self.killed:
+            return
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
 
     def stop(self) -> None:
         """Stop the process (SIGSTOP) until `go_on`."""
         self.stopped = True
-        os.kill(self.child.pid, signal.SIGSTOP)
+        self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self.stopped = False
-        os.kill(self.child.pid, signal.SIGCONT)
+        self.process.send_signal(signal.SIGCONT)
 
     def reset(self, port: int | None = None) -> int:
         """Reset the TCP connections to and from `port` of the process, by default all its own. Returns how many there were."""
-        ports = _tcp_ports(self.child.pid) if port is None else {port}
+        ports = _tcp_ports(self.process.pid) if port is None else {port}
         one_of = " or ".join(f"sport = :{each} or dport = :{each}" for each in ports)
-        inside = ["nsenter", f"--net=/proc/{self.child.pid}/ns/net"]
+        inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net"]
         command = [*inside, *RESET, f"( {one_of} )"]
         done = subprocess.run(command, capture_output=True, text=True, check=True) if ports else None
         return len(done.stdout.splitlines()) if done is not None else 0
@@ -110,10 +109,13 @@ class RankProcess:
         if self.killed:
             return
         self.killed, self.stopped, self.address = True, False, ""
-        if self.child.ending is None:
-            os.kill(self.child.pid, signal.SIGKILL)
-        self._reader.join()  # it ends with the process, and reads no pipe that `kill` closes
-        self.child.kill()
+        self.process.kill()
+        self.process.wait()
+        self._errors.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
 
 
 def _tcp_ports(pid: int) -> set[int]:
