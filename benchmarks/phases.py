@@ -24,7 +24,7 @@ from disagg.commands.bench.thresholds import SHORTER, fitted, threshold_cases
 from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.shell.text import plain_table, show
+from disagg.commands.shell.text import indented_json, plain_table, show
 from harness.conditions import conditions
 
 ENGINES = {"cma": "shm", "nixl": "tcp", "mooncake": "tcp", "local": "auto"}
@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The error of the prediction, as a share of what was measured."""
+        """How far the prediction is off, relative to the measurement."""
         return self.predicted / self.measured - 1
 
 
@@ -139,9 +139,9 @@ def main() -> int:
         if not all(row.verified for row in rows):
             return 1
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode({**about, "results": results}), indent=2) + b"\n")
+        options.json.write_bytes(indented_json({**about, "results": results}))
     if options.costs:
-        options.costs.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        options.costs.write_bytes(indented_json(found))
     return 0
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from disagg.commands.bench.timelines import phases_of
 from disagg.commands.cases.instructions import Description, Raw, Result, RunReport
 from disagg.commands.cases.workload import Case, Planned
-from disagg.commands.shell.text import plain_table, size
+from disagg.commands.shell.text import indented_json, plain_table, size
 from disagg.core.timeline import PHASES
 
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
@@ -265,7 +265,7 @@ def _joined(values: Iterable[str]) -> str:
 
 def to_json(rows: Sequence[Row]) -> bytes:
     """The rows as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(list(rows)), indent=2) + b"\n"
+    return indented_json(list(rows))
 
 
 COLUMNS = (

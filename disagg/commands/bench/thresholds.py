@@ -19,7 +19,7 @@ from disagg.commands.bench.report import Row
 from disagg.commands.cases.costs import ALWAYS, Costs, Measured, fitted_costs, fitted_phases
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.shell.text import plain_table, show, size
+from disagg.commands.shell.text import indented_json, plain_table, show, size
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.runtime.paths import MIN_PIECES
 
@@ -120,7 +120,7 @@ def fitted(rows: Sequence[Row], shorter: Sequence[Row]) -> Costs:
 
 def write_costs(file: Path, costs: Costs) -> None:
     """Write costs as JSON, and print a summary."""
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n")
+    file.write_bytes(indented_json(costs))
     print(f"costs: {1e6 * costs.piece_s:.3g} us per piece, {costs.gbps:.3g} GB/s direct, {costs.packed_gbps:.3g} GB/s packed")
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import click
-import msgspec
 
 from disagg.commands.doctor.engines import ENGINES
 from disagg.commands.doctor.examination import examine, worst
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.text import indented_json
 from disagg.machine.findings import Finding, Level, Machine
 
 EPILOG = """\b
@@ -90,5 +90,4 @@ def lines(finding: Finding) -> list[str]:
 
 def to_json(findings: list[Finding]) -> bytes:
     """`{"ok", "findings": [{"topic", "level", "cause", "consequence", "fix"}]}`; `ok` unless one is an error."""
-    value = {"ok": worst(findings) is not Level.ERROR, "findings": findings}
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    return indented_json({"ok": worst(findings) is not Level.ERROR, "findings": findings})

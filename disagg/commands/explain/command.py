@@ -17,6 +17,7 @@ from disagg.commands.explain.engine import engine_of
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.table import show
 from disagg.commands.shell.errors import one_sentence
+from disagg.commands.shell.text import indented_json
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -122,7 +123,7 @@ def explain(
         from disagg.commands.explain.plot import plot
 
         plot(found, plot_file)
-    encoded = msgspec.json.format(msgspec.json.encode(found.summary), indent=2) + b"\n"
+    encoded = indented_json(found.summary)
     if str(json_file) == "-":
         sys.stdout.write(encoded.decode())
         return

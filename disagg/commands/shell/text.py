@@ -1,15 +1,21 @@
-"""Texts that several commands print: sizes and tables."""
+"""Texts that several commands print or write: JSON, sizes and tables."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterable, Sequence
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 MAX_WIDTH = 10_000
+
+
+def indented_json(value: object) -> bytes:
+    """A value as indented JSON that ends with a line feed."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def size(nbytes: float) -> str:
