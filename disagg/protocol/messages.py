@@ -23,6 +23,7 @@ MAX_PLAIN_NBYTES = 1 << 20
 """Limit on messages that hold values rather than byte strings: each byte of them may become an object."""
 MAX_ITEMS = 1 << 16
 MAX_PAYLOAD_NBYTES = 1 << 16
+MAX_SECONDS = 3600
 
 RequestId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -32,7 +33,7 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_NBYTES)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 TokenRange = tuple[Tokens, Tokens]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
@@ -155,8 +156,7 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
     """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: which pages
-    the writer sends checksums of. `epoch`: the process whose rows these are; a later one of that name has others (0: not said).
-    `trace`: the W3C `traceparent` of the receiver's span.
+    the writer sends checksums of. `epoch`: that of the receiver's process (0: not said). `trace`: its span's W3C `traceparent`.
     """
 
     source_group: Small
@@ -236,7 +236,7 @@ class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True)
 
 
 class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
-    """A long copy has begun: the receiver may want to be awake when it ends. It answers with the outcome if that is known."""
+    """A long copy has begun: the receiver may want to be awake when it ends. An ended attempt is answered with its outcome."""
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):

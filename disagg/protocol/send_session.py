@@ -8,7 +8,7 @@ from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, RequestAborted
 from disagg.core.leases import Lease
-from disagg.protocol.messages import Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
+from disagg.protocol.messages import MAX_SECONDS, Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
 from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
 
 
@@ -219,7 +219,7 @@ class SendSession:
             payload=self.payload,
             packed=tuple(sorted(destination.packed.items())),
             sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
-            took=tuple(min(seconds, 3600.0) for seconds in destination.took),  # the longest that the message may say
+            took=tuple(min(seconds, MAX_SECONDS) for seconds in destination.took),
         )
 
     def abort(self, destination: Destination) -> Abort:
