@@ -12,16 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from disagg.core.timeline import PHASES
+
 Figures = Mapping[str, Any]
 H200 = ("vllm-h200.json", "vllm-h200-again.json")
 CPU = "vllm-cpu.json"
 TIMELINE = "timeline.json"
 CHARTS = {"vllm.svg": (*H200, CPU), "timeline.svg": (TIMELINE,)}
 """Each chart in docs/images, and the files of docs/benchmarks that it is drawn from."""
-PHASES = dict(zip(
-    ("wait", "bind", "pack", "post", "wire", "unpack", "handover", "wake"),
-    ("#dddddd", "#aa3377", "#ccbb44", "#4477aa", "#66ccee", "#228833", "#ee6677", "#888888"), strict=True,
-))  # fmt: skip
+COLOURS = dict(
+    zip(PHASES, ("#dddddd", "#aa3377", "#ccbb44", "#4477aa", "#66ccee", "#228833", "#ee6677", "#888888"), strict=True)
+)
 """The colour of each phase of a request."""
 PAIRS = {
     "nothing": ("nothing moved", "#999999"),
@@ -106,14 +107,14 @@ def timeline(found: Mapping[str, Figures]) -> Figure:
     for place, (process, name) in enumerate(names.items()):
         for span in (span for span in spans if span["pid"] == process):
             begin, end = ((at - first) / 1e3 for at in (span["ts"], span["ts"] + span["dur"]))
-            axes.barh(place, end - max(begin, 0), left=max(begin, 0), height=0.7, color=PHASES[span["name"]])
+            axes.barh(place, end - max(begin, 0), left=max(begin, 0), height=0.7, color=COLOURS[span["name"]])
         axes.text(-0.01, place, name, ha="right", va="center", transform=axes.get_yaxis_transform(), fontsize=9)
     axes.set_yticks([])
     axes.invert_yaxis()
     axes.set(xlabel="ms from prefill's first send", xlim=(0, None))
     shown = [phase for phase in PHASES if any(span["name"] == phase for span in spans)]
     figure.legend(
-        [Patch(color=PHASES[phase]) for phase in shown], shown, loc="outside upper center", ncols=len(shown), fontsize=8
+        [Patch(color=COLOURS[phase]) for phase in shown], shown, loc="outside upper center", ncols=len(shown), fontsize=8
     )
     return figure
 
@@ -123,7 +124,7 @@ def draw_charts(root: Path) -> None:
     import matplotlib as mpl
 
     mpl.rcParams.update({"svg.hashsalt": "disagg", "svg.fonttype": "none"})
+    draw = {"vllm.svg": vllm, "timeline.svg": timeline}
     for name, sources in CHARTS.items():
         found = {source: json.loads((root / "docs/benchmarks" / source).read_text()) for source in sources}
-        figure = vllm(found) if name == "vllm.svg" else timeline(found)
-        figure.savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})
+        draw[name](found).savefig(root / "docs/images" / name, metadata={"Date": None, "Creator": None})

@@ -50,7 +50,7 @@ PHASES = tuple(field.removesuffix("_s") for field in Timeline.__struct_fields__[
 
 
 class Moments:
-    """What is noted of one request while it is under way, by `time.monotonic`. The manager's thread notes all but `taken_at`.
+    """Times noted while a request is under way, by `time.monotonic`. The manager's thread notes all but `taken_at`.
 
     `begun_at`: a long copy for a receive has begun. `landed_at`: the transfer that ended last has ended, or the writer has said
     so; it took `transfer` seconds: binding, packing, posting, and the rest.

@@ -41,8 +41,8 @@ class Work(msgspec.Struct, kw_only=True):
 
 class Stats(Work, kw_only=True):
     """All transfers that this rank has started since its manager was built, and the seconds spent on them (`wire_s`: from the
-    first post of each to its end). Of the requests that it has received, `verified` were compared with what was sent, and
-    `mismatches` of these differed.
+    first post of each to its end). `verified` counts received requests that were compared with what was sent, `mismatches`
+    those that differed.
     """
 
     bind_s: float = 0.0

@@ -135,7 +135,7 @@ class RequestTable:
         return request.work
 
     def moments_of(self, session: Session) -> Moments:
-        """What is noted of a request's time."""
+        """The times noted for a request."""
         request = self._requests.get(session.lease)
         return Moments() if request is None else request.handle.moments
 

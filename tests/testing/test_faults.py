@@ -63,7 +63,7 @@ class Pair:
 
 @pytest.fixture
 def may_land(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Delayed posts wait for this event too, so that a test can look at what is there before them."""
+    """Delayed posts also wait for this event, so that a test can look at the memory before they land."""
     may_land = threading.Event()
 
     class Held(DelayedActions):

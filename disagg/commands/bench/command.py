@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 import typing
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,10 +76,10 @@ def run_cases(
     with progress_to(console or Console(stderr=True)) as progress:
         for number, case in enumerate(cases, 1):
             what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
-            found: list[Sequence[RankRun]] = []
-            yield run(case, lambda text, what=what: progress(what + text), connect=connect, observe=found.append)  # type: ignore[misc]
+            last: deque[Sequence[RankRun]] = deque(maxlen=1)
+            yield run(case, lambda text, what=what: progress(what + text), connect=connect, observe=last.append)  # type: ignore[misc]
             if runs is not None:
-                runs.append((f"{case.backend}: {case.prefill} -> {case.decode}", found[-1]))
+                runs.append((f"{case.backend}: {case.prefill} -> {case.decode}", last.pop()))
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -75,7 +75,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def phases_s(self, sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]) -> dict[str, float]:
         """Seconds of each phase of a request, by the pieces and bytes of each path on the busiest sender; of unpacking, on the
-        busiest receiver. What is spent once per request is that of the dearest path. Empty if a path was not measured.
+        busiest receiver. What occurs once per request is counted for the dearest path only. Empty if a path was not measured.
         """
         if not sent.keys() <= self.phases.keys():
             return {}
