@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, StagingShape, Transfer
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.machine.processes import ProcessWatch
 
@@ -36,6 +36,19 @@ class ProvesByProcess(Protocol):
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Whether `process` has ended, and nothing that it posted by this engine can write or read here. Never a guess."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """An engine that can find that it will never serve new peers again."""
+
+    def renewal_due(self) -> str:
+        """Why it must be closed and built anew; empty while it need not be. Cheap: asked several times a second."""
+
+
+def renewal_due(backend: Backend) -> str:
+    """Why a backend must be built anew; empty while it need not be, or cannot tell."""
+    return backend.renewal_due() if isinstance(backend, Renewable) else ""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess, QuietWhenClosed, SpanWriter
+from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess, QuietWhenClosed, SpanWriter, renewal_due
 from disagg.backends.base import Backend, Fence, Op, RemotePeer, StagingShape, Transfer
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
@@ -196,6 +196,10 @@ class AutoBackend:
     def is_quiet_when_closed(self) -> bool:
         """Whether every engine's `close` is a proof."""
         return all(isinstance(engine, QuietWhenClosed) and engine.is_quiet_when_closed() for engine in self._engines)
+
+    def renewal_due(self) -> str:
+        """What the engines say, if any must be built anew."""
+        return "; ".join(filter(None, map(renewal_due, self._engines)))
 
     def disconnect(self, peer: RemotePeer) -> None:
         own = _own(peer, AutoPeer)

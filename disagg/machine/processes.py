@@ -222,6 +222,13 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
     return descriptor
 
 
+def listening_sockets() -> dict[int, int]:
+    """Inodes of the TCP sockets on which this process listens, by descriptor."""
+    own = _own_sockets()
+    rows = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
+    return {own[row.inode]: int(row.inode) for row in rows if row.state == _LISTEN and row.inode in own}
+
+
 def _is_closed(connection: socket.socket) -> bool:
     """Whether nobody holds the other end any more."""
     poller = select.poll()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from disagg.backends.abilities import renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core.errors import DisaggError
 from disagg.core.rate_limited_log import RateLimitedLog
@@ -107,6 +108,8 @@ class Connections:
         for peer, rank in self._handshake.connected():
             if rank.process is not None and rank.process.has_ended():
                 self._peers.on_ended(peer, rank.epoch, now)
+        if due := renewal_due(self._backend):
+            self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
 
     def check_soon(self) -> None:
         """Look for processes that have ended with the next `tick`."""

@@ -11,12 +11,13 @@ from typing import Any
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
-from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
+from disagg.core.errors import DisaggError, LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rings import Ring
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
+from disagg.machine.descriptors import shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome, Writing
 from disagg.protocol.peer_state import Identity, Undecided
@@ -149,6 +150,9 @@ class Handshake:
         """Answer a hello. Raises `DisaggError` with both values if a field does not match."""
         me = self._identity
         self._check_model(hello)
+        known = self.rank(PeerRank(hello.instance, hello.rank))
+        if hello.again or known is None or known.epoch != hello.epoch:
+            self._check_descriptors(hello)
         siblings = hello.instance == me.instance
         return Welcome(
             **self._header(),
@@ -189,6 +193,13 @@ class Handshake:
         agreement.check_digests(welcome.plans)
         return agreement.num_ranks
 
+    def _check_descriptors(self, hello: Hello) -> None:
+        """Raise `Undecided` where an engine might not be able to accept the peer: some do not recover from that."""
+        if short := shortage():
+            problem = f"{hello.instance}/{hello.rank} must wait: {short}"
+            self._warnings.warning("%s: %s", self.me, problem)
+            raise Undecided(problem, retry_s=0.5)
+
     def _check_model(self, theirs: Hello | Welcome) -> None:
         who = PeerRank(theirs.instance, theirs.rank)
         for what, found, expected in (
@@ -221,6 +232,8 @@ class Handshake:
         return functools.partial(self._connect, self._instances[peer.instance].agreement, peer, welcome)
 
     def _connect(self, agreement: Agreement, peer: PeerRank, welcome: Welcome) -> RemoteRank:
+        if short := shortage():
+            raise PeerUnreachable(f"{peer}: {short}")
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
         plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagg.backends.abilities import renewal_due
 from disagg.core.leases import LeaseState
 from disagg.runtime.accounting import quarantined, states
 from disagg.runtime.metrics import Snapshot
@@ -22,9 +23,9 @@ class PeerHealth:
 class Health:
     """What `KVManager.health()` returns. `ok` is false for good once a thread of the manager has died, or it was closed.
 
-    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason. If
-    there are more than `Limits.max_quarantined`, `renewal_due` says so: close this manager and build another over the same
-    pools, since the end of an engine is a proof for most.
+    Pieces below `pack_below` bytes travel packed. `quarantined` counts requests whose rows are not proved quiet, by reason.
+    `renewal_due` says why to close this manager and build another over the same pools: there are more of them than
+    `Limits.max_quarantined`, and the end of an engine is a proof for most; or the engine will never serve new peers again.
     """
 
     ok: bool
@@ -45,6 +46,7 @@ def health_of(runtime: Runtime) -> Health:
         if state is LeaseState.QUARANTINED:
             counts[reason] = counts.get(reason, 0) + 1
     total, limit = sum(counts.values()), runtime.limits.max_quarantined
+    too_many = f"requests with quarantined rows: {total}, of {limit} at most" if total > limit else ""
     return Health(
         ok=not runtime.problem,
         problem=runtime.problem,
@@ -56,7 +58,7 @@ def health_of(runtime: Runtime) -> Health:
         num_sending=len(runtime.sessions.sends.sessions),
         quarantined=counts,
         pack_below=runtime.pack_below,
-        renewal_due=f"requests with quarantined rows: {total}, of {limit} at most" if total > limit else "",
+        renewal_due="; ".join(filter(None, (too_many, renewal_due(runtime.backend)))),
     )
 
 

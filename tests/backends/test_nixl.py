@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,50 @@ def test_the_transport_is_reported(options: BackendOptions, transport: str, stac
     backend, _ = opened(NixlBackend, options, stack)
     backend.connect(target.endpoint, process=target.process, epoch=1)
     assert backend.transport == transport
+
+
+_SHORT_OF_DESCRIPTORS = """
+import os, resource, socket, sys
+from disagg.backends.base import BackendOptions
+from disagg.backends.nixl.backend import NixlBackend
+from disagg.machine.processes import listening_sockets
+
+backend = NixlBackend(BackendOptions())
+(descriptor,) = listening_sockets()
+with socket.socket(fileno=os.dup(descriptor)) as listening:
+    print(listening.getsockname()[1], repr(backend.renewal_due()), flush=True)
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    print("none left", flush=True)
+sys.stdin.readline()
+for each in held:
+    os.close(each)
+print("broken:", backend.renewal_due())
+backend.close()
+print("closed:", backend.renewal_due())
+"""
+
+
+def test_an_engine_that_can_serve_no_new_peer_says_so(stack: ExitStack) -> None:
+    """UCX closes its listening socket if no descriptor is free when a peer connects."""
+    command = [sys.executable, "-c", _SHORT_OF_DESCRIPTORS]
+    other = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    assert other.stdin is not None
+    assert other.stdout is not None
+    port, before = other.stdout.readline().split()
+    assert before == "''"
+    assert other.stdout.readline() == "none left\n"
+    with suppress(ConnectionResetError), socket.create_connection(("127.0.0.1", int(port)), timeout=PATIENCE_S) as connection:
+        assert connection.recv(1) == b""  # UCX does not accept it
+    other.stdin.close()
+    said = dict(line.rstrip("\n").split(": ", 1) for line in other.stdout if line.startswith(("broken: ", "closed: ")))
+    assert said["broken"].startswith("backend 'nixl': UCX has closed the socket on which it accepts peers")
+    assert said["closed"] == ""
 
 
 # -- the environment --------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgpack
@@ -27,6 +30,7 @@ from disagg.backends.auto import AutoBackend, AutoPeer
 from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
+from disagg.machine.descriptors import NEEDED, shortage
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.types import Limits, PeerRank, RequestKey
 from disagg.testing import reference
@@ -301,6 +305,11 @@ def manager(**settings: Any) -> KVManager:
         ({"require": "auto"}, "require: expected 'rdma', 'tcp' or 'shm'"),
         ({"transport": "tcp", "require": "rdma"}, "require='rdma' contradicts transport='tcp'"),
         ({"leader": "tcp://127.0.0.1:7"}, "leader: expected None on rank 0, found 'tcp://127.0.0.1:7'"),
+        ({"leader": "", "topology": Topology(tp=2, tp_rank=1)}, "leader: expected tcp://host:port, found ''"),
+        (
+            {"leader": "tcp://10.0.0.1:0", "topology": Topology(tp=2, tp_rank=1)},
+            "leader: expected the host and port of one rank",
+        ),
         ({"admit": "everyone"}, "admit: expected 'known', 'keys', 'any' or a function, found 'everyone'"),
         ({"admit": "keys"}, "admit: 'keys' needs keys="),
         ({"declared": Topology(tp=2)}, "component 'kv': expected Topology(dp=1, pp=1, cp=1, tp=2"),
@@ -344,6 +353,31 @@ class NoProof(Unfenced):
 
     def is_quiet_when_closed(self) -> bool:
         return False
+
+
+def test_peers_wait_while_too_few_descriptors_are_free() -> None:
+    """An engine that cannot accept a peer may never accept another one."""
+    ranks = [start_side(MODEL, Side(), name, num_layers=2, settings={}) for name in ("prefill-0", "decode-0")]
+    managers = [rank.manager for (rank,) in ranks]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 100, hard))
+    held = []
+    try:
+        while not shortage(NEEDED - 4):
+            held.append(os.dup(2))
+        introduce(*ranks)
+        until(lambda: "descriptors that connecting may take are free" in problem(managers[1]))
+        assert not managers[1].health().peers["prefill-0"].ready
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for manager, peer in zip(managers, ("decode-0", "prefill-0"), strict=True):
+            manager.wait_ready(peer, timeout_s=DEADLINE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in held:
+            os.close(each)
+        for manager in managers:
+            manager.close()
 
 
 @pytest.mark.parametrize(("backend", "proved"), [(Unfenced, True), (NoProof, False)])

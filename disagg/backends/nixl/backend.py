@@ -58,7 +58,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
-from disagg.machine.processes import ProcessWatch, copy_refusal
+from disagg.machine.processes import ProcessWatch, copy_refusal, listening_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,9 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}"
         with environment(settings):
             self._nixl = Bindings()
+            before = listening_sockets()
             self._agent, self._ucx = self._start()
+            self._listening = {fd: inode for fd, inode in listening_sockets().items() if before.get(fd) != inode}
         self._requests = Requests(self._nixl, self._agent, self._ucx)
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._registered: list[Any] = []
@@ -313,6 +315,15 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             return True
         return all(process is not None and process.has_ended() for process in self._neighbours)
 
+    def renewal_due(self) -> str:
+        """UCX closes the socket on which it accepts peers if this process has no free descriptor when one connects."""
+        if not self.is_open or all(_inode(fd) == inode for fd, inode in self._listening.items()):
+            return ""
+        return (
+            "backend 'nixl': UCX has closed the socket on which it accepts peers, as it does if one connects while this "
+            "process has no free descriptor; peers that are connected go on, new ones are refused"
+        )
+
     @property
     def _provable(self) -> bool:
         """Whether bytes move only by sockets and copies between processes: no NIC, no GPU, no UCX setting of the user's."""
@@ -365,6 +376,13 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self._registered.clear()
             self.is_open = False
             self._agent = None
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _digest(metadata: bytes) -> bytes:
