@@ -14,7 +14,7 @@ from disagg.layout.agreement import Agreement
 from disagg.protocol.messages import Verify
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
-from disagg.protocol.types import RequestKey
+from disagg.protocol.types import Event, RequestKey
 from disagg.requests import Receiver, Sender
 from disagg.runtime.runtime import Runtime
 
@@ -39,7 +39,7 @@ class ReceiveCall:
 
 
 def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
-    """Reserve rows at a peer, now or once it is ready.
+    """Reserve rows at a peer, now or once it is ready. A peer that becomes ready too late is told that nothing is needed.
 
     Raises `LocalProtocolError` and `LayoutError` for rows and needs that cannot be. What only the peer's layouts show ends the
     request, if the peer is not known yet.
@@ -61,7 +61,13 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
             receiver.need, _ = _needs(runtime, call, agreed)
         return _reserve(runtime, call, agreed, receiver, now, deadline)
 
+    def decline_unopened(_: Event) -> None:
+        if receiver.session is None:
+            decline(runtime, call.key, peer=call.peer, group=call.group)
+
     runtime.open(receiver, open_session, wait_until=deadline if agreement is None else None)
+    if agreement is None:
+        receiver.on_end(decline_unopened)
     return receiver
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 
 from disagg import KVManager, ModelId, Pages, new_request_id
-from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable
-from disagg.protocol.peer_state import ConnectionLimits
+from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable, RequestTimeout
 from disagg.protocol.types import Event
 from disagg.runtime.keys import KeyPair
 from disagg.testing import reference
@@ -22,7 +22,7 @@ from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Cluster, Rank, Side, cluster, start_side
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
-SHORT = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0, forget_s=0.5)
+SHORT = dataclasses.replace(FAST_LINKS, forget_s=0.5)
 TOKENS = 20
 
 
@@ -124,6 +124,17 @@ def test_a_receiver_that_declines_releases_prefills_rows(known: bool) -> None:
             rank.manager.decline(request, peer="prefill-0", address=address)
         assert all(sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
         assert all(sender.lease.released for sender in senders)
+
+
+def test_a_receiver_that_ends_before_its_peer_is_known_releases_prefills_rows() -> None:
+    with strangers(Side(tp=2), Side(tp=2)) as instances:
+        request, address = new_request_id(), instances.prefill[0].manager.address
+        senders = [offer(rank, request) for rank in instances.prefill]
+        for rank in instances.decode:
+            want(rank, request, address).abort("the client has left")
+        for sender in senders:
+            assert not isinstance(sender.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+            assert sender.lease.released
 
 
 def test_a_peer_that_is_not_admitted_is_told_so() -> None:
@@ -258,7 +269,8 @@ def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuse
         late = other.wait(timeout_s=DEADLINE_S).error
         assert late is not None
         assert (late.cause, "did not become ready in time" in str(late)) == (Cause.DEADLINE, True)
-        assert decode._runtime.queue_depths()["waiting_for_peers"] == 0
+        decode.remove_peer("prefill-0")  # only declines wait for it
+        until(lambda: decode._runtime.queue_depths()["waiting_for_peers"] == 0)
 
 
 def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:
