@@ -30,9 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=100, metavar="N", help="number of rounds of each run")
     parser.add_argument(
-        "--requests", type=int, default=0, metavar="N", help="go on after the rounds until N requests were started"
+        "--requests", type=int, default=0, metavar="N", help="start at least N requests, spread over the rounds"
     )
-    parser.add_argument("--slow", type=float, default=1.0, metavar="X", help="multiply deadlines by X, on a slow machine")
+    parser.add_argument(
+        "--slow", type=float, default=1.0, metavar="X", help="multiply deadlines and intervals by X, on a slow machine"
+    )
     parser.add_argument("--silence", type=float, default=8.0, metavar="S", help="a rank that is silent for S seconds is lost")
     parser.add_argument("--longest", type=float, default=60.0, metavar="S", help="the longest stop or cut, in seconds")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choices; timing still varies")

@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.chaos.jobs import RankSettings
+from harness.chaos.launcher import Launcher
 from harness.chaos.load import Load
 from harness.chaos.places import Hosts, Place
-from harness.chaos.processes import INSTANCES, Instance, RankProcess
+from harness.chaos.processes import INSTANCES, Inbox, Instance, RankProcess
 from harness.chaos.report import Healing, Report
 from harness.rdma.link import RdmaLink
 
-START_S = 60.0
+START_S = 240.0
 RECONNECT_S = 60.0
+ASK_S = 0.1
+"""How often ranks are asked for their states while something is awaited."""
+PAUSE_S = 0.003
+"""How long the controller waits for a message before it looks at the time again."""
 SETTLE_S = 2.5
 """How long ranks are watched after they are connected again."""
 UNFENCED = {"unsettle": 0.3, "delay": 0.3, "delay_s": (0.02, 0.3), "fencing": False}
@@ -35,7 +40,7 @@ FAR = ("prefill-1", "decode-1")
 
 
 class RunEnded(Exception):
-    """A rank has crashed or lost a thread: nothing heals any more. The report says which."""
+    """A rank has crashed, lost a thread or not started: nothing heals any more. The report says which."""
 
 
 class Chaos:
@@ -43,7 +48,7 @@ class Chaos:
 
     `rng` chooses what is done to ranks: it must not depend on the speed of requests. `hosts`: the ranks run on two hosts.
     `silence_s`: a rank that is silent for this long counts as lost. `link`: engines of prefill and of decode
-    ranks use its two devices. Deadlines are multiplied by `slow`.
+    ranks use its two devices. Deadlines and intervals are multiplied by `slow`.
     """
 
     def __init__(
@@ -62,11 +67,12 @@ class Chaos:
         self._fenced = report.fencing == "on"
         self._rng = random.Random(report.seed)
         self.rng = random.Random(report.seed)
-        self._inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self.ranks: dict[tuple[str, int], RankProcess] = {}
         self.load = Load(self._rng, self.report, self.ranks, slow=slow)
         self._numbers = itertools.count()
         self._healing: dict[str, list[float]] = {}
+        self._launchers: dict[Place, Launcher] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="disagg-chaos-"))
         self.report.logs = str(self.folder)
 
@@ -95,13 +101,19 @@ class Chaos:
             verify=self._rng.choice(("off", "off", "sample", "full")),
             faults={**(FENCED if self._fenced else UNFENCED), "seed": self._rng.randrange(1 << 30)},
             silence_s=self.silence_s,
+            slow=self._slow,
             off_loopback=self.hosts is not None,
         )
         log = self.folder / f"{instance.name}-{rank}-{next(self._numbers)}.log"
-        process = RankProcess(instance, settings, log, place or Place(namespace))
-        process.listen(self._inbox)
+        process = RankProcess(instance, settings, log, self._launcher(place or Place(namespace)), self._inbox)
         self.ranks[instance.name, rank] = process
         return process
+
+    def _launcher(self, place: Place) -> Launcher:
+        """What starts ranks in that place."""
+        if place not in self._launchers:
+            self._launchers[place] = Launcher(place, engine=self.report.engine)
+        return self._launchers[place]
 
     def _devices(self, instance: Instance) -> tuple[str, ...]:
         """The RDMA devices of an instance's engines. UCX's names have a port."""
@@ -111,10 +123,10 @@ class Chaos:
         return tuple(device.name + port for device in self.link.side(0 if instance.prefills else 1))
 
     def _await_start(self, ranks: Sequence[RankProcess]) -> None:
-        self.pump(lambda: all(rank.address for rank in ranks), START_S * self._slow, "ranks that did not start")
+        if not self.pump(lambda: all(rank.address for rank in ranks), START_S * self._slow, "ranks that did not start"):
+            raise RunEnded
         for rank in ranks:
-            if rank.address:
-                self._introduce(rank)
+            self._introduce(rank)
 
     def _introduce(self, rank: RankProcess) -> None:
         """Send a started rank the leaders of its peers; if it leads, send its address to the ranks of its peers."""
@@ -174,7 +186,7 @@ class Chaos:
                 return False
             self.load.step()
             with suppress(queue.Empty):
-                self._on_message(*self._inbox.get(timeout=0.003))
+                self._on_message(*self._inbox.get(timeout=PAUSE_S * self._slow))
         return True
 
     def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
@@ -186,7 +198,7 @@ class Chaos:
             case "up":
                 rank.address, rank.transport = message["address"], message["transport"]
             case "state":
-                rank.state = message
+                rank.state, rank.asked = message, False
                 self.report.dead_threads += [f"{rank.name}: {name}" for name in message["dead_threads"]]
                 if message["problem"]:
                     self.report.dead_threads.append(f"{rank.name}: {message['problem']}")
@@ -198,34 +210,35 @@ class Chaos:
                 self.load.refused(message["error"])
             case "gone" if not rank.may_end:
                 tail = rank.log.read_text(errors="replace").splitlines()[-12:]
-                self.report.crashed.append(f"{rank.name}, status {rank.process.wait()}: " + "\n    ".join(tail))
+                self.report.crashed.append(f"{rank.name}, status {rank.wait()}: " + "\n    ".join(tail))
                 raise RunEnded
 
     def _ask(self) -> None:
-        """Ask every rank for its state, except those that are stopped."""
+        """Ask every rank for its state, except those that are stopped or have not answered yet."""
         for rank in self.live():
-            if not rank.stopped:
-                rank.state = {}
-                rank.send({"op": "ask"})
+            if not rank.stopped and not rank.asked:
+                rank.asked = True
+                rank.send({"op": "ask", "at": time.monotonic()})
 
     def states_satisfy(
         self, condition: Callable[[dict[str, Any]], bool], ranks: Sequence[RankProcess] = ()
     ) -> Callable[[], bool]:
-        """A function that polls the states of `ranks` (default: all live ones) and returns whether they satisfy `condition`."""
-        asked_at = 0.0
+        """A function that polls the states of `ranks` (default: all live ones) and returns whether they satisfy `condition`.
+
+        Only answers to questions that were asked after this call count.
+        """
+        since, asked_at = time.monotonic(), 0.0
 
         def done() -> bool:
             nonlocal asked_at
             states = [rank.state for rank in ranks or self.live()]
-            if all(states) and all(condition(state) for state in states):
+            if all(state and state["asked_at"] >= since and condition(state) for state in states):
                 return True
-            if time.monotonic() - asked_at > 0.1:
+            if time.monotonic() - asked_at > ASK_S * self._slow:
                 asked_at = time.monotonic()
                 self._ask()
             return False
 
-        for rank in ranks or self.live():
-            rank.state = {}
         return done
 
     def heal(self, kind: str, what: str) -> None:
@@ -299,3 +312,5 @@ class Chaos:
         for rank in self.ranks.values():
             rank.kill()
         self.ranks.clear()
+        for launcher in self._launchers.values():
+            launcher.close()

@@ -13,7 +13,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank starts. `faults` are the fields of `BackendFaults`. A rank that is silent for `silence_s` counts as lost.
 
     `off_loopback`: it listens on an address of a network that only the test uses. `devices`: its engine's network
-    devices; empty for all.
+    devices; empty for all. Its intervals are multiplied by `slow`.
     """
 
     name: str
@@ -31,6 +31,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     verify: Verify
     faults: dict[str, Any]
     silence_s: float
+    slow: float
     off_loopback: bool
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from harness.chaos.jobs import RankSettings
-from harness.chaos.places import RESET, Place
+from harness.chaos.launcher import Launcher
+from harness.chaos.places import RESET
 
 _ESTABLISHED = "01"
 """The state, as `/proc/net/tcp` writes it."""
@@ -43,79 +42,84 @@ INSTANCES = (
 )
 
 
-class RankProcess:
-    """The process of one rank, from its start to its end. `state` is its last answer to an `ask` message; `{}` until then.
+Inbox = queue.SimpleQueue[tuple["RankProcess", dict[str, Any]]]
 
-    `may_end`: its end is no finding.
+
+class RankProcess:
+    """The process of one rank, from its start to its end.
+
+    Every message of the rank goes to `inbox`; the last is `gone`. `state` is its last answer to an `ask` message, `{}` until
+    then. `asked`: another answer is due. `may_end`: its end is no finding.
     """
 
-    def __init__(self, instance: Instance, settings: RankSettings, log: Path, place: Place) -> None:
-        self.instance, self.rank, self.place = instance, settings.tp_rank, place
+    def __init__(self, instance: Instance, settings: RankSettings, log: Path, launcher: Launcher, inbox: Inbox) -> None:
+        self.instance, self.rank, self.place = instance, settings.tp_rank, launcher.place
         self.name = f"{instance.name}/{settings.tp_rank}"
         self.address = ""
         self.transport = ""
-        self.stopped = self.killed = self.may_end = False
+        self.stopped = self.killed = self.may_end = self.asked = False
         self.state: dict[str, Any] = {}
         self.log = log
-        self._errors = log.open("wb")
-        self.process = subprocess.Popen(
-            place.command([sys.executable, "-m", "harness.chaos.rank", msgspec.json.encode(settings).decode()]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
+        self._launcher = launcher
+        self._status: int | None = None
+        input_end, self._input = os.pipe()
+        self._output, output_end = os.pipe()
+        with log.open("wb") as errors:
+            self.pid = launcher.start(settings, streams=(input_end, output_end, errors.fileno()))
+        os.close(input_end)
+        os.close(output_end)
+        threading.Thread(target=self._read, args=(inbox,), name=f"chaos-{self.name}", daemon=True).start()
 
-    def listen(self, inbox: queue.SimpleQueue[tuple[RankProcess, dict[str, Any]]]) -> None:
-        """Put every message of the rank into `inbox`, and a message `gone` when it ends."""
-
-        def run() -> None:
-            assert self.process.stdout is not None
-            for line in self.process.stdout:
-                with suppress(json.JSONDecodeError):  # the process was killed within a line
-                    inbox.put((self, json.loads(line)))
-            inbox.put((self, {"op": "gone"}))
-
-        threading.Thread(target=run, name=f"chaos-{self.name}", daemon=True).start()
+    def _read(self, inbox: Inbox) -> None:
+        """Put the rank's messages into the inbox until it ends."""
+        with os.fdopen(self._output, "rb") as output:
+            for line in output:
+                with suppress(json.JSONDecodeError):  # transfer engines write lines of their own
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        inbox.put((self, message))
+        inbox.put((self, {"op": "gone"}))
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the rank; does nothing if it was killed."""
         if self.killed:
             return
-        assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
+            os.write(self._input, json.dumps(message).encode() + b"\n")
 
     def stop(self) -> None:
         """Stop the process (SIGSTOP) until `go_on`."""
         self.stopped = True
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         self.stopped = False
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def reset(self, port: int | None = None) -> int:
         """Reset the TCP connections to and from `port` of the process, by default all its own. Returns how many there were."""
-        ports = _tcp_ports(self.process.pid) if port is None else {port}
+        ports = _tcp_ports(self.pid) if port is None else {port}
         one_of = " or ".join(f"sport = :{each} or dport = :{each}" for each in ports)
-        inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net"]
+        inside = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
         command = [*inside, *RESET, f"( {one_of} )"]
         done = subprocess.run(command, capture_output=True, text=True, check=True) if ports else None
         return len(done.stdout.splitlines()) if done is not None else 0
+
+    def wait(self) -> int:
+        """Wait for the end of the process. Returns its exit status, negative for a signal."""
+        if self._status is None:
+            self._status = self._launcher.wait(self.pid)
+        return self._status
 
     def kill(self) -> None:
         """Kill the process and wait for its end. A second call does nothing."""
         if self.killed:
             return
         self.killed, self.stopped, self.address = True, False, ""
-        self.process.kill()
-        self.process.wait()
-        self._errors.close()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+        os.close(self._input)
 
 
 def _tcp_ports(pid: int) -> set[int]:

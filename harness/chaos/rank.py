@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import sys
 import threading
 import time
 from collections import deque
@@ -59,6 +58,7 @@ class Rank:
 
     def __init__(self, settings: RankSettings) -> None:
         self.pool = PagePool(settings)
+        slow = settings.slow
         topology = Topology(tp=settings.tp, tp_rank=settings.tp_rank)
         pairs = {layer: (tensors["k"], tensors["v"]) for layer, tensors in self.pool.tensors.items()}
         faults = BackendFaults(**{**settings.faults, "delay_s": tuple(settings.faults.get("delay_s", (0.0, 0.05)))})
@@ -78,9 +78,12 @@ class Rank:
             devices=settings.devices,
             pack_below=settings.pack_below,
             verify=settings.verify,
-            limits=Limits(retry_s=0.1, max_retry_s=1.0, drain_timeout_s=1.0),
+            limits=Limits(retry_s=0.1 * slow, max_retry_s=slow, drain_timeout_s=slow),
             connection_limits=ConnectionLimits(
-                hello_retry_s=0.05, max_hello_retry_s=0.5, heartbeat_s=0.3, heartbeat_timeout_s=settings.silence_s
+                hello_retry_s=0.05 * slow,
+                max_hello_retry_s=0.5 * slow,
+                heartbeat_s=0.3 * slow,
+                heartbeat_timeout_s=settings.silence_s,
             ),
         )
         self._held: dict[tuple[str, str, int], Holding] = {}
@@ -91,6 +94,7 @@ class Rank:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._running = True
+        self._max_wait_s = MAX_WAIT_S * slow
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after that time."""
@@ -103,8 +107,8 @@ class Rank:
         poller.register(self.manager.fileno(), select.POLLIN)
         buffered = b""
         while self._running:
-            due = self._timers[0][0] - time.monotonic() if self._timers else MAX_WAIT_S
-            ready = dict(poller.poll(max(0.0, min(due, MAX_WAIT_S)) * 1000))
+            due = self._timers[0][0] - time.monotonic() if self._timers else self._max_wait_s
+            ready = dict(poller.poll(max(0.0, min(due, self._max_wait_s)) * 1000))
             if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
@@ -136,7 +140,7 @@ class Rank:
                 rival = msgspec.convert(message["job"], Job)
                 self.after(rival.delay_s, lambda: self._begin_rival(rival))
             case "ask":
-                self._report_state()
+                self._report_state(asked_at=message["at"])
             case "exit":
                 self._running = False
 
@@ -147,7 +151,7 @@ class Rank:
             holding.handle.abort("another rank has no room for it")
         self._unwanted.add((request_id, attempt))
 
-    def _report_state(self) -> None:
+    def _report_state(self, *, asked_at: float) -> None:
         health = self.manager.health()
         self.pool.check_canary(self.pool.free)
         alive = {thread.name for thread in threading.enumerate() if thread.name.startswith(SUPERVISED)}
@@ -156,6 +160,7 @@ class Rank:
         write(
             {
                 "op": "state",
+                "asked_at": asked_at,
                 "under_way": len(self._held),
                 "leased": len(self._leases),
                 "quarantined": sum(health.quarantined.values()),
@@ -278,15 +283,10 @@ def write(message: dict[str, Any]) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def main() -> None:
-    """Run one rank with the settings in the first argument."""
+def run_rank(settings: RankSettings) -> None:
+    """Run one rank until its standard input ends, or an `exit` message arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    settings = msgspec.json.decode(sys.argv[1], type=RankSettings)
     rank = Rank(settings)
     write({"op": "up", "address": rank.manager.address, "transport": rank.manager.backend.transport})
     rank.run()
     rank.manager.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -189,7 +189,7 @@ def descriptors(chaos: Chaos) -> None:
     rank = rng.choice(
         [one for one in chaos.live() if one.place.user is None]
     )  # setting another user's limits takes more than root
-    pid = rank.process.pid
+    pid = rank.pid
     used = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + rng.randrange(4), before[1]))

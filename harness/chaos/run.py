@@ -45,19 +45,18 @@ def run(
     requests: int = 0,
     slow: float = 1.0,
 ) -> Report:
-    """Run once and return the report. Ends early once a rank has crashed or lost a thread.
+    """Run once and return the report. Ends early once a rank has crashed, lost a thread or not started.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
-    `grace_s`: how long rows may take to be released at the end. `requests`: the run goes on until so many were started.
-    Deadlines are multiplied by `slow`.
+    `grace_s`: how long rows may take to be released at the end. `requests`: how many are started at least, spread over the
+    rounds. Deadlines and intervals are multiplied by `slow`.
     """
     report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
     report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
     between = Hosts() if hosts == 2 else None
     link = RdmaLink(0) if report.transport == "rdma" else None
     if link is not None:
-        link.create_network()
-        link.add_devices()
+        link.create()
     chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
     began = time.monotonic()
     try:
@@ -67,11 +66,12 @@ def run(
             for kind in schedule(kinds, rounds, seed=seed):
                 KINDS[kind].run(chaos)
                 report.rounds_done += 1
+                due = requests * report.rounds_done // rounds
+                _await_requests(chaos, due, timeout_s=requests * REQUEST_S * slow)
                 progress = (
                     f"{report.rounds_done} of {rounds} rounds, {report.requests} requests, {time.monotonic() - began:.0f} s"
                 )
                 sys.stderr.write(f"chaos: {progress}, the last: {kind}\n")
-            chaos.pump(lambda: report.requests >= requests, requests * REQUEST_S * slow)
             if fencing:
                 chaos.wait(0.5)
                 chaos.finish()
@@ -88,3 +88,8 @@ def run(
         shutil.rmtree(chaos.folder)
         report.logs = ""
     return report
+
+
+def _await_requests(chaos: Chaos, number: int, *, timeout_s: float) -> None:
+    """Wait until that many requests were started in this run."""
+    chaos.pump(lambda: chaos.report.requests >= number, timeout_s, f"fewer than {number} requests were started")

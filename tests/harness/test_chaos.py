@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,13 +21,18 @@ from typing import Any, cast
 import pytest
 
 from harness.chaos import command
+from harness.chaos.jobs import RankSettings
+from harness.chaos.launcher import Launcher
 from harness.chaos.places import OTHER_USER, Hosts, Place, missing_for_places, missing_for_resets
+from harness.chaos.processes import INSTANCES, NHD, Inbox, RankProcess
 from harness.chaos.report import Healing, Report
 from harness.chaos.rounds import KINDS
 from harness.chaos.run import run, schedule
 from tests.manager.test_peers import until
 
-SILENCE_S, LONGEST_S = 4.0, 3.0
+SILENCE_S, LONGEST_S = 8.0, 3.0
+REQUESTS = 200
+"""So many are started, however slow the machine is."""
 needs_resets = pytest.mark.skipif(bool(missing_for_resets()), reason=f"needs {missing_for_resets()}")
 needs_places = pytest.mark.skipif(bool(missing_for_places()), reason=f"needs {missing_for_places()}")
 
@@ -38,7 +45,7 @@ def _rank_logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.chaos
 @pytest.mark.parametrize(("engine", "seed"), [("nixl", 2), ("mooncake", 12)])
 def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed: int) -> None:
-    report = run(engine, seed=seed, rounds=2)
+    report = run(engine, seed=seed, rounds=2, requests=REQUESTS)
     killed = {(victim.partition("-")[0], victim.partition(", ")[2]) for victim in report.victims}
     assert {role for role, _ in killed} == {"prefill", "decode"}
     assert {how for _, how in killed} == {"same address", "other address"}
@@ -61,7 +68,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
     ],
 )
 def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: list[str]) -> None:
-    report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S)
+    report = run(engine, seed=3, rounds=len(kinds), kinds=kinds, silence_s=SILENCE_S, longest_s=LONGEST_S, requests=REQUESTS)
     assert report.rounds_done == len(kinds)
     assert report.healing.keys() > {"the start"}
     assert report.successes > 20
@@ -75,7 +82,7 @@ def test_nothing_is_wrong_or_left_over_after_other_faults(engine: str, kinds: li
 @pytest.mark.chaos
 @needs_places
 def test_hosts_reconnect_after_their_link_was_cut() -> None:
-    report = run("nixl", seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=2.0, longest_s=4.0)
+    report = run("nixl", seed=3, rounds=1, kinds=["cut"], hosts=2, silence_s=4.0, longest_s=16.0)
     assert report.healing["cut"].times == 1
     assert report.good, str(report)
 
@@ -176,6 +183,64 @@ def test_without_root_the_kinds_that_need_it_are_skipped_or_refused(
     ran.clear()
     assert command.main(["--engine", "nixl"]) == 0
     assert ran == [(hosts, [kind for kind in over_tcp if hosts in KINDS[kind].hosts]) for hosts in (1, 2)]
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+NOISE = """
+import sys
+print("[nixl] a line of an engine")
+print(5)
+print('{"op": "first"}')
+print("x" * 1_000_000)
+print('{"op": "second"}', flush=True)
+sys.stdin.read()
+"""
+
+
+class Noisy:
+    """Starts a program that writes lines which are no messages, more than a pipe holds."""
+
+    place = Place()
+
+    def start(self, _: RankSettings, *, streams: tuple[int, int, int]) -> int:
+        stdin, stdout, stderr = streams
+        self.process = subprocess.Popen([sys.executable, "-c", NOISE], stdin=stdin, stdout=stdout, stderr=stderr)
+        return self.process.pid
+
+    def wait(self, _: int) -> int:
+        return self.process.wait()
+
+
+def test_lines_of_engines_are_skipped(tmp_path: Path) -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    settings = RankSettings(
+        name="decode-0",
+        tp=1,
+        tp_rank=0,
+        page=4,
+        num_pages=1,
+        axes=NHD,
+        backend="",
+        transport="",
+        devices=(),
+        listen="",
+        leader=None,
+        pack_below=None,
+        verify="off",
+        faults={},
+        silence_s=1.0,
+        off_loopback=False,
+        slow=1.0,
+    )
+    rank = RankProcess(INSTANCES[2], settings, tmp_path / "rank.log", cast(Launcher, Noisy()), inbox)
+    assert [inbox.get(timeout=30)[1] for _ in range(2)] == [{"op": "first"}, {"op": "second"}]
+    rank.kill()
+    rank.kill()
+    rank.send({"op": "ask"})
+    assert inbox.get(timeout=30) == (rank, {"op": "gone"})
+    assert inbox.empty()
+    assert rank.wait() == -signal.SIGKILL
 
 
 # --------------------------------------------------------------------------------------------------------------- places
