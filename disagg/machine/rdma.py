@@ -24,13 +24,14 @@ def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) ->
 
     For a backend with `require="rdma"`: `devices` are the ones that it may use.
     """
-    found = [f for f in rdma(machine or Machine(), devices=devices, required=True) if f.level is Level.ERROR]
+    found = [f for f in rdma(machine or Machine(), devices=devices, required=True, brief=True) if f.level is Level.ERROR]
     return " ".join(f"{finding}." for finding in found) or None
 
 
-def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False) -> Iterator[Finding]:
+def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = False, brief: bool = False) -> Iterator[Finding]:
     """Findings about devices, their ports and addresses. A missing one is an error only if RDMA is required. A port that is
-    down is an error only if no other port is up.
+    down is an error only if no other port is up. `brief`: do not count the GIDs of ports that are up: a port may have a
+    thousand, each a file.
     """
     missing = Level.ERROR if required else Level.WARNING
     present = machine.rdma_devices
@@ -66,7 +67,7 @@ def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = Fals
     if required or machine.memlock is not None:
         yield memlock(machine, rdma=True)
     ports = [
-        _port(machine, name, port, missing)
+        _port(machine, name, port, missing, brief=brief)
         for name in present
         if not devices or name in wanted
         for port in machine.entries(f"sys/class/infiniband/{name}/ports")
@@ -77,7 +78,7 @@ def rdma(machine: Machine, *, devices: Sequence[str] = (), required: bool = Fals
         yield msgspec.structs.replace(finding, level=Level.WARNING) if usable and finding.level is Level.ERROR else finding
 
 
-def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
+def _port(machine: Machine, name: str, port: str, missing: Level, *, brief: bool) -> Finding:
     """A finding on whether one port is up and has an address."""
     base, what = f"sys/class/infiniband/{name}/ports/{port}", f"RDMA device {name} port {port}"
     state = machine.read(f"{base}/state") or "unknown"
@@ -87,13 +88,15 @@ def _port(machine: Machine, name: str, port: str, missing: Level) -> Finding:
             "rdma", missing, f"{what} is not up: state {state!r}", "nothing can be sent by it",
             f"rdma link show {name}/{port}; then bring its network device up: ip link set DEVICE up",
         )  # fmt: skip
-    gids = {i: machine.read(f"{base}/gids/{i}") or NO_GID for i in machine.entries(f"{base}/gids")}
-    used = {i: gid for i, gid in gids.items() if gid != NO_GID}
-    if not used:
+    gids = _gids(machine, base)
+    if (first := next(gids, None)) is None:
         return Finding(
             "rdma", missing, f"{what} has no GID", "peers cannot address it (RoCE takes GIDs from IP addresses)",
             "ip addr add ADDRESS/PREFIX dev DEVICE",
         )  # fmt: skip
+    if brief:
+        return ok("rdma", f"{what}: up, {rate}, {link}")
+    used = [first, *gids]
     kinds = {i: machine.read(f"{base}/gid_attrs/types/{i}") or "" for i in used}
     second = [i for i, kind in kinds.items() if "v2" in kind]
     hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
@@ -109,18 +112,24 @@ def _sent(machine: Machine, port: str) -> str:
     return ""
 
 
+def _gids(machine: Machine, port: str) -> Iterator[str]:
+    """The indices at which a port has a GID."""
+    return (index for index in machine.entries(f"{port}/gids") if _has_gid(machine, port, index))
+
+
+def _has_gid(machine: Machine, port: str, index: str) -> bool:
+    return (machine.read(f"{port}/gids/{index}") or NO_GID) != NO_GID
+
+
 def _gid_indices(machine: Machine, names: Sequence[str], missing: Level) -> Iterator[Finding]:
     """A finding on each variable that gives an index at which none of the devices has a GID."""
-    used = {
-        index
-        for name in names
-        for port in machine.entries(f"sys/class/infiniband/{name}/ports")
-        for index in machine.entries(f"sys/class/infiniband/{name}/ports/{port}/gids")
-        if (machine.read(f"sys/class/infiniband/{name}/ports/{port}/gids/{index}") or NO_GID) != NO_GID
-    }
+    folders = [f"sys/class/infiniband/{name}/ports" for name in names]
+    ports = [f"{folder}/{port}" for folder in folders for port in machine.entries(folder)]
     for variable in GID_VARIABLES:
         value = machine.environ.get(variable)
-        if value is not None and used and value != "auto" and value not in used:
+        if value is None or value == "auto" or any(_has_gid(machine, port, value) for port in ports):
+            continue
+        if used := {index for port in ports for index in _gids(machine, port)}:
             indices = ", ".join(sorted(used, key=int))
             yield Finding(
                 "rdma", missing, f"{variable}={value!r} is set, but on {', '.join(names)} GIDs are at index {indices} only",

@@ -7,6 +7,7 @@ come from Debian's packages and are unpacked into a cache; nothing is installed.
     python -m harness.rdma                        # the tests of tests/rdma
     python -m harness.rdma -- bash -c 'rdma link' # any command
 
-`packages` fills the cache, `initrd` builds the first file system, `guest` boots and runs. `init.sh` is the guest's first
-process, and `devices.sh` makes its RDMA devices. Soft devices prove function. They say nothing about speed.
+`initrd` builds the first file system, `tsc` measures the rate of the guest's clock, `guest` fetches packages, boots and runs.
+`init.sh` is the guest's first process, and `devices.sh` makes its RDMA devices. `link` makes those that can be cut.
+Soft devices prove function. They say nothing about speed.
 """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from harness.debian import fetched
 from harness.rdma.initrd import build_initrd
+from harness.rdma.tsc import tsc_khz
 
 PROGRAMS = ("qemu-system-x86", "busybox-static", "iproute2", "ibverbs-providers")
 PROJECT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def _report_cost(began: float) -> None:
 def _start(root: Path, shared: Path) -> subprocess.Popen[bytes]:
     (shared / "booted").unlink(missing_ok=True)
     kernel = next((root / "boot").glob("vmlinuz-*"))
-    options = f"console=ttyS0 quiet panic=-1 {QUICK} shared={shared}"
+    options = f"console=ttyS0 quiet panic=-1 {QUICK} tsc_early_khz={tsc_khz()} shared={shared}"
     files = "security_model=none,multidevs=remap"
     command = [
         "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "6G",

@@ -7,13 +7,23 @@ own addresses without sending them. Devices over veth pairs send them, with rule
 
 from __future__ import annotations
 
+import ipaddress
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 TABLE = 1000
 """Routing tables from here on are the devices' own."""
 MAX_RAILS = 8
+GID_INDEX = 1
+"""Where a device has its IPv4 address as a GID (`devices.sh` has the engines use this index)."""
+USABLE_S = 30.0
+"""How long after its network device a port and its GID may take to come up."""
+
+
+class DeviceError(Exception):
+    """A device cannot be used, although its network device is up."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +38,37 @@ class Device:
     @property
     def sent_packets(self) -> int:
         """Packets that it has sent so far, acknowledgements among them."""
-        return int(Path(f"/sys/class/infiniband/{self.name}/ports/1/hw_counters/sent_pkts").read_text())
+        return int(self._read("hw_counters/sent_pkts"))
+
+    @property
+    def problem(self) -> str:
+        """What an engine lacks to use the device; empty if nothing."""
+        expected = ipaddress.IPv6Address(f"::ffff:{self.address}").exploded
+        if "ACTIVE" not in (state := self._read("state")):
+            return f"expected an active port, found state {state!r}"
+        if (found := self._read(f"gids/{GID_INDEX}")) != expected:
+            return f"expected GID {expected} at index {GID_INDEX}, found {found}"
+        return ""
+
+    def _read(self, name: str) -> str:
+        return Path(f"/sys/class/infiniband/{self.name}/ports/1/{name}").read_text().strip()
 
 
 class RdmaLink:
     """Link `number`, from 0 on, with `rails` devices on each of two sides; every device reaches all of the other side.
 
-    `create_network` makes its network devices and routes: before a process uses UCX, which reads routes only once.
-    `add_devices` makes the RDMA devices, and `close` removes all of them. They raise `subprocess.CalledProcessError` if the
-    kernel refuses a command.
+    Once it is created, a link of the same number with fewer rails is a part of it.
+    Create and close links while no process opens an engine: UCX reads routes only once, and a process that lists the RDMA
+    devices while another one is removed may miss a device. Commands that the kernel refuses raise
+    `subprocess.CalledProcessError`.
     """
 
     def __init__(self, number: int, *, rails: int = 1) -> None:
         self._bridge = f"link{number}"
         self._sides = tuple(tuple(_device(number, side, rail) for rail in range(rails)) for side in (0, 1))
 
-    def create_network(self) -> None:
-        """Make the network devices and the routes between them."""
+    def create(self) -> None:
+        """Make the network devices, the routes between them, and the RDMA devices. Raises `DeviceError`."""
         _run(f"ip link add {self._bridge} type bridge")
         _run(f"ip link set {self._bridge} up")
         try:
@@ -52,19 +76,11 @@ class RdmaLink:
                 self._plug(device)
             for device in self.devices:
                 self._route(device)
+                _run(f"rdma link add {device.name} type rxe netdev {device.interface}")
+            self._await_usable()
         except BaseException:
             self.close()
             raise
-
-    def add_devices(self) -> None:
-        """Make an RDMA device of each network device."""
-        for device in self.devices:
-            _run(f"rdma link add {device.name} type rxe netdev {device.interface}")
-
-    def remove_devices(self) -> None:
-        """Remove the RDMA devices, which must not be in use. The network stays."""
-        for device in self.devices:
-            subprocess.run(["rdma", "link", "delete", device.name], capture_output=True, check=False)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -97,20 +113,32 @@ class RdmaLink:
             _run(f"ip link set {device.interface} down")
 
     def mend(self) -> None:
-        """Lose no packets, and bring all devices up."""
+        """Lose no packets, bring all devices up, and wait until engines can use them. Raises `DeviceError`."""
         for device in self.devices:
             _run(f"tc qdisc replace dev {device.interface} root pfifo")
             _run(f"ip link set {device.interface} up")
         for device in self.devices:
             self._route(device)
+        self._await_usable()
 
     def close(self) -> None:
         """Remove the devices, which must not be in use."""
-        self.remove_devices()
         for device in self.devices:
-            for command in (f"ip link delete {device.interface}", f"ip rule delete lookup {device.table}"):
+            for command in (
+                f"rdma link delete {device.name}",
+                f"ip link delete {device.interface}",
+                f"ip rule delete lookup {device.table}",
+            ):
                 subprocess.run(command.split(), capture_output=True, check=False)
         subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True, check=False)
+
+    def _await_usable(self) -> None:
+        deadline = time.monotonic() + USABLE_S
+        for device in self.devices:
+            while problem := device.problem:
+                if time.monotonic() > deadline:
+                    raise DeviceError(f"RDMA device {device.name}, {USABLE_S:g} s after it came up: {problem}")
+                time.sleep(0.01)
 
     def _plug(self, device: Device) -> None:
         end = device.interface

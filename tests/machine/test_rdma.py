@@ -52,3 +52,16 @@ def test_what_a_device_has_sent_is_shown(counter: str, value: str, shown: str, r
     file.write_text(value)
     (finding,) = [found for found in rdma(Machine(root=root, environ={}, memlock=None)) if "mlx5_0 port 1" in found.cause]
     assert finding.cause.endswith(shown)
+
+
+def test_a_rank_that_may_use_rdma_reads_few_of_the_gids(root: Path) -> None:
+    """Each of a thousand is a file. Listing them all took most of a rank's start on a slow machine."""
+    read: list[str] = []
+
+    class Counted(Machine):
+        def read(self, path: str) -> str | None:
+            read.extend([path] * ("/gids/" in path))
+            return super().read(path)
+
+    assert rdma_refusal(machine=Counted(root=root, environ={"UCX_IB_GID_INDEX": "3"}, memlock=None)) is None
+    assert sorted(Path(path).name for path in read) == ["0", "3"]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from harness.rdma.link import RdmaLink
-from tests.support.rdma import LINKS
+from tests.support.rdma import LINK_NUMBERS, RAILS
 
 IN_GUEST = os.environ.get("RDMA_GUEST") == "1"
 collect_ignore_glob = [] if IN_GUEST else ["test_*.py"]
@@ -18,20 +18,18 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create the networks of all links before any process uses UCX, which reads routes only once."""
+    """Create the links once, before any process opens an engine."""
     if IN_GUEST and not hasattr(config, "workerinput"):
-        for link in LINKS.values():
-            link.create_network()
+        for number in LINK_NUMBERS.values():
+            RdmaLink(number, rails=RAILS).create()
 
 
 @pytest.fixture
 def link(engine: str, rails: int) -> Iterator[RdmaLink]:
     """A link with `rails` devices on each side; each engine has its own, since tests of both run at once."""
-    link = LINKS[engine, rails]
-    link.add_devices()
+    link = RdmaLink(LINK_NUMBERS[engine], rails=rails)
     yield link
     link.mend()
-    link.remove_devices()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from disagg.commands.doctor.command import doctor
 from disagg.core.errors import BackendUnavailable
 from disagg.machine.findings import Finding, Level, Machine
 from disagg.machine.rdma import rdma
-from tests.support.rdma import rdma_options
+from tests.support.rdma import DEVICES, DOWN, rdma_options
 
 LIMITED = ("setpriv", "--inh-caps=-ipc_lock", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536:65536")
 """Runs a command without the capability that lifts the limit of locked memory."""
@@ -27,8 +26,8 @@ TIMEOUT_S = 240.0
 
 
 def found(level: Level) -> list[Finding]:
-    """The doctor's findings of that level about RDMA, without its other topics, whose processes take long in the guest."""
-    return [finding for finding in rdma(Machine(), required=True) if finding.level is level]
+    """The doctor's findings of that level about three devices, without its other topics, which take long in the guest."""
+    return [finding for finding in rdma(Machine(), devices=(*DEVICES.values(), DOWN), required=True) if finding.level is level]
 
 
 def refusals(*devices: str) -> Iterator[str]:
@@ -38,22 +37,6 @@ def refusals(*devices: str) -> Iterator[str]:
         with pytest.raises(BackendUnavailable) as refused:
             backend(dataclasses.replace(options, devices=devices or options.devices))
         yield str(refused.value)
-
-
-@pytest.fixture
-def device_down() -> Iterator[str]:
-    """An RDMA device whose network device is down."""
-    number = os.getpid()
-    commands = (
-        f"ip link add e{number} type dummy",
-        f"rdma link add rxe{number} type rxe netdev e{number}",
-        f"ip link set e{number} down",
-    )
-    for command in commands:
-        subprocess.run(command.split(), check=True)
-    yield f"rxe{number}"
-    for command in (f"rdma link delete rxe{number}", f"ip link delete e{number}"):
-        subprocess.run(command.split(), check=True)
 
 
 def test_devices_that_work_are_found() -> None:
@@ -78,11 +61,11 @@ def test_an_index_without_a_gid_is_refused(variable: str, monkeypatch: pytest.Mo
         assert f"{variable}='9'" in refusal
 
 
-def test_a_port_that_is_down_is_refused(device_down: str) -> None:
-    for refusal in refusals(f"{device_down}:1"):
-        assert re.search(rf"RDMA device {device_down} port 1 is not up: state '\d: DOWN'", refusal)
+def test_a_port_that_is_down_is_refused() -> None:
+    for refusal in refusals(f"{DOWN}:1"):
+        assert re.search(rf"RDMA device {DOWN} port 1 is not up: state '\d: DOWN'", refusal)
     assert not found(Level.ERROR)  # the others are up
-    assert any(f"RDMA device {device_down} port 1 is not up" in finding.cause for finding in found(Level.WARNING))
+    assert any(f"RDMA device {DOWN} port 1 is not up" in finding.cause for finding in found(Level.WARNING))
 
 
 def test_little_memory_that_may_be_locked_is_found_and_refused() -> None:

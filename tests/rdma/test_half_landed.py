@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus
+from disagg.backends.base import Fence, Op, TransferStatus
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.core.errors import LocalProtocolError
 from disagg.testing.contract import Arena, Piece, batch_of
 from tests.backends.conftest import opened, target_process
-from tests.support.rdma import rdma_options
+from tests.support.rdma import DEVICES, rdma_options
 
 PATIENCE_S = 60.0
+APART = tuple(DEVICES.values())
+"""Two devices in networks that do not reach each other: pieces from one to the other fail."""
 NUM_PIECES, NBYTES = 300, 4000
 
 
-@pytest.fixture
-def options() -> Iterator[BackendOptions]:
-    """Two devices in networks that do not reach each other: pieces from one to the other fail."""
-    names = ("apart0", "apart1")
-    for number, name in enumerate(names):
-        for command in (
-            f"ip link add {name} type dummy",
-            f"ip link set {name} mtu 9000 up",
-            f"ip addr add 10.98.{number}.1/24 dev {name}",
-            f"rdma link add rxe-{name} type rxe netdev {name}",
-        ):
-            subprocess.run(command.split(), check=True)
-    yield dataclasses.replace(rdma_options("mooncake"), devices=tuple(f"rxe-{name}" for name in names))
-    for name in names:
-        for command in (f"rdma link delete rxe-{name}", f"ip link delete {name}"):
-            subprocess.run(command.split(), check=True)
-
-
-def test_a_write_of_which_half_has_landed_is_not_settled(
-    options: BackendOptions, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_of_which_half_has_landed_is_not_settled(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dataclasses.replace(rdma_options("mooncake"), devices=APART)
     monkeypatch.setattr(MooncakeBackend, "_warm", lambda *_: None)  # it would find the devices apart, and refuse the peer
     target = target_process(MooncakeBackend, options, stack, context=multiprocessing.get_context("forkserver"))
     backend, arena = opened(MooncakeBackend, options, stack)

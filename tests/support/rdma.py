@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.backends.base import BackendOptions, Transport
-from harness.rdma.link import RdmaLink
 
 DEVICES = {"nixl": "rxe0", "mooncake": "rxe1"}
 """Each engine has a device of its own, so that tests of both may run at once and their packets are told apart."""
+DOWN = "rxe2"
+"""A device whose port is down."""
 HOSTS = {"nixl": "10.99.0.1", "mooncake": "10.99.1.1"}
-LINKS = {(engine, rails): RdmaLink(2 * i + rails, rails=rails) for i, engine in enumerate(DEVICES) for rails in (1, 2)}
-"""Links by engine and number of devices on each side; `tests/rdma/conftest.py` creates them."""
+LINK_NUMBERS = {"nixl": 1, "mooncake": 2}
+"""Each engine's link. `tests/rdma/conftest.py` creates both; tests add and remove no devices."""
+RAILS = 2
+"""Devices on each side of these links."""
 MTU = 4096
 """Maximum bytes of payload in one packet."""
 
