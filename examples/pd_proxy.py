@@ -5,7 +5,8 @@
 It speaks OpenAI's API for completions and chats. A prefill server of vLLM is asked first, for one token, and its answer says
 where decode finds the request. SGLang computes nothing until decode has reserved memory, so it is asked at the same time as
 decode. A request that fails before the client has got a part of its answer is tried again, with a new id. vLLM's decode
-computes a prompt that it cannot get. Requires aiohttp, which both servers require too.
+computes a prompt that it cannot get. A vLLM server that has prefilled a request which then fails, or whose client leaves, is
+told so, and need not keep its blocks. Requires aiohttp, which both servers require too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +33,7 @@ ONE_TOKEN = {"stream": False, "max_tokens": 1, "n": 1}
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 PASSED_ON = ("Authorization", "X-Request-Id")
 RETRY_AFTER_S = 0.5
+GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 Body = Mapping[str, Any]
 
@@ -49,6 +52,23 @@ class Server:
     @property
     def is_sglang(self) -> bool:
         return self.bootstrap_port is not None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A request, the servers that it goes to, and the room in which they meet."""
+
+    prefill: Server
+    decode: Server
+    path: str
+    body: Body
+    headers: Mapping[str, str]
+    room: int
+
+    @property
+    def transfer_id(self) -> str:
+        """The room as vLLM has it, in hexadecimal digits."""
+        return self.room.to_bytes(16, "big").hex()
 
 
 class Client:
@@ -70,6 +90,16 @@ class Client:
         """The answer of a server. Raises `Failed` for one that is an error."""
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
             return await read_json(answer)
+
+    async def give_up(self, attempt: Attempt) -> None:
+        """Tell vLLM that nobody takes the request that it prefills. It learns that with another one, of a single token."""
+        asked = {"prompt": [0], "kv_transfer_params": {"abort_request_id": attempt.transfer_id}, **ONE_TOKEN}
+        asked |= {key: attempt.body[key] for key in ("model",) if key in attempt.body}
+        headers = {name: value for name, value in attempt.headers.items() if name == "Authorization"}
+        url = f"{attempt.prefill.url}/v1/completions"
+        with suppress(ClientError, TimeoutError):
+            async with self.open("POST", url, headers=headers, json=asked, timeout=GIVE_UP_TIMEOUT):
+                pass
 
     async def instance(self, prefill: Server) -> dict[str, Any]:
         """Where vLLM finds an SGLang server's state: the control address of its first rank, which is also its name."""
@@ -107,27 +137,24 @@ class HandOver:
     answer: dict[str, Any] | None = None
 
 
-async def hand_over(
-    client: Client, prefill: Server, decode: Server, path: str, body: Body, headers: Mapping[str, str]
-) -> HandOver:
-    """The request to decode, which finds the state of the prompt at `prefill`."""
-    room = secrets.randbelow(1 << 62)
-    request_id = room.to_bytes(16, "big").hex()
+async def hand_over(client: Client, attempt: Attempt) -> HandOver:
+    """The request to decode, which finds the state of the prompt at prefill."""
+    prefill, decode, body, room = attempt.prefill, attempt.decode, attempt.body, attempt.room
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
         meanwhile = {**body, **where, "stream": False}
         if decode.is_sglang:
             return HandOver({**body, **where}, meanwhile)
-        found = {"do_remote_prefill": True, "remote_request_id": request_id, **await client.instance(prefill)}
+        found = {"do_remote_prefill": True, "remote_request_id": attempt.transfer_id, **await client.instance(prefill)}
         return HandOver({**body, "kv_transfer_params": found}, meanwhile)
     asked: dict[str, Any] = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | ONE_TOKEN
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
-        "remote_request_id": request_id,
+        "remote_request_id": attempt.transfer_id,
         "first_token": decode.is_sglang,
     }
-    answer = await client.ask(prefill, path, asked, headers)
+    answer = await client.ask(prefill, attempt.path, asked, attempt.headers)
     params = answer.get("kv_transfer_params")
     if not decode.is_sglang:
         return HandOver({**body, "kv_transfer_params": params} if params else dict(body))
@@ -191,36 +218,48 @@ class Proxy:
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         decode = await self._client.server(next(self._decodes))
         failure: Exception = Failed("no prefill server")
-        prefill = decode
         for url in itertools.islice(self._prefills, self._num_prefills):
             try:
                 prefill = await self._client.server(url)
-                asked = await hand_over(self._client, prefill, decode, request.path, body, headers)
+                attempt = Attempt(prefill, decode, request.path, body, headers, secrets.randbelow(1 << 62))
+                async with self._giving_up(attempt):
+                    asked = await hand_over(self._client, attempt)
             except (ClientError, Failed) as error:
                 logger.warning("prefill server %s: %s", url, error)
                 failure = error
                 continue
-            break
-        else:
-            if decode.is_sglang:
-                raise failure
-            asked = HandOver(dict(body))
-        answering = asyncio.create_task(self._answer(request, decode.url + request.path, headers, asked))
+            async with self._giving_up(attempt):
+                return await self._decode(request, attempt, asked)
+        if decode.is_sglang:
+            raise failure
+        return await self._answer(request, decode, headers, HandOver(dict(body)))
+
+    @asynccontextmanager
+    async def _giving_up(self, attempt: Attempt) -> AsyncIterator[None]:
+        """Tell a vLLM server that prefills if the request fails, or its client leaves."""
+        try:
+            yield
+        except BaseException:
+            if not attempt.prefill.is_sglang:
+                await self._client.give_up(attempt)
+            raise
+
+    async def _decode(self, request: web.Request, attempt: Attempt, asked: HandOver) -> web.StreamResponse:
+        """Ask decode, and prefill meanwhile if it is SGLang."""
+        answering = asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked))
         try:
             if asked.prefill is not None:
-                await self._prefill_meanwhile(answering, prefill, decode, request.path, asked.prefill, headers)
+                await self._prefill_meanwhile(answering, attempt, asked.prefill)
             return await answering
         finally:
             answering.cancel()
 
-    async def _prefill_meanwhile(
-        self, answering: asyncio.Task[Any], prefill: Server, decode: Server, path: str, body: Body, headers: Mapping[str, str]
-    ) -> None:
+    async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, body: Body) -> None:
         """Let SGLang prefill while decode waits for it. vLLM's decode needs no telling that prefill has failed."""
-        prefilling = asyncio.create_task(self._client.ask(prefill, path, body, headers))
+        prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, body, attempt.headers))
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
-            if decode.is_sglang and not answering.done():
+            if attempt.decode.is_sglang and not answering.done():
                 await prefilling
             else:
                 await asyncio.wait({answering})
@@ -229,8 +268,11 @@ class Proxy:
             with suppress(asyncio.CancelledError, ClientError, Failed, web.HTTPException):
                 await prefilling
 
-    async def _answer(self, request: web.Request, url: str, headers: Mapping[str, str], asked: HandOver) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver
+    ) -> web.StreamResponse:
         """Pass decode's answer on to the client."""
+        url = decode.url + request.path
         async with self._client.open("POST", url, headers=headers, json=asked.decode) as answer:
             if answer.content_type != "text/event-stream":
                 whole = await read_json(answer)
@@ -277,7 +319,10 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     proxy = Proxy(list(addresses(given.prefill)), list(addresses(given.decode)), retry_s=given.retry_s)
-    web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
+    try:
+        web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
+    except OSError as error:  # the port is in use, or not ours to take
+        sys.exit(f"pd_proxy: {error}")
 
 
 if __name__ == "__main__":

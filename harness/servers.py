@@ -160,13 +160,23 @@ class Server:
         )
         return urllib.request.urlopen(request, timeout=timeout_s)
 
+    def metrics(self) -> str:
+        """All metrics, as Prometheus reads them."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def metric(self, name: str) -> float:
         """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.metrics(), re.MULTILINE)
         if not found:
             raise KeyError(name)
         return sum(map(float, found))
+
+    def num_queued(self, queue: str) -> int:
+        """How many requests of an SGLang server are in a queue of its disaggregation, such as `decode_transfer`."""
+        with urllib.request.urlopen(f"{self.url}/v1/loads?include=disagg", timeout=10) as answer:
+            return sum(rank["disaggregation"][f"{queue}_queue_reqs"] for rank in json.load(answer)["loads"])
 
     def flush(self) -> None:
         """Empty an SGLang server's prefix cache. Raises `urllib.error.HTTPError` if it still has requests after a while."""

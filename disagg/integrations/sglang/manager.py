@@ -214,8 +214,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         return self._prefills[key]
 
     def decline(self, receiver: Any) -> None:
-        """Tell prefill that a request is not wanted, for which nothing was reserved."""
-        to = receiver.prefill
+        """Tell prefill, if it is known already, that a request is not wanted, for which nothing was reserved."""
+        to = receiver.prefill or named(receiver.bootstrap_addr)
+        if to is None:
+            return
         try:
             self.transfers.decline(
                 request_id(receiver.bootstrap_room), peer=to.name, address=to.address, group=to.group, attempt=receiver.attempt

@@ -103,7 +103,7 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         """End the request, here and on prefill. SGLang then waits for `is_abort_release_safe`, if pages were reserved."""
         if self.handle is not None:
             super().ensure_abort_notified(force_arm=force_arm)
-        elif self.prefill is not None and not self.declined:
+        elif not self.declined:
             self.declined = True
             self.kv_mgr.decline(self)
 

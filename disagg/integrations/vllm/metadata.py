@@ -90,13 +90,17 @@ class Finish:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every worker, once a step. `aborts` are requests that the server has ended."""
+    """From the scheduler to every worker, once a step.
+
+    `aborts` are requests that the server has ended, `given_up` ids of transfers that the proxy has ended.
+    """
 
     loads: list[Load] = field(default_factory=list)
     declines: list[HandOff] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    given_up: list[bytes] = field(default_factory=list)
     idle: bool = False
 
 
@@ -111,15 +115,19 @@ class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes."""
+    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes.
+
+    `failed` are the requests that could not be loaded, for vLLM 0.23, which does not pass them on.
+    """
 
     leases: Counter[str] = field(default_factory=Counter)
+    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The reports of two ranks as one."""
         total = Counter(self.leases)
         total.update(other.leases)
-        return WorkerReport(total)
+        return WorkerReport(total, self.failed | other.failed)
 
 
 def share_logging() -> None:

@@ -1,13 +1,15 @@
 """`DisaggConnector` for vLLM 0.23, whose hooks differ from those of 0.32.
 
-It saves nothing in steps that compute nothing, reports failed loads as block ids, which it accepts for models with one KV cache
-group only, and gives the scheduler's connector no manager of blocks.
+It saves nothing in steps that compute nothing, computes failed loads again in models with one KV cache group only, gives the
+scheduler's connector no manager of blocks, and clears new blocks of hybrid models while the GPU still runs earlier steps.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
@@ -18,10 +20,10 @@ from vllm.v1.request import Request
 
 from disagg.core.errors import ConfigError
 from disagg.integrations.vllm import connector
-from disagg.integrations.vllm.metadata import BlockIds
+from disagg.integrations.vllm.metadata import BlockIds, WorkerReport
 
 
-class RequestBlocks:
+class Requests:
     """What the scheduler half needs of vLLM's manager of blocks.
 
     vLLM passes a request's blocks when it first allocates some. They hold the manager's own lists, which grow with the request.
@@ -29,70 +31,93 @@ class RequestBlocks:
 
     def __init__(self, block_pool: BlockPool) -> None:
         self.block_pool = block_pool
-        self._blocks: dict[str, KVCacheBlocks] = {}
+        self._requests: dict[str, tuple[Request, KVCacheBlocks]] = {}
 
-    def add(self, req_id: str, blocks: KVCacheBlocks) -> None:
-        """Note the blocks of a request."""
-        self._blocks[req_id] = blocks
+    def add(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Note a request and its blocks."""
+        self._requests[request.request_id] = (request, blocks)
 
     def remove(self, req_id: str) -> None:
         """Forget a request."""
-        self._blocks.pop(req_id, None)
+        self._requests.pop(req_id, None)
 
     def get_blocks(self, req_id: str) -> KVCacheBlocks:
         """The blocks of a request, for each KV cache group."""
-        return self._blocks[req_id]
+        return self._requests[req_id][1]
 
     def get_block_ids(self, req_id: str) -> BlockIds:
         """Their ids."""
-        return self._blocks[req_id].get_block_ids()  # type: ignore[no-any-return]
+        return self.get_blocks(req_id).get_block_ids()  # type: ignore[no-any-return]
+
+    def restart(self, req_id: str) -> None:
+        """Free the blocks of a request that waits for its load. vLLM then computes it from its first token, in other blocks."""
+        request, blocks = self._requests[req_id]
+        for group in blocks.blocks:
+            self.block_pool.free_blocks(reversed(group))
+            group.clear()
+        request.num_computed_tokens = 0
+        request.skip_reading_prefix_cache = True  # vLLM looks up blocks only for requests that have not had any
 
 
 class DisaggConnector(connector.DisaggConnector):
     """The connector, with the hooks of vLLM 0.23."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ConfigError(
-                f"vLLM 0.23 computes a failed load again only in models with one KV cache group, found {len(groups)}; "
-                "hybrid models need vLLM 0.32"
-            )
+        if kv_cache_config.has_mamba_layers and vllm_config.cache_config.enable_prefix_caching:
+            raise ConfigError("recurrent states on vLLM 0.23: expected --no-enable-prefix-caching")
         super().__init__(vllm_config, role, kv_cache_config)
-        self._block_size = groups[0].kv_cache_spec.block_size
-        self._blocks: RequestBlocks
+        self._num_cache_blocks = kv_cache_config.num_blocks
+        self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
+        self._requests: Requests
         self._ended: set[str] = set()
-        self._loading: dict[str, list[int]] = {}
-        self._failed: set[int] = set()
+        self._failed: set[str] = set()
 
     # -- scheduler -----------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._blocks = RequestBlocks(gpu_block_pool)
-        self.scheduler.bind(self._blocks)
+        self._requests = Requests(gpu_block_pool)
+        self.scheduler.bind(self._requests)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._blocks.add(request.request_id, blocks)
+        self._requests.add(request, blocks)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def request_finished_all_groups(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler.is_loading(request.request_id):
             self._ended.add(request.request_id)
         else:
-            self._blocks.remove(request.request_id)
+            self._requests.remove(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        for req_id in self._ended & set(connector_output.finished_recving or ()):
-            self._ended.remove(req_id)
-            self._blocks.remove(req_id)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._failed |= report.failed
+        for req_id in connector_output.finished_recving or ():
+            if req_id in self._ended:
+                self._ended.remove(req_id)
+                self._requests.remove(req_id)
+            elif req_id in self._failed:
+                self._requests.restart(req_id)
+            self._failed.discard(req_id)
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+        """Recurrent states come as a list of views of one tensor."""
+        super().register_kv_caches({layer: self._whole(cache) for layer, cache in kv_caches.items()})
+
+    def _whole(self, cache: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        """The tensor with all states of a layer, as `[block, nbytes]`."""
+        if isinstance(cache, torch.Tensor):
+            return cache
+        nbytes = torch.empty(0, dtype=torch.int8, device=cache[0].device).set_(cache[0].untyped_storage())
+        return nbytes.view(self._num_cache_blocks, -1)
+
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        for load in self._step.loads:
-            self._loading[load.req_id] = load.blocks[0][load.start // self._block_size :]
+        if self._clears_blocks and self._step.loads and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # vLLM clears the blocks of these loads on the stream
         super().start_load_kv(forward_context)
 
     def wait_for_save(self) -> None:
@@ -101,11 +126,10 @@ class DisaggConnector(connector.DisaggConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         self.worker.save(self._step)
         found = self.worker.results(idle=self._step.idle)
-        for req_id in found.finished_recving:
-            blocks = self._loading.pop(req_id)
-            self._failed.update(blocks if req_id in found.failed_recving else ())
+        self._failed |= found.failed_recving
         return found.finished_sending, found.finished_recving
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report, failed = self.worker.report(), self._failed
+        self._failed = set()
+        return WorkerReport(Counter() if report is None else report.leases, failed) if failed else report

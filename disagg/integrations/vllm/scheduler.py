@@ -71,6 +71,7 @@ class Prefill:
     first_token: bool = False
     attempt: int = 0
     num_sent: int = 0
+    is_given_up: bool = False
 
 
 class SchedulerHalf:
@@ -100,12 +101,15 @@ class SchedulerHalf:
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Note a request that another server will decode.
+        """Note a request that another server will decode, or that none will any more (`abort_request_id`).
 
         Windows and recurrent states are handed over as they are before the last prompt token, so prefill must not compute it,
         unless decode does not compute it either (`first_token`).
         """
         params = request.kv_transfer_params or {}
+        if "abort_request_id" in params:
+            self._give_up(bytes.fromhex(params["abort_request_id"]))
+            return
         first_token = bool(params.get("first_token"))
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if not params.get("do_remote_decode") or num_tokens == 0:
@@ -120,6 +124,15 @@ class SchedulerHalf:
         given = params.get("remote_request_id")
         request_id = bytes.fromhex(given) if given else new_request_id()
         self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, first_token)
+
+    def _give_up(self, request_id: bytes) -> None:
+        """End a request that the proxy hands over to nobody, whether or not it has been computed.
+
+        VLLM itself cannot: it ignores aborts of requests that have finished, and of some whose client leaves at once.
+        """
+        for prefill in self._prefills.values():
+            prefill.is_given_up |= prefill.request_id == request_id
+        self._step.given_up.append(request_id)
 
     @guarded(StepMetadata)
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
@@ -158,7 +171,7 @@ class SchedulerHalf:
         if prefill is None:
             return False, None
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not computed or self._leader is None or prefill.attempt != request.num_preemptions:
+        if not computed or prefill.is_given_up or self._leader is None or prefill.attempt != request.num_preemptions:
             self._step.aborts.append(req_id)
             return False, None
         first_token = request.output_token_ids[0] if prefill.first_token else None

@@ -143,6 +143,8 @@ class WorkerHalf:
         """Start this step's loads, and stop what the server has aborted."""
         for req_id in step.aborts:
             self._abort(req_id)
+        for request_id in step.given_up:
+            self._give_up(request_id)
         for hand_off in step.declines:
             self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
         for load in step.loads:
@@ -226,6 +228,12 @@ class WorkerHalf:
             if send.finished_s is not None and send.finished_s < latest_s and send.handle is not None:
                 send.finished_s = math.inf  # only once
                 send.handle.abort(f"no decode server took it within {self._options.hold_s:g} s")
+
+    def _give_up(self, request_id: bytes) -> None:
+        """End a request that no decode server will take. vLLM gets its blocks when the end is reported."""
+        for send in self._sends.values():
+            if send.handle is not None and send.handle.request_id == request_id:
+                send.handle.abort("the proxy has given up the request")
 
     def _sent(self, send: _Send, event: Event) -> None:
         if self._sends.get(send.req_id) is not send:

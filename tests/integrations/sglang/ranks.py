@@ -167,20 +167,24 @@ class RankProcess:
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
-    def decode(self, room: int, request: Request, seed: int, *, group: int = 0) -> None:
-        receiver = DisaggKVReceiver(self.manager, self.bootstrap, room)
-        self.started[room] = Started(room, request, seed, receiver=receiver, aux=group)
+    def decode(
+        self, room: int, request: Request, seed: int, *, group: int = 0, held: bool = False, bootstrap: str | None = None
+    ) -> None:
+        """Receive a room from the instance at `bootstrap`. `held`: it is not looked for yet."""
+        receiver = DisaggKVReceiver(self.manager, bootstrap or self.bootstrap, room)
+        self.started[room] = Started(room, request, seed, receiver=receiver, aux=group, held=held)
 
     def _decode(self, started: Started, say: Callable[..., None]) -> None:
         receiver, request = started.receiver, started.request
         if (
             receiver.prefill is None
             and receiver.conclude_state is None
+            and not started.held
             and self.manager.try_ensure_parallel_info(self.bootstrap)
         ):
             receiver.init(started.aux)
         poll = receiver.poll()
-        if poll == KVPoll.WaitingForInput and not started.begun and not started.held:
+        if poll == KVPoll.WaitingForInput and not started.begun:
             started.begun = True
             started.aux = self.free_aux.pop()
             pages = self.memory.kv_list(request, request.prefix, request.num_tokens)

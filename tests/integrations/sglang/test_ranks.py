@@ -31,6 +31,7 @@ class Pair:
         self.environ = {"SGLANG_HOST_IP": HOST, **environ}
         self.ranks: list[Rank] = []
         self.starts = itertools.count()
+        self.leaders: dict[str, str] = {}
         self.prefill, self.decode = self.start("prefill", prefill), self.start("decode", decode)
 
     def start(self, role: str, topology: Topology) -> list[Rank]:
@@ -42,7 +43,7 @@ class Pair:
         ]  # fmt: skip
         self.ranks += ranks
         for rank in ranks:
-            rank.wait(ready=...)
+            self.leaders[role] = rank.wait(ready=...)["ready"]
         return ranks
 
     def close(self) -> None:
@@ -183,6 +184,17 @@ def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
         pair.decode[0].wait(room=room, released=True)
         pair.begin(100, room=room)
         pair.expect(room)
+
+
+def test_decode_leaves_before_it_looks_for_prefill(tmp_path: Path) -> None:
+    """Prefill learns it where the request says where it is, as one that another server has prefilled does."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        room, name = pair.begin(100, decode=False), pair.leaders["prefill"].removeprefix("tcp://")
+        (rank,) = pair.decode
+        rank.call("decode", room, pair.request(rank, 100, 0), room % 1000, held=True, bootstrap=f"{name}@{name}")
+        rank.call("abort", room)
+        *ends, _ = pair.expect(room, status="failed")
+        assert all("decode does not want the request" in end["reason"] for end in ends)
 
 
 def test_prefill_that_nobody_asks_gives_up(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import time
 import urllib.error
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +86,21 @@ def check(found: list[Reply], expected: list[Reply]) -> None:
 
 @contextmanager
 def load(servers: Servers) -> Iterator[None]:
-    """Ask the proxy meanwhile. Every answer is right in the end, whichever server was killed."""
+    """Ask the proxy meanwhile, from its first answer on. Every answer is right in the end, whichever server was killed."""
     asked = PROMPTS * 4
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(servers.proxy.complete, prompt, stream=False, timeout_s=400) for prompt in asked]
+        wait(waiting, return_when=FIRST_COMPLETED)
         yield
         check([each.result() for each in waiting], servers.expected * 4)
+
+
+def wait_queued(server: Server, queue: str) -> None:
+    """Wait until a request is in a queue of the server."""
+    until = time.monotonic() + 60
+    while not server.num_queued(queue):
+        assert time.monotonic() < until, f"nothing is in the queue {queue}"
+        time.sleep(0.02)
 
 
 def check_answers(servers: Servers) -> None:
@@ -149,23 +158,23 @@ def test_aborts(servers: Servers) -> None:
     """A request that decode has aborted fails on prefill. One that prefill has aborted waits on decode until it is aborted."""
     (prompt,) = prompts((300,), seed=42)
     room = next(ROOMS)
-    abort(servers, servers.decode, room, prompt)
+    abort(servers, servers.decode, "decode_transfer", room, prompt)
     with pytest.raises(urllib.error.HTTPError) as refused:
         servers.prefill.complete(prompt, stream=False, **where(servers, room))
     assert "decode does not want the request" in refused.value.read().decode()
     room = next(ROOMS)
-    abort(servers, servers.prefill, room, prompt)
-    abort(servers, servers.decode, room, prompt)
+    abort(servers, servers.prefill, "prefill_bootstrap", room, prompt)
+    abort(servers, servers.decode, "decode_transfer", room, prompt)
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
     check_free(servers)
 
 
-def abort(servers: Servers, server: Server, room: int, prompt: list[int]) -> None:
-    """Ask only this server, and abort the request while it waits for the other."""
+def abort(servers: Servers, server: Server, queue: str, room: int, prompt: list[int]) -> None:
+    """Ask only this server, and abort the request while it waits for the other in one of SGLang's queues."""
     name = f"request-{room}"
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.complete, prompt, stream=False, rid=name, **where(servers, room))
-        time.sleep(1.0)
+        wait_queued(server, queue)
         assert not asked.done()
         server.abort(name)
         error = asked.exception(timeout=60)
@@ -178,9 +187,10 @@ def abort(servers: Servers, server: Server, room: int, prompt: list[int]) -> Non
 
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
     """Decode notices the end of the process at once. The new server, at TP 1, answers the requests that were waiting."""
-    with load(servers), ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
         alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
-        time.sleep(1.0)
+        wait_queued(servers.decode, "decode_transfer")
+        stack.enter_context(load(servers))
         servers.prefill.kill()
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.result()
@@ -196,7 +206,6 @@ def test_decode_is_replaced_under_load(servers: Servers) -> None:
     options = ("--tp", "2", "--page-size", "64", "--enable-metrics")
     retract = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     with load(servers):
-        time.sleep(0.1)
         servers.decode.kill()
         servers.decode = servers.stack.enter_context(
             Server.sglang(servers.model, *options, mode="decode", instead_of=servers.decode, **retract)

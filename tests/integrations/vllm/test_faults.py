@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from disagg.commands.top import read
 from disagg.runtime.keys import KeyPair
+from harness.ports import free_ports
 from harness.vllm.engine import PREFILL, Answer, Engine
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
@@ -50,9 +52,9 @@ def test_prefill_is_killed(start: Callable[..., Engine]) -> None:
 
 def test_decode_is_killed(start: Callable[..., Engine]) -> None:
     """Prefill, which was stopped meanwhile, gives blocks back long before `hold_s`, and serves the server in its place."""
-    options: dict[str, Any] = {"block_size": 64}
+    (port,) = free_ports(1)
     prefill = start(block_size=32)
-    decodes = [start(**options), start(**options)]
+    decodes = [start(block_size=64, extra={"metrics_port": port}), start(block_size=64)]
     asked = prompts(LENGTHS, seed=23)
     expected = prefill.wait_ready().generate(asked, max_tokens=6)
     hand_over(prefill, decodes[0].wait_ready(), prompts((50,), seed=24))
@@ -60,9 +62,10 @@ def test_decode_is_killed(start: Callable[..., Engine]) -> None:
     prefill.signal(signal.SIGSTOP)  # so that no transfer ends before decode does
     for prompt, one in zip(asked, first, strict=True):
         decodes[0].add(prompt, params=one.params)
-    while decodes[0].num_free_blocks() > decodes[0].num_blocks - 1 - sum(length // 64 for length in LENGTHS):
-        time.sleep(0.1)  # until decode has reserved
-    time.sleep(1.0)
+    until = time.monotonic() + 60
+    while read(f"127.0.0.1:{port}", timeout_s=30.0).total("requests", direction="receive", state="open") < len(LENGTHS):
+        assert time.monotonic() < until, "decode has not reserved"
+        time.sleep(0.05)
     decodes[0].kill()
     prefill.signal(signal.SIGCONT)
     wait_empty(prefill)
@@ -143,10 +146,11 @@ def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:
 
 
 def test_servers_of_different_models(start: Callable[..., Engine]) -> None:
-    """They refuse each other, and decode answers alone at once."""
-    prefill, decode = start("deepseek-v2"), start("llama", extra={"load_timeout_s": 60.0})
+    """They refuse each other, and decode answers alone at once. Prefill gives blocks back that nobody takes."""
+    prefill, decode = start("deepseek-v2", extra={"hold_s": 3.0}), start("llama", extra={"load_timeout_s": 60.0})
     asked = prompts((100, 200), seed=28)
     found = hand_over(prefill.wait_ready(), decode.wait_ready(), asked, max_tokens=4)
     check_equal(decode.generate(asked, max_tokens=4), found)
+    wait_empty(prefill)
     assert num_external(found) == [0, 0]
     wait_empty(decode)

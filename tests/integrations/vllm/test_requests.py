@@ -22,7 +22,7 @@ def pair(model: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
     folder = str(model("llama"))
     options: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": True}
     with (
-        Engine(folder, block_size=32, blocks=BLOCKS, extra={"hold_s": 10.0}, **options) as prefill,
+        Engine(folder, block_size=32, blocks=BLOCKS, **options) as prefill,
         Engine(folder, block_size=64, blocks=BLOCKS // 2, **options) as decode,
     ):
         yield prefill, decode
@@ -108,17 +108,25 @@ def test_damaged_parameters_are_computed(pair: tuple[Engine, Engine], damaged: d
     check_equal(decode.generate([prompt], max_tokens=4), [found])
 
 
-def test_request_that_decode_never_asks_for(pair: tuple[Engine, Engine]) -> None:
-    prefill, decode = pair
-    prefill.generate(prompts((300,), seed=8), params=PREFILL)
+def test_requests_that_the_proxy_gives_up(pair: tuple[Engine, Engine]) -> None:
+    """One that prefill holds for decode, and one that it still computes. Both are gone long before `hold_s`."""
+    prefill, _ = pair
+    held, computing = prompts((300, 1200), seed=8)
+    names = [new_request_id().hex() for _ in range(2)]
+    (first,) = prefill.generate([held], params={**PREFILL, "remote_request_id": names[0]})
+    assert first.params is not None
     assert prefill.num_free_blocks() < BLOCKS - 1
-    wait_empty(prefill, decode)  # after `hold_s`
+    second = prefill.add(computing, params={**PREFILL, "remote_request_id": names[1]})
+    given_up = [prefill.add([0], params={"abort_request_id": name}) for name in names]
+    prefill.wait([second, *given_up])
+    assert prefill.answers[second].params is None
+    wait_empty(prefill)
 
 
 def test_aborts(pair: tuple[Engine, Engine]) -> None:
     """Whatever is aborted, in whatever state, blocks become free and other requests are right."""
     prefill, decode = pair
-    asked = prompts((1200, 900, 600, 300), seed=9)
+    asked = prompts((1100, 900, 600, 300), seed=9)
     first = prefill.generate(asked, params=PREFILL)
     computing = [prefill.add(prompt, params=PREFILL) for prompt in prompts((1200, 1100), seed=10)]
     loading = [decode.add(prompt, params=one.params) for prompt, one in zip(asked, first, strict=True)]
