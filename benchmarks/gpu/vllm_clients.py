@@ -19,7 +19,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,33 +104,70 @@ class Pair:
 
 @dataclass
 class Reply:
-    """An answer: its tokens, the seconds until each event with some, from the request to decode, and the seconds of prefill."""
+    """An answer: its tokens, their logprobs if asked for, the seconds from `begun_s`, when decode was asked, until each event
+    with tokens, and the seconds of prefill.
+    """
 
+    begun_s: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
+
+    @property
+    def gap_ms_max(self) -> float:
+        """The longest time between two tokens."""
+        return round(max((late - early for early, late in itertools.pairwise(self.times_s)), default=0.0) * 1e3, 1)
 
 
 def ask(pair: Pair, prompt: Sequence[int], *, max_tokens: int, decode: Server | None = None) -> Reply:
     """Send one prompt to prefill, and then to decode. Raises one of `Broken`."""
-    reply, params = Reply(), None
     begun_s = time.monotonic()
-    if pair.prefill is not None:
-        with pair.prefill.ask(prompt, timeout_s=PATIENCE_S, max_tokens=1, logprobs=None, kv_transfer_params=PREFILL) as answer:
-            params = json.load(answer)["kv_transfer_params"]
-        if not params:
-            raise RuntimeError("prefill has answered without kv_transfer_params")
-        reply.prefill_s, begun_s = time.monotonic() - begun_s, time.monotonic()
+    params = None if pair.prefill is None else hand_over(pair.prefill, prompt)
+    prefill_s = time.monotonic() - begun_s
+    reply = stream(decode or pair.decode, prompt, params, max_tokens=max_tokens)
+    reply.prefill_s = prefill_s
+    return reply
+
+
+def hand_over(
+    prefill: Server, prompt: Sequence[int], params: Mapping[str, Any] = PREFILL, *, timeout_s: float = PATIENCE_S
+) -> dict[str, Any]:
+    """Send a prompt to prefill. Returns the `kv_transfer_params` for decode. Raises one of `Broken`."""
+    with prefill.ask(prompt, timeout_s=timeout_s, max_tokens=1, logprobs=None, kv_transfer_params=params) as answer:
+        found: dict[str, Any] | None = json.load(answer)["kv_transfer_params"]
+    if not found:
+        raise RuntimeError("prefill has answered without kv_transfer_params")
+    return found
+
+
+def stream(
+    server: Server,
+    prompt: Sequence[int],
+    params: Mapping[str, Any] | None,
+    *,
+    max_tokens: int,
+    logprobs: int | None = None,
+    timeout_s: float = PATIENCE_S,
+    on_first: Callable[[], None] | None = None,
+) -> Reply:
+    """The answer of decode to a prompt, with prefill's `params` or alone. Calls `on_first` at the first token.
+
+    Raises one of `Broken`.
+    """
+    reply = Reply()
     fields = {} if params is None else {"kv_transfer_params": params}
-    to = decode or pair.decode
-    with to.ask(prompt, timeout_s=PATIENCE_S, max_tokens=max_tokens, logprobs=None, stream=True, **fields) as answer:
+    asked = server.ask(prompt, timeout_s=timeout_s, max_tokens=max_tokens, logprobs=logprobs, stream=True, **fields)
+    with asked as answer:
         for line in answer:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                found = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
-                if found:
-                    reply.times_s.append(time.monotonic() - begun_s)
-                    reply.tokens += found
+            choices = json.loads(line[6:]).get("choices", ()) if line.startswith(b"data: {") else ()
+            found = [token for choice in choices for token in choice.get("token_ids") or ()]
+            if found:
+                reply.times_s.append(time.monotonic() - reply.begun_s)
+                reply.tokens += found
+                reply.logprobs += [each for choice in choices for each in (choice["logprobs"] or {}).get("token_logprobs", ())]
+                if len(reply.times_s) == 1 and on_first is not None:
+                    on_first()
     if len(reply.tokens) != max_tokens:
         raise RuntimeError(f"decode has answered with {len(reply.tokens)} of {max_tokens} tokens")
     return reply
@@ -257,7 +294,6 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
         replies = [reply for reply in found if reply is not None]
     elapsed_s = time.monotonic() - begun_s
     first_s = sorted(reply.prefill_s + reply.times_s[0] for reply in replies)
-    gaps_s = [late - early for reply in replies for early, late in itertools.pairwise(reply.times_s)]
     return {
         "pair": pair.name,
         "clients": clients,
@@ -268,15 +304,14 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
         "requests_per_s": round(len(replies) / elapsed_s, 2),
         "first_token_ms_p50": round(statistics.median(first_s) * 1e3, 1) if first_s else None,
         "first_token_ms_max": round(first_s[-1] * 1e3, 1) if first_s else None,
-        "gap_ms_max": round(max(gaps_s) * 1e3, 1) if gaps_s else None,
+        "gap_ms_max": max((reply.gap_ms_max for reply in replies), default=None),
     }
 
 
 def show(table: dict[str, Any], plan: Plan) -> None:
     """Print the table, and what could not be measured."""
-    for part in ("tokens", "first_token", "load", "tokens_of_other_block"):
-        rows = table.get(part) or []
-        if rows:
+    for part, rows in table.items():
+        if isinstance(rows, list) and rows:
             lines = [[str(value) for value in row.values()] for row in rows]
             print(f"\n{part}\n{table_text(plain_table(list(rows[0]), lines, right=list(rows[0])))}")
     for name, path in table.get("transport", {}).items():

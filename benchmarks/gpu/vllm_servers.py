@@ -22,12 +22,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all, show
+from benchmarks.gpu.vllm_weights import write_large_model
 from harness.conditions import conditions
 from harness.ports import free_ports
 from harness.servers import Server, transfer_config
@@ -52,24 +54,25 @@ LARGE, SMALL = 9_000_000_000, 3_200_000_000
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server to start. `place` is its GPU, if there are two."""
+    """A server to start. `place` is its GPU, if there are two, `nbytes` its KV, and `chunk` the most tokens of a step."""
 
     name: str
     connector: str
     place: int
     block: int
     nbytes: int
+    chunk: int
 
 
-def wanted(connectors: tuple[str, ...], block: int) -> Iterator[Wanted]:
+def wanted(connectors: tuple[str, ...], block: int, chunk: int) -> Iterator[Wanted]:
     """The servers of the pairs; each decode server also with blocks of twice as many tokens."""
     for connector in connectors:
         if connector in ("nothing", "undivided"):
-            yield Wanted(connector, connector, 1, block, SMALL)
+            yield Wanted(connector, connector, 1, block, SMALL, chunk)
         else:
-            yield Wanted(f"{connector} prefill", connector, 0, block, LARGE)
-            yield Wanted(f"{connector} decode", connector, 1, block, LARGE)
-            yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL)
+            yield Wanted(f"{connector} prefill", connector, 0, block, LARGE, chunk)
+            yield Wanted(f"{connector} decode", connector, 1, block, LARGE, chunk)
+            yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL, chunk)
 
 
 def start(one: Wanted, model: Path, gpus: int) -> Server:
@@ -84,7 +87,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
             "CUDA_VISIBLE_DEVICES": ",".join(str((first + each) % gpus) for each in range(gpus)),
         }
         size = ["--dtype", "bfloat16", "--compilation-config", json.dumps(GRAPHS), "--max-model-len", "20480"]
-        size += ["--max-num-batched-tokens", "20480", "--kv-cache-memory-bytes", str(one.nbytes)]
+        size += ["--kv-cache-memory-bytes", str(one.nbytes)]
     else:
         environ = {**ENVIRONMENT, **own, "VLLM_LOGGING_LEVEL": "INFO"}
         size = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "512"]
@@ -99,6 +102,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
         "model",
     ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(one.block), "--max-num-seqs", "32", caching]
+    command += ["--max-num-batched-tokens", str(one.chunk)]
     command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size, *connector_options(one.connector)]
     return Server(command, port, environ)
 
@@ -119,14 +123,17 @@ def connector_options(connector: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    connectors: tuple[str, ...], model: Path, plan: Plan, *, gpus: int, patience_s: float, logs: Path | None
+    servers: Mapping[str, Callable[[], Server]], plan: Plan, *, patience_s: float, logs: Path | None
 ) -> Iterator[dict[str, Server]]:
-    """The servers that have started, by name. `plan.problems` gets those that have not. `logs` gets the ends of all logs."""
+    """Start servers. Yields those that are ready, by name.
+
+    `plan.problems` gets those that did not start. `logs` gets the ends of all logs.
+    """
     with ExitStack() as stack:
         started = {}
-        for one in wanted(connectors, plan.block):
-            started[one.name] = start(one, model, gpus)
-            stack.callback(end, one.name, started[one.name], logs)
+        for name, begin in servers.items():
+            started[name] = begin()
+            stack.callback(end, name, started[name], logs)
         until, ready = time.monotonic() + patience_s, {}
         for name, server in started.items():
             try:
@@ -158,24 +165,6 @@ def pairs_of(ready: Mapping[str, Server], connectors: tuple[str, ...], block: in
             yield Pair(connector, ready[f"{connector} prefill"], ready[f"{connector} decode"], other)
 
 
-def write_large_model(folder: Path) -> Path:
-    """A model of 0.7 billion parameters with 32 layers of 8 KV heads of 128 elements."""
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    models = importlib.import_module("harness.vllm.models")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=models.VOCABULARY, bos_token_id=models.BOS, eos_token_id=models.EOS, pad_token_id=models.EOS,
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, max_position_embeddings=32768, initializer_range=0.04, tie_word_embeddings=False,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    found: Path = models.save_model(model, folder)
-    del model
-    torch.cuda.empty_cache()
-    return found
-
-
 def terminate(number: int, _: object) -> None:
     """End as after an exception, so that the servers are killed."""
     sys.exit(128 + number)
@@ -199,12 +188,13 @@ def main() -> None:
     table = {**conditions(), "gpus": given.gpus}
     with tempfile.TemporaryDirectory() as folder:
         if given.gpus:
-            model = write_large_model(Path(folder))
+            model = write_large_model("llama", Path(folder))
         else:
             model = importlib.import_module("harness.vllm.models").write_model("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
-        start_s, logs = given.start_s, given.logs
-        with running(connectors, model, plan, gpus=given.gpus, patience_s=start_s, logs=logs) as ready:
+        servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536)
+        starts = {one.name: partial(start, one, model, given.gpus) for one in servers}
+        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
             for part in measure_all(list(pairs_of(ready, connectors, plan.block)), plan):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")

@@ -1,0 +1,287 @@
+"""vLLM servers of other models, and prefill servers that are killed, on one or two GPUs::
+
+    python -m benchmarks.gpu.vllm_models --gpus 1 --limit-s 400 --json docs/benchmarks/vllm-h200-models.json
+
+The models have random weights (`vllm_weights.py`). Prefill and decode are servers of their own with this library's connector,
+over `nvlink`. All compute at most `CHUNK` tokens in a step, and prompts are one token longer than a multiple of it: so decode
+computes the last token alone in any case, and an answer of decode *without* prefill is rounded as one with it. Every answer is
+compared with that one.
+
+`tokens`: equal answers, also with blocks of other sizes on decode. `logprob_max` is the largest difference of a logprob.
+`external` is vLLM's count of tokens that decode has not computed, as a share of those it should have received.
+
+`killed`: when prefill gets SIGKILL. `after`: at the first token of decode's answer. `before`: prefill has computed the request,
+and decode is asked next. `during`: both were asked at once, and prefill has computed half of it, so decode already gets chunks.
+`first_token_ms`: from the request to decode (`before`) or from the signal (`during`) to the first token. `alone_ms` is decode's
+time to the first token of the same prompt without a prefill server. `failed_loads` is the connector's own count.
+
+`--gpus 0` tries the program on the CPU with small models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import random
+import re
+import secrets
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.vllm_clients import PREFILL, Broken, Plan, Reply, hand_over, num_external, prompt_of, show, stream
+from benchmarks.gpu.vllm_servers import Wanted, running, start, terminate
+from benchmarks.gpu.vllm_weights import MODELS, write_large_model
+from harness.conditions import conditions
+from harness.servers import Server
+
+PREFILLS = ("prefill", "spare")
+CHUNK, SMALL_CHUNK = 2004, 300
+"""Tokens of a step, on the GPU and on the CPU. Not a multiple of a block."""
+CHUNKS = (1, 1, 2, 2, 4, 4)
+"""Steps of each prompt that is compared."""
+MOST_CHUNKS, MOST_SMALL_CHUNKS = 8, 4
+"""Steps of the prompt whose prefill is killed, on the GPU and on the CPU."""
+NUM_TOKENS = 48
+NBYTES = 6_000_000_000
+"""Bytes of KV: twice a prompt of `MOST_CHUNKS` for the largest model."""
+COMPILING_S = 120.0
+"""How long a first answer may take, for which kernels are compiled."""
+
+
+@dataclass
+class Fleet:
+    """The servers of one model: decode by the size of its blocks, and what decode answers alone to each prompt."""
+
+    model: str
+    prefills: list[Server]
+    decodes: Mapping[int, Server]
+    plan: Plan
+    chunk: int
+    num_chunks: int
+    alone: dict[tuple[int, int], Reply] = field(default_factory=dict)
+
+    @property
+    def decode(self) -> Server:
+        return self.decodes[self.plan.block]
+
+    def prompt(self, chunks: int, seed: int) -> list[int]:
+        """A random prompt."""
+        return prompt_of(random.Random(seed), chunks * self.chunk + 1)
+
+    def answer(self, block: int, chunks: int, seed: int) -> Reply:
+        """What decode with blocks of `block` tokens answers without prefill, asked a second time: the first time compiles."""
+        found = self.alone.get((block, seed))
+        if found is None:
+            prompt = self.prompt(chunks, seed)
+            for timeout_s in (COMPILING_S, COMPILING_S):
+                found = stream(self.decodes[block], prompt, None, max_tokens=NUM_TOKENS, logprobs=0, timeout_s=timeout_s)
+            assert found is not None
+            self.alone[block, seed] = found
+        return found
+
+
+def difference(found: Reply, expected: Reply) -> dict[str, Any]:
+    """How far an answer is from the expected one."""
+    differences = [abs(one - other) for one, other in zip(found.logprobs, expected.logprobs, strict=False)]
+    return {"equal": found.tokens == expected.tokens, "logprob_max": round(max(differences, default=math.nan), 5)}
+
+
+def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
+    """How many answers of decode with blocks of `block` tokens are those that it gives without prefill."""
+    prefill, decode, plan = fleet.prefills[0], fleet.decodes[block], fleet.plan
+    rows, num_tokens, hits = [], 0, 0.0
+    for seed, chunks in enumerate(CHUNKS):
+        what = f"{fleet.model}, blocks of {block}, {chunks} chunks"
+        if plan.is_over(what):
+            break
+        try:
+            expected, prompt = fleet.answer(block, chunks, seed), fleet.prompt(chunks, seed)
+            before = num_external(decode)
+            params = hand_over(prefill, prompt, timeout_s=COMPILING_S)
+            found = stream(decode, prompt, params, max_tokens=NUM_TOKENS, logprobs=0)
+            hits, num_tokens = hits + num_external(decode) - before, num_tokens + len(prompt) - 1
+            rows.append(difference(found, expected))
+        except Broken as error:
+            plan.problems.append(f"{what}: {type(error).__name__}: {error}")
+    return {
+        "model": fleet.model,
+        "blocks": f"{plan.block} -> {block}",
+        "vllm_block": block_size(decode),
+        "asked": len(CHUNKS),
+        "answered": len(rows),
+        "equal": sum(row["equal"] for row in rows),
+        "logprob_max": max((row["logprob_max"] for row in rows), default=None),
+        "external": round(hits / num_tokens, 4) if num_tokens else None,
+    }
+
+
+def block_size(server: Server) -> str:
+    """The tokens of a block that vLLM has chosen: hybrid models get larger ones than asked for."""
+    with suppress(OSError):
+        found = re.search(r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', server.metrics(), re.MULTILINE)
+        return found[1] if found else "unknown"
+    return "unknown"
+
+
+def num_failed(server: Server) -> float:
+    """Loads of a server that have failed so far; 0 if it has counted none."""
+    try:
+        return server.metric("vllm:disagg_failed_loads_total")
+    except (OSError, KeyError):
+        return 0.0
+
+
+def killed(fleet: Fleet) -> Iterator[dict[str, Any]]:
+    """One row for each moment. One prefill server is killed after one request and before another, the spare one during one."""
+    kept: dict[int, dict[str, Any]] = {}
+    acts: dict[str, Callable[[int], tuple[Reply, float]]] = {
+        "after": partial(after, fleet, kept),
+        "before": partial(before, fleet, kept),
+    }
+    if len(fleet.prefills) > 1:
+        acts["during"] = partial(during, fleet)
+    for seed, moment in enumerate(acts, start=100):
+        what = f"{fleet.model}, prefill killed {moment}"
+        if fleet.plan.is_over(what):
+            return
+        try:
+            expected, failed = fleet.answer(fleet.plan.block, fleet.num_chunks, seed), num_failed(fleet.decode)
+            found, first_s = acts[moment](seed)
+        except (*Broken, KeyError) as error:
+            fleet.plan.problems.append(f"{what}: {type(error).__name__}: {error}")
+            continue
+        yield {
+            "model": fleet.model,
+            "killed": moment,
+            "tokens": fleet.num_chunks * fleet.chunk + 1,
+            **difference(found, expected),
+            "failed_loads": num_failed(fleet.decode) - failed,
+            "first_token_ms": round(first_s * 1e3, 1),
+            "alone_ms": round(expected.times_s[0] * 1e3, 1),
+            "gap_ms_max": found.gap_ms_max,
+        }
+
+
+def after(fleet: Fleet, kept: dict[int, dict[str, Any]], seed: int) -> tuple[Reply, float]:
+    """Prefill dies at the first token of the answer. It has computed the request of `before` as well, which `kept` gets."""
+    prefill, decode, first = fleet.prefills[0], fleet.decode, threading.Event()
+    prompt, other = (fleet.prompt(fleet.num_chunks, each) for each in (seed, seed + 1))
+    params, kept[seed + 1] = (hand_over(prefill, each, timeout_s=COMPILING_S) for each in (prompt, other))
+    with ThreadPoolExecutor(1) as pool:
+        asked = partial(stream, decode, prompt, params, max_tokens=NUM_TOKENS, logprobs=0, on_first=first.set)
+        answer: Future[Reply] = pool.submit(asked)
+        first.wait(COMPILING_S)
+        prefill.kill()
+        found = answer.result()
+    return found, found.times_s[0]
+
+
+def before(fleet: Fleet, kept: Mapping[int, dict[str, Any]], seed: int) -> tuple[Reply, float]:
+    """Decode is asked for a request whose prefill server has died."""
+    prompt = fleet.prompt(fleet.num_chunks, seed)
+    found = stream(fleet.decode, prompt, kept[seed], max_tokens=NUM_TOKENS, logprobs=0, timeout_s=COMPILING_S)
+    return found, found.times_s[0]
+
+
+def during(fleet: Fleet, seed: int) -> tuple[Reply, float]:
+    """Both servers are asked at once, and prefill dies halfway."""
+    prefill, decode = fleet.prefills[-1], fleet.decode
+    other = fleet.prompt(fleet.num_chunks, seed + 1)
+    first = hand_over(prefill, other, timeout_s=COMPILING_S)  # compiles; then both connect
+    stream(decode, other, first, max_tokens=2, timeout_s=COMPILING_S)
+    begun_s = time.monotonic()
+    params = hand_over(prefill, other)
+    half_s = (time.monotonic() - begun_s) / 2
+    stream(decode, other, params, max_tokens=2)
+    prompt, request = fleet.prompt(fleet.num_chunks, seed), secrets.token_hex(16)
+    with ThreadPoolExecutor(2) as pool:
+        given = {**PREFILL, "remote_request_id": request}
+        lost: Future[dict[str, Any]] = pool.submit(partial(hand_over, prefill, prompt, given))
+        asked = partial(stream, decode, prompt, {**params, "remote_request_id": request})
+        answer: Future[Reply] = pool.submit(partial(asked, max_tokens=NUM_TOKENS, logprobs=0, timeout_s=COMPILING_S))
+        time.sleep(half_s)
+        killed_s = time.monotonic()
+        prefill.kill()
+        found = answer.result()
+        with suppress(*Broken):
+            lost.result()
+    return found, found.begun_s + found.times_s[0] - killed_s
+
+
+def wanted(model: str, prefills: tuple[str, ...], blocks: tuple[int, ...], *, chunk: int, gpus: int) -> Iterator[Wanted]:
+    """The servers of a model: prefill, and decode for each block size."""
+    connector = "nvlink" if gpus else "nixl"
+    for name in prefills:
+        yield Wanted(f"{model} {name}", connector, 0, blocks[0], NBYTES, chunk)
+    for block in blocks:
+        yield Wanted(f"{model} decode {block}", connector, 1, block, NBYTES, chunk)
+
+
+def fleet_of(model: str, ready: Mapping[str, Server], plan: Plan, *, chunk: int, num_chunks: int) -> Fleet | None:
+    """The servers of a model that have started, if prefill and decode are among them."""
+    prefills = [ready[f"{model} {name}"] for name in PREFILLS if f"{model} {name}" in ready]
+    decodes = {block: ready[name] for block in (plan.block, 2 * plan.block) if (name := f"{model} decode {block}") in ready}
+    return Fleet(model, prefills, decodes, plan, chunk, num_chunks) if prefills and plan.block in decodes else None
+
+
+def measure(fleets: list[Fleet]) -> Iterator[dict[str, Any]]:
+    """The parts of the table, each as soon as it is complete."""
+    rows: list[dict[str, Any]] = []
+    for fleet in fleets:
+        for block in fleet.decodes:
+            rows.append(tokens(fleet, block))
+            yield {"tokens": rows}
+    deaths: list[dict[str, Any]] = []
+    for fleet in fleets:
+        for row in killed(fleet):
+            deaths.append(row)
+            yield {"killed": deaths}
+
+
+def main() -> None:
+    """Start the servers, measure, and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: small models on the CPU")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--no-spare", action="store_true", help="start one prefill server only, and leave out `during`")
+    parser.add_argument("--limit-s", type=float, default=400.0, metavar="SECONDS", help="end after this time")
+    parser.add_argument("--start-s", type=float, default=200.0, metavar="SECONDS", help="how long to wait for the servers")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to put the logs of the servers")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, terminate)
+    plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
+    chunk, num_chunks = (CHUNK, MOST_CHUNKS) if given.gpus else (SMALL_CHUNK, MOST_SMALL_CHUNKS)
+    write = write_large_model if given.gpus else importlib.import_module("harness.vllm.models").write_model
+    prefills = PREFILLS[:1] if given.no_spare else PREFILLS
+    table: dict[str, Any] = {**conditions(), "gpus": given.gpus, "chunk": chunk}
+    with tempfile.TemporaryDirectory() as folder:
+        starts = {}
+        for model in given.models:
+            path = write(model, Path(folder) / model)
+            blocks = (plan.block,) if model == "llama" else (plan.block, 2 * plan.block)
+            for one in wanted(model, prefills, blocks, chunk=chunk, gpus=given.gpus):
+                starts[one.name] = partial(start, one, path, given.gpus)
+        print(f"the models are written after {plan.elapsed_s():.0f} s", flush=True)
+        with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
+            found = [fleet_of(model, ready, plan, chunk=chunk, num_chunks=num_chunks) for model in given.models]
+            for part in measure([fleet for fleet in found if fleet is not None]):
+                table.update(part)
+                given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
+    show(table, plan)
+
+
+if __name__ == "__main__":
+    main()
