@@ -91,8 +91,8 @@ wheels: ## Build wheels of a release for x86-64 and aarch64 in dist/, without co
 wheels-test: setup wheels ## Test the wheels of `make wheels` in Python 3.11 to 3.14, on aarch64 under emulation
 	@$(BIN)/python -m harness.wheels
 
-wheel-test: build ## Test the wheel in a clean environment, outside the source tree
-	@scripts/wheel_test.sh
+wheel-test: build ## Test the wheel in clean environments of every installed Python from 3.11 to 3.14, outside the source tree
+	@$(BIN)/python -m harness.wheels --installed
 
 gpu-test: ## Run the tests that need two NVIDIA GPUs (PYTHON=... names the interpreter)
 	@STEPS=tests scripts/gpu_all.sh

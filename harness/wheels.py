@@ -4,12 +4,15 @@ On x86-64 `scripts/wheel_test.sh` installs the wheel into a new environment and 
 smallest example, `disagg explain` and `disagg doctor`. Interpreters that are not installed come from Debian's packages, where
 a release has them. On aarch64 `harness.aarch64` uses the wheel under emulation. Fails if a wheel does. Each Python that cannot
 be had is named.
+
+With `--installed` only the interpreters of this machine use wheels for it, and a wheel that is missing is built.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -17,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from harness import aarch64
 from harness.debian import FetchError
@@ -56,6 +59,24 @@ def outcome(version: str, architecture: str, folder: Path) -> tuple[str, str]:
         return "", f"not run: {str(error).splitlines()[0]}"
 
 
+def of_this_machine(version: str, folder: Path) -> tuple[str, str]:
+    """Like `outcome`, with an interpreter that is installed here and, if no wheel in `folder` is for it, one that it builds."""
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    python = Path(sys.executable) if version == own else installed(version)
+    if python is None:
+        return "", "not run: not installed"
+    wheel = wheel_for(version, platform.machine(), folder)
+    if wheel is None:
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        command = [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+        environ = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints-dev.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        if status := subprocess.run(command, env=environ, timeout=900, check=False).returncode:
+            return str(python), f"failed: no wheel could be built, status {status}"
+        wheel = wheel_for(version, platform.machine(), folder)
+        assert wheel is not None, "a wheel of another name was built"
+    return str(python), _use(wheel, python)
+
+
 def _use(wheel: Path, python: Path) -> str:
     """Run `scripts/wheel_test.sh`."""
     environ = {**os.environ, "PYTHON": str(python)}
@@ -63,8 +84,12 @@ def _use(wheel: Path, python: Path) -> str:
     return f"failed: status {status}" if status else "passed"
 
 
-def outcomes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
+def outcomes(folder: Path, *, only_installed: bool) -> Iterator[tuple[str, str, str, str]]:
     """Version, architecture, interpreter and result of each pair, as it is run."""
+    if only_installed:
+        for version in VERSIONS:
+            yield (version, platform.machine(), *of_this_machine(version, folder))
+        return
     for architecture in ARCHITECTURES:
         for version in VERSIONS:
             yield (version, architecture, *outcome(version, architecture, folder))
@@ -73,9 +98,11 @@ def outcomes(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.wheels", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "dist")
-    table = Table("Python", "architecture", "interpreter", "result")
+    parser.add_argument("--installed", action="store_true", help="only interpreters of this machine; builds missing wheels")
+    options = parser.parse_args()
+    table = Table("Python", "architecture", Column("interpreter", overflow="fold"), "result")
     results = []
-    for row in outcomes(parser.parse_args().folder):
+    for row in outcomes(options.folder, only_installed=options.installed):
         table.add_row(*row)
         results.append(row[-1])
     Console().print(table)
