@@ -94,8 +94,8 @@ def check_name(name: object, what: str) -> str:
 
 
 def check_topology(topology: Topology | None, components: Sequence[Component], *, leader: str | None) -> Topology:
-    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not, and for a rank 0
-    with a leader.
+    """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not, for a rank 0
+    with a leader, and for a leader's address that cannot be.
     """
     for component in components:
         topology = topology or component.topology
@@ -105,6 +105,8 @@ def check_topology(topology: Topology | None, components: Sequence[Component], *
         raise ConfigError("topology: expected one, since there are no components, found None")
     if leader is not None and topology.rank == 0:
         raise ConfigError(f"leader: expected None on rank 0, found {leader!r}")
+    if leader is not None:
+        dialable(leader, what="leader")
     return topology
 
 

@@ -22,9 +22,6 @@ if ROOT not in sys.path:
 from disagg import new_request_id  # noqa: E402
 from examples.minimal_server import Remote, generate, introduce, started  # noqa: E402
 
-SETTINGS = {"DISAGG_CONNECTION_LIMITS": "heartbeat_s=0.3,heartbeat_timeout_s=3.0"}
-"""Declares a silent peer lost after 3 s instead of 8 s, to keep the example short."""
-
 
 class Router:
     """Sends each request to one prefill and one decode worker, and to others if it fails."""
@@ -81,7 +78,7 @@ def main() -> None:
         router = Router()
 
         def start(role: str, number: int) -> Remote:
-            environ = {**SETTINGS, "DISAGG_BACKEND": backend, "DISAGG_NAME": f"{role}-{number}"}
+            environ = {"DISAGG_BACKEND": backend, "DISAGG_NAME": f"{role}-{number}"}
             return opened.enter_context(started(role, environ=environ))
 
         router.prefills = [start("prefill", number) for number in range(2)]

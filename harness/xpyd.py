@@ -36,7 +36,6 @@ NUM_OPEN = 12
 """Requests that are under way at a time."""
 LOST_S = 100.0
 """A request without an answer for so long is lost: deadlines are shorter."""
-LIMITS = "heartbeat_s=0.5,heartbeat_timeout_s=4.0"
 
 
 class Worker:
@@ -54,7 +53,6 @@ class Worker:
                 "DISAGG_BACKEND": backend,
                 "DISAGG_ANNOUNCE": f"etcd://{etcd}/xpyd/{role}",
                 "DISAGG_DISCOVER": f"etcd://{etcd}/xpyd/{other}",
-                "DISAGG_CONNECTION_LIMITS": LIMITS,
                 "DISAGG_ADMIT": "any",
             },
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import urllib.error
@@ -21,7 +22,6 @@ from disagg.commands.shell.errors import one_sentence
 from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
-TIMEOUT_S = 2.0
 EPILOG = """\b
 Examples, for ranks with --metrics-port:
   disagg top http://127.0.0.1:9400 http://127.0.0.1:9401
@@ -79,10 +79,10 @@ def metrics_of(url: str) -> str:
     return address if address.endswith("/metrics") else f"{address}/metrics"
 
 
-def read(url: str) -> Sample:
-    """Read a rank's metrics now. If that fails, the sample says why."""
+def read(url: str, *, timeout_s: float) -> Sample:
+    """Read a rank's metrics now. If that fails, or takes longer than `timeout_s`, the sample says why."""
     try:
-        with urllib.request.urlopen(metrics_of(url), timeout=TIMEOUT_S) as answer:  # noqa: S310 - what the caller names
+        with urllib.request.urlopen(metrics_of(url), timeout=timeout_s) as answer:  # noqa: S310 - what the caller names
             text = answer.read().decode()
         values = {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -169,21 +169,24 @@ def table(rows: Sequence[tuple[str, ...]]) -> Table:
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.argument("urls", metavar="URL...", nargs=-1, required=True)
 @click.option("--interval", default=2.0, type=click.FloatRange(min=0.1), metavar="SECONDS", help="Time between two readings.")
+@click.option(
+    "--timeout", default=2.0, type=click.FloatRange(min=0.1), metavar="SECONDS", help="How long a rank may take to answer."
+)
 @click.option("--once", is_flag=True, help="Read twice, print one table, and exit with status 1 if a rank is dead or silent.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
-def top(*, urls: tuple[str, ...], interval: float, once: bool) -> None:
+def top(*, urls: tuple[str, ...], interval: float, timeout: float, once: bool) -> None:
     """Show the requests, rates and health of ranks, from the metrics that each serves at URL."""
     for url in urls:
         metrics_of(url)
-    console = Console()
+    console, read_now = Console(), functools.partial(read, timeout_s=timeout)
     with ThreadPoolExecutor(min(len(urls), 32)) as pool:
-        before = list(pool.map(read, urls))
+        before = list(pool.map(read_now, urls))
         shown = table([row(url, None, sample) for url, sample in zip(urls, before, strict=True)])
         with Live(shown, console=console, auto_refresh=False, transient=once) as live:
             while True:
                 time.sleep(interval)
-                now = list(pool.map(read, urls))
+                now = list(pool.map(read_now, urls))
                 rows = [row(*each) for each in zip(urls, before, now, strict=True)]
                 before = now
                 if once:

@@ -13,7 +13,7 @@ try:
     import dns.exception
     import dns.resolver
 except ImportError as error:
-    raise BackendUnavailable("discovery by DNS needs the package 'dnspython': pip install 'disagg[dns]'") from error
+    raise BackendUnavailable("discovery by DNS needs the package 'dnspython': pip install dnspython") from error
 
 TIMEOUT_S = 5.0
 

@@ -34,7 +34,9 @@ class Tracing:
             from opentelemetry import trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise ConfigError(f"tracing: expected the package 'opentelemetry-api' (disagg[otel]): {error}") from error
+            raise ConfigError(
+                f"tracing: expected the package 'opentelemetry-api' (pip install opentelemetry-api): {error}"
+            ) from error
         self._tracer, self._api = trace.get_tracer("disagg", importlib.metadata.version("disagg")), trace
         self._texts = TraceContextTextMapPropagator()
         self._receiving: dict[Receiver, Span] = {}

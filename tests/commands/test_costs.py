@@ -64,8 +64,15 @@ def test_the_fit_finds_the_costs_that_made_the_speeds() -> None:
 def test_speeds_that_no_costs_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="two piece sizes"):
         fitted_costs([(512, 1.0, 1.0)])
-    with pytest.raises(ConfigError, match="no rate fits"):
-        fitted_costs([(512, 1.0, 1.0), (1024, 8.0, 1.0)])
+    found = r"grow with its size, found 0\.512 us for 512 bytes, 0\.128 us for 1024 bytes; measure longer"
+    with pytest.raises(ConfigError, match=found):
+        fitted_costs([(1024, 8.0, 1.0), (512, 1.0, 1.0)])
+
+
+def test_where_longer_pieces_are_not_faster_a_piece_costs_nothing() -> None:
+    found = fitted_costs([(512, 8.0, 5.0), (1024, 4.0, 5.0)])
+    assert found.piece_s == 0.0
+    assert 4.0 < found.gbps < 8.0
 
 
 @pytest.mark.parametrize(

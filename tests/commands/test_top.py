@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from disagg.commands.top import Sample, quantile, read, row
 from harness.ports import held_port
-from tests.support.cluster import Cluster, Side, cluster
+from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def instances() -> Iterator[Cluster]:
 def sample(instances: Cluster) -> tuple[str, Sample]:
     url = instances.decode[0].manager.metrics_url
     assert url is not None
-    return url, read(url)
+    return url, read(url, timeout_s=DEADLINE_S)
 
 
 def test_rates_count_what_ended_between_two_readings(instances: Cluster) -> None:
@@ -62,7 +63,7 @@ def test_a_quantile_is_interpolated_within_its_bucket(
 
 
 def test_the_command_shows_every_rank_and_fails_for_a_silent_one(instances: Cluster) -> None:
-    command = [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1"]
+    command = [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1", "--timeout", str(DEADLINE_S)]
     urls = [str(rank.manager.metrics_url) for rank in (*instances.prefill, *instances.decode)]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
@@ -77,3 +78,9 @@ def test_the_command_shows_every_rank_and_fails_for_a_silent_one(instances: Clus
         ended = run(f"127.0.0.1:{port}")
     assert ended.returncode == 1
     assert "refused" in ended.stdout
+
+
+def test_a_rank_that_does_not_answer_in_time_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert row(url, None, read(url, timeout_s=0.1))[:3] == (url, "", "timed out")

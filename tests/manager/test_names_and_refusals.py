@@ -15,7 +15,7 @@ from tests.manager.test_peers import manager, until
 from tests.support.cluster import DEADLINE_S
 
 QUICK = ConnectionLimits(
-    hello_retry_s=0.02, max_hello_retry_s=0.1, heartbeat_s=0.1, heartbeat_timeout_s=5.0, refused_retry_s=0.3
+    hello_retry_s=0.02, max_hello_retry_s=0.1, heartbeat_s=0.1, heartbeat_timeout_s=DEADLINE_S, refused_retry_s=0.3
 )
 
 

@@ -150,7 +150,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
         monkeypatch.setitem(sys.modules, name, None)
     with (
-        pytest.raises(ConfigError, match=r"expected the package 'opentelemetry-api' \(disagg\[otel\]\)"),
+        pytest.raises(ConfigError, match=r"expected the package 'opentelemetry-api' \(pip install opentelemetry-api\)"),
         cluster(Side(), Side(), settings=TRACED),
     ):
         pass

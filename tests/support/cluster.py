@@ -38,7 +38,7 @@ __all__ = [
 
 DEADLINE_S = 20.0
 FAST = Limits(retry_s=0.05, max_retry_s=0.2, drain_timeout_s=0.5)
-FAST_LINKS = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=5.0)
+FAST_LINKS = ConnectionLimits(hello_retry_s=0.05, heartbeat_s=0.2, heartbeat_timeout_s=DEADLINE_S)
 
 
 @dataclass

@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ConfigError(f"plot: the package {error.name!r} is missing: pip install 'disagg[plot]'") from error
+        raise ConfigError(f"plot: the package {error.name!r} is missing: pip install matplotlib") from error
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(f"plot: expected a file name that ends in one of {', '.join(sorted(known))}, found {path.name!r}")

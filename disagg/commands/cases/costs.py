@@ -111,9 +111,11 @@ def read_costs(file: Path) -> Costs:
 
 
 def fitted_costs(speeds: Sequence[tuple[int, float, float]]) -> Costs:
-    """The costs that fit best, by least squares of relative errors, to `(piece size, direct GB/s, packed GB/s)`.
+    """The costs, none of them negative, that fit best to `(piece size, direct GB/s, packed GB/s)`, by least squares of relative
+    errors.
 
-    Raises `ConfigError` for fewer than two piece sizes, and where the time does not grow with bytes.
+    Raises `ConfigError` for fewer than two piece sizes, and where short pieces take as long as long ones or longer, so that no
+    rate is left to find.
     """
     if len({nbytes for nbytes, _, _ in speeds}) < 2:
         raise ConfigError(f"calibrate: expected two piece sizes or more, found {len(speeds)}")
@@ -122,8 +124,14 @@ def fitted_costs(speeds: Sequence[tuple[int, float, float]]) -> Costs:
     terms = np.stack([direct, direct * 1e9 / sizes], axis=1)
     (per_gb, piece_s), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
     if per_gb <= 0:
-        raise ConfigError("calibrate: no rate fits these speeds, because longer pieces are not faster; measure longer ones")
-    return Costs(max(0.0, float(piece_s)), float(1 / per_gb), float(np.median(packed)))
+        times = ", ".join(f"{s / d / 1e3:.3g} us for {s:.0f} bytes" for s, d in sorted(zip(sizes, direct, strict=True)))
+        raise ConfigError(
+            "calibrate: no rate fits these speeds: expected a piece's time to grow with its size, found "
+            f"{times}; measure longer pieces, or again on an idle machine"
+        )
+    if piece_s < 0:
+        per_gb, piece_s = direct.sum() / (direct @ direct), 0.0
+    return Costs(float(piece_s), float(1 / per_gb), float(np.median(packed)))
 
 
 def fitted_phases(measured: Sequence[Measured]) -> dict[str, dict[str, Terms]]:

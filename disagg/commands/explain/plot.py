@@ -39,7 +39,7 @@ def plot(explanation: Explanation, file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plot: the package 'matplotlib' is missing: pip install 'disagg[plot]'") from error
+        raise ConfigError("plot: the package 'matplotlib' is missing: pip install matplotlib") from error
     found = explanation.summary
     figure: Any = Figure(figsize=(15, 8), layout="constrained")
     flows, memory = figure.subfigures(1, 2, width_ratios=(2, 3))
