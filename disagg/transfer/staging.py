@@ -56,11 +56,6 @@ def on_host(_nbytes: int) -> None:
     """Allocate nothing on a device: slots and rings are in host memory."""
 
 
-def _touch(arena: Bytes) -> None:
-    """Fault in every page now, and not at the first transfer."""
-    arena[:: mmap.PAGESIZE] = 0
-
-
 class SlotPool:
     """Staging buffers to pack into, and spares for those that a slow or dead peer holds. Used by one thread.
 
@@ -76,7 +71,7 @@ class SlotPool:
         self._arena = _arena(nbytes) if region is None else None
         self.region = _region(self._arena) if region is None else region
         if self._arena is not None:
-            _touch(self._arena[:active])
+            self._arena[: active : mmap.PAGESIZE] = 0  # fault in every page now, and not at the first transfer
         base = self.region.address
         slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots + shape.spares)]
         self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
@@ -115,9 +110,6 @@ class RingPool:
             return None
         ring = max(self._free, key=lambda free: free.num_slots)
         self._free.remove(ring)
-        start = ring.address - self.region.address
-        if self._arena is not None:
-            _touch(self._arena[start : start + ring.slot_nbytes * ring.num_slots])
         return ring
 
     def give_back(self, ring: Ring) -> None:
