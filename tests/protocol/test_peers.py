@@ -21,7 +21,7 @@ from disagg.protocol.peer_state import (
     SendTo,
     Unanswered,
 )
-from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, PeerTable
+from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, CONNECT_BACK, PeerTable
 from disagg.protocol.types import NEVER
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
@@ -239,16 +239,18 @@ def test_a_silent_interpreter_costs_no_connection() -> None:
     assert lost_in(table) == []
 
 
-def test_a_peer_that_never_connects_is_lost_after_the_silence_limit() -> None:
+def test_a_peer_that_never_connects_is_lost_in_the_end() -> None:
+    """It may take longer than libzmq may be silent: its interpreter may be busy, in which case libzmq still answers."""
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
     table.tick(0.0)
     reply(table, LEADER, welcome(), 0.0)
     take_effects(table)
-    table.tick(LIMITS.heartbeat_timeout_s - 0.1)
+    limit_s = CONNECT_BACK * LIMITS.heartbeat_timeout_s
+    table.tick(limit_s - 0.1)
     assert lost_in(table) == []
-    table.tick(LIMITS.heartbeat_timeout_s)
-    assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 20.0 s")]
+    table.tick(limit_s)
+    assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 80 s")]
 
 
 def test_a_rank_that_the_engine_cannot_reach_is_connected_anew() -> None:

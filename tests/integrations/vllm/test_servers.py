@@ -32,10 +32,10 @@ def test_answers_through_a_proxy(servers: tuple[Server, Server, Server]) -> None
     for one, other in zip([*expected, *expected], found, strict=True):
         assert other.tokens == one.tokens
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    assert decode.metric("vllm:disagg_failed_loads_total") == 0, decode.log()
     num_tokens = 2 * sum(length - 1 for length in LENGTHS)
     assert decode.metric("vllm:external_prefix_cache_hits_total") - before == num_tokens
     assert decode.metric("vllm:disagg_loaded_tokens_total") == 2 * num_tokens  # on two ranks
-    assert decode.metric("vllm:disagg_failed_loads_total") == 0
     assert prefill.metric("vllm:disagg_sends_total") == 2 * len(LENGTHS)
 
 
