@@ -3,17 +3,19 @@
     python -m benchmarks.gpu.vllm_models --gpus 1 --limit-s 400 --json docs/benchmarks/vllm-h200-models.json
 
 The models have random weights (`vllm_weights.py`). Prefill and decode are servers of their own with this library's connector,
-over `nvlink`. All compute at most `CHUNK` tokens in a step, and prompts are one token longer than a multiple of it: so decode
-computes the last token alone in any case, and an answer of decode *without* prefill is rounded as one with it. Every answer is
-compared with that one.
+over `nvlink`. All compute at most `CHUNK` tokens in a step, and prompts are one token longer than a multiple of it: so every
+server computes the last token alone in any case, and an answer of prefill alone is rounded as one of decode after it.
 
-`tokens`: equal answers, also with blocks of other sizes on decode. `logprob_max` is the largest difference of a logprob.
-`external` is vLLM's count of tokens that decode has not computed, as a share of those it should have received.
+`tokens`: answers through both servers that are equal to those of the prefill server alone, also with blocks of other sizes on
+decode. `logprob_max` is the largest difference of a logprob. `alone` counts the equal answers when each server computes all of
+a request: each process chooses vLLM's kernels for prompts of Mamba2 by timing, so two servers may round differently. `external`
+is vLLM's count of tokens that decode has not computed, as a share of those it should have received.
 
 `killed`: when prefill gets SIGKILL. `after`: at the first token of decode's answer. `before`: prefill has computed the request,
 and decode is asked next. `during`: both were asked at once, and prefill has computed half of it, so decode already gets chunks.
-`first_token_ms`: from the request to decode (`before`) or from the signal (`during`) to the first token. `alone_ms` is decode's
-time to the first token of the same prompt without a prefill server. `failed_loads` is the connector's own count.
+Answers are compared with those of the server that has computed the prompt. `first_token_ms`: from the request to decode
+(`before`) or from the signal (`during`) to the first token. `alone_ms` is decode's time to the first token of the same prompt
+without a prefill server. `failed_loads` is the connector's own count.
 
 `--gpus 0` tries the program on the CPU with small models.
 """
@@ -62,7 +64,7 @@ COMPILING_S = 120.0
 
 @dataclass
 class Fleet:
-    """The servers of one model: decode by the size of its blocks, and what decode answers alone to each prompt."""
+    """The servers of one model: decode by the size of its blocks, and what servers answer alone, by port and seed."""
 
     model: str
     prefills: list[Server]
@@ -80,15 +82,15 @@ class Fleet:
         """A random prompt."""
         return prompt_of(random.Random(seed), chunks * self.chunk + 1)
 
-    def answer(self, block: int, chunks: int, seed: int) -> Reply:
-        """What decode with blocks of `block` tokens answers without prefill, asked a second time: the first time compiles."""
-        found = self.alone.get((block, seed))
+    def answer(self, server: Server, chunks: int, seed: int) -> Reply:
+        """What a server answers alone, asked a second time: the first time compiles."""
+        found = self.alone.get((server.port, seed))
         if found is None:
             prompt = self.prompt(chunks, seed)
             for timeout_s in (COMPILING_S, COMPILING_S):
-                found = stream(self.decodes[block], prompt, None, max_tokens=NUM_TOKENS, logprobs=0, timeout_s=timeout_s)
+                found = stream(server, prompt, None, max_tokens=NUM_TOKENS, logprobs=0, timeout_s=timeout_s)
             assert found is not None
-            self.alone[block, seed] = found
+            self.alone[server.port, seed] = found
         return found
 
 
@@ -99,20 +101,22 @@ def difference(found: Reply, expected: Reply) -> dict[str, Any]:
 
 
 def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
-    """How many answers of decode with blocks of `block` tokens are those that it gives without prefill."""
+    """How many answers of decode with blocks of `block` tokens are those of prefill alone."""
     prefill, decode, plan = fleet.prefills[0], fleet.decodes[block], fleet.plan
-    rows, num_tokens, hits = [], 0, 0.0
+    rows, num_tokens, hits, num_alike = [], 0, 0.0, 0
     for seed, chunks in enumerate(CHUNKS):
         what = f"{fleet.model}, blocks of {block}, {chunks} chunks"
         if plan.is_over(what):
             break
         try:
-            expected, prompt = fleet.answer(block, chunks, seed), fleet.prompt(chunks, seed)
+            expected, alone = (fleet.answer(server, chunks, seed) for server in (prefill, decode))
+            prompt = fleet.prompt(chunks, seed)
             before = num_external(decode)
             params = hand_over(prefill, prompt, timeout_s=COMPILING_S)
             found = stream(decode, prompt, params, max_tokens=NUM_TOKENS, logprobs=0)
             hits, num_tokens = hits + num_external(decode) - before, num_tokens + len(prompt) - 1
             rows.append(difference(found, expected))
+            num_alike += alone.tokens == expected.tokens
         except Broken as error:
             plan.problems.append(f"{what}: {type(error).__name__}: {error}")
     return {
@@ -123,6 +127,7 @@ def tokens(fleet: Fleet, block: int) -> dict[str, Any]:
         "answered": len(rows),
         "equal": sum(row["equal"] for row in rows),
         "logprob_max": max((row["logprob_max"] for row in rows), default=None),
+        "alone": num_alike,
         "external": round(hits / num_tokens, 4) if num_tokens else None,
     }
 
@@ -157,7 +162,8 @@ def killed(fleet: Fleet) -> Iterator[dict[str, Any]]:
         if fleet.plan.is_over(what):
             return
         try:
-            expected, failed = fleet.answer(fleet.plan.block, fleet.num_chunks, seed), num_failed(fleet.decode)
+            alone, failed = fleet.answer(fleet.decode, fleet.num_chunks, seed), num_failed(fleet.decode)
+            expected = fleet.answer(fleet.prefills[0], fleet.num_chunks, seed) if moment == "after" else alone
             found, first_s = acts[moment](seed)
         except (*Broken, KeyError) as error:
             fleet.plan.problems.append(f"{what}: {type(error).__name__}: {error}")
@@ -169,7 +175,7 @@ def killed(fleet: Fleet) -> Iterator[dict[str, Any]]:
             **difference(found, expected),
             "failed_loads": num_failed(fleet.decode) - failed,
             "first_token_ms": round(first_s * 1e3, 1),
-            "alone_ms": round(expected.times_s[0] * 1e3, 1),
+            "alone_ms": round(alone.times_s[0] * 1e3, 1),
             "gap_ms_max": found.gap_ms_max,
         }
 
