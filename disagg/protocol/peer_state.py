@@ -39,6 +39,11 @@ class ConnectionLimits:
     refused_retry_s: float = 30.0
     forget_s: float = 60.0
 
+    @property
+    def connect_back_s(self) -> float:
+        """How long a peer that has answered may take to connect to this rank: its interpreter may be busy."""
+        return 4 * self.heartbeat_timeout_s
+
     def __post_init__(self) -> None:
         for each in fields(self):
             if not getattr(self, each.name) > 0:

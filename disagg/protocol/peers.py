@@ -50,8 +50,6 @@ MIN_RETRY_S = 0.01
 """The soonest that a busy peer gets a hello again."""
 CLOSED_GRACE_S = 0.5
 """How long a peer may take to connect again after its connection has ended."""
-CONNECT_BACK = 4
-"""How many times `heartbeat_timeout_s` a peer that has answered may take to connect to this rank: it may be computing."""
 ASK_AGAIN_S = 0.1
 """How often it is asked for that: what is sent on a connection that has ended as well, unnoticed, is lost."""
 MAX_ADMITTED = 1024
@@ -300,7 +298,7 @@ class PeerTable:
         if first:
             self._inbound.forget_other(link.peer, link.epoch)
             if self._inbound.of(link.peer) is None:
-                link.wait_until(now + CONNECT_BACK * self._limits.heartbeat_timeout_s, ended=False)
+                link.wait_until(now + self._limits.connect_back_s, ended=False)
             else:
                 link.confirm()
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
@@ -324,8 +322,7 @@ class PeerTable:
             return
         for link in self._links.all():
             if link.is_ready and now >= link.lost_at:
-                within_s = CONNECT_BACK * self._limits.heartbeat_timeout_s
-                silence = f"it has not connected to {self.identity} within {within_s:g} s"
+                silence = f"it has not connected to {self.identity} within {self._limits.connect_back_s:g} s"
                 self._links.lose(link, "its connection has ended" if link.ended else silence, now)
             if now >= link.hello_at:
                 self._greet(link, now)

@@ -21,7 +21,7 @@ from disagg.protocol.peer_state import (
     SendTo,
     Unanswered,
 )
-from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, CONNECT_BACK, PeerTable
+from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, PeerTable
 from disagg.protocol.types import NEVER
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
@@ -246,10 +246,9 @@ def test_a_peer_that_never_connects_is_lost_in_the_end() -> None:
     table.tick(0.0)
     reply(table, LEADER, welcome(), 0.0)
     take_effects(table)
-    limit_s = CONNECT_BACK * LIMITS.heartbeat_timeout_s
-    table.tick(limit_s - 0.1)
+    table.tick(LIMITS.connect_back_s - 0.1)
     assert lost_in(table) == []
-    table.tick(limit_s)
+    table.tick(LIMITS.connect_back_s)
     assert lost_in(table) == [Lost(DECODE, 7, "it has not connected to prefill-0/0 within 80 s")]
 
 
