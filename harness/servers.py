@@ -150,13 +150,15 @@ class Server:
                     reply.logprobs += choice["logprobs"]["token_logprobs"]
         return reply
 
-    def ask(self, prompt: Sequence[int], *, timeout_s: float = 120, **fields: Any) -> Any:
+    def ask(
+        self, prompt: Sequence[int], *, timeout_s: float = 120, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> Any:
         """The open answer to a greedy completion with log-probabilities and token ids."""
         body = {"model": "model", "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             data=json.dumps({**body, "logprobs": 1, "return_token_ids": True, **fields}).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(headers or {})},
         )
         return urllib.request.urlopen(request, timeout=timeout_s)
 

@@ -42,8 +42,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.vllm_clients import PREFILL, Broken, Plan, Reply, hand_over, num_external, prompt_of, show, stream
+from benchmarks.gpu.vllm_clients import Plan
+from benchmarks.gpu.vllm_connectors import PREFILL
+from benchmarks.gpu.vllm_requests import Broken, Reply, hand_over, num_external, prompt_of, stream
 from benchmarks.gpu.vllm_servers import Wanted, running, start, terminate
+from benchmarks.gpu.vllm_tables import show
 from benchmarks.gpu.vllm_weights import MODELS, write_large_model
 from harness.conditions import conditions
 from harness.servers import Server
@@ -286,7 +289,7 @@ def main() -> None:
             for part in measure([fleet for fleet in found if fleet is not None]):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
-    show(table, plan)
+    show(table, plan.problems, elapsed_s=plan.elapsed_s())
 
 
 if __name__ == "__main__":

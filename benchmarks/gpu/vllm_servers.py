@@ -1,10 +1,11 @@
 """vLLM servers with this library's connector beside vLLM's own, on one or two GPUs::
 
-    python -m benchmarks.gpu.vllm_servers --gpus 1 --limit-s 540 --json docs/benchmarks/vllm-h200.json
+    python -m benchmarks.gpu.vllm_servers --gpus 2 --prefill-tp 1 2 --limit-s 540 --json docs/benchmarks/vllm-2xh200.json
 
 Prefill and decode are servers of their own. The model has random weights, and the KV of a Llama with 8 billion parameters:
-128 KiB per token. `nvlink` and `nixl` are this library's connector with that backend. `NixlConnector` is vLLM's. `nothing` is a
-decode server with vLLM's `DecodeBenchConnector`, which moves nothing. `vllm_clients.py` describes the figures. `--gpus 0` tries
+128 KiB per token. `nvlink` and `nixl` are this library's connector with that backend. The connectors whose names end in
+`Connector` are vLLM's. Two decode servers move nothing: `nothing` has vLLM's `DecodeBenchConnector`, which loads within a step,
+and `floor` goes the way of every connector that loads between steps. `vllm_clients.py` describes the figures. `--gpus 0` tries
 the program on the CPU with a small model.
 
 With two GPUs prefill is on the first one, and decode on the second one. With one GPU all servers share it. A server that does
@@ -28,14 +29,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all, show
+from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all
+from benchmarks.gpu.vllm_connectors import CONNECTORS, DECODE_ONLY, OTHERS, environment, options
+from benchmarks.gpu.vllm_tables import show
 from benchmarks.gpu.vllm_weights import write_large_model
 from harness.conditions import conditions
 from harness.ports import free_ports
-from harness.servers import Server, transfer_config
+from harness.servers import Server
 from harness.vllm.engine import ENVIRONMENT
 
-CONNECTORS = ("nvlink", "nixl", "NixlConnector", "nothing", "undivided")
 GPU_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -54,7 +56,9 @@ LARGE, SMALL = 9_000_000_000, 3_200_000_000
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server to start. `place` is its GPU, if there are two, `nbytes` its KV, and `chunk` the most tokens of a step."""
+    """A server to start. `place` is 0 for prefill, 1 for decode, and the first GPU of the server if there are two. `nbytes` is
+    its KV, and `chunk` the most tokens of a step.
+    """
 
     name: str
     connector: str
@@ -62,15 +66,20 @@ class Wanted:
     block: int
     nbytes: int
     chunk: int
+    tp: int = 1
 
 
-def wanted(connectors: tuple[str, ...], block: int, chunk: int) -> Iterator[Wanted]:
-    """The servers of the pairs; each decode server also with blocks of twice as many tokens."""
+def wanted(connectors: tuple[str, ...], block: int, chunk: int, sizes: tuple[int, ...]) -> Iterator[Wanted]:
+    """The servers of the pairs: prefill for each tensor-parallel size, decode also with blocks of twice as many tokens."""
     for connector in connectors:
-        if connector in ("nothing", "undivided"):
+        if connector in DECODE_ONLY:
             yield Wanted(connector, connector, 1, block, SMALL, chunk)
+        elif connector in OTHERS:
+            yield Wanted(f"{connector} prefill 1", connector, 0, block, SMALL, chunk)
+            yield Wanted(f"{connector} decode", connector, 1, block, SMALL, chunk)
         else:
-            yield Wanted(f"{connector} prefill", connector, 0, block, LARGE, chunk)
+            for tp in sizes:
+                yield Wanted(f"{connector} prefill {tp}", connector, 0, block, LARGE, chunk, tp)
             yield Wanted(f"{connector} decode", connector, 1, block, LARGE, chunk)
             yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL, chunk)
 
@@ -78,7 +87,7 @@ def wanted(connectors: tuple[str, ...], block: int, chunk: int) -> Iterator[Want
 def start(one: Wanted, model: Path, gpus: int) -> Server:
     """Start a server."""
     port, side_port = free_ports(2)
-    own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+    own = environment(one.connector, side_port)
     if gpus:
         first = one.place % gpus
         environ = {
@@ -102,23 +111,12 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
         "model",
     ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(one.block), "--max-num-seqs", "32", caching]
-    command += ["--max-num-batched-tokens", str(one.chunk)]
-    command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size, *connector_options(one.connector)]
-    return Server(command, port, environ)
-
-
-def connector_options(connector: str) -> list[str]:
-    """The options of vLLM for a connector."""
-    if connector == "undivided":
-        return []
-    if connector in ("nvlink", "nixl"):
-        return ["--kv-transfer-config", transfer_config({"backend": connector})]
-    name = {"nothing": "DecodeBenchConnector"}.get(connector, connector)
-    config = {"kv_connector": name, "kv_role": "kv_both"}
-    return [
-        "--kv-transfer-config",
-        json.dumps(config if connector == "nothing" else {**config, "kv_load_failure_policy": "recompute"}),
-    ]
+    command += ["--max-num-batched-tokens", str(one.chunk), "--tensor-parallel-size", str(one.tp)]
+    command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size]
+    command += options(one.connector, decodes=one.place == 1, side_port=side_port)
+    server = Server(command, port, environ)
+    server.bootstrap_port = side_port
+    return server
 
 
 @contextlib.contextmanager
@@ -155,14 +153,15 @@ def end(name: str, server: Server, logs: Path | None) -> None:
     server.stop()
 
 
-def pairs_of(ready: Mapping[str, Server], connectors: tuple[str, ...], block: int) -> Iterator[Pair]:
-    """The complete pairs among the servers that have started."""
+def pairs_of(ready: Mapping[str, Server], connectors: tuple[str, ...], block: int, sizes: tuple[int, ...]) -> Iterator[Pair]:
+    """The complete pairs among the servers that have started. Only those of TP 1 have a decode server with other blocks."""
     for connector in connectors:
         if connector in ready:
-            yield Pair(connector, None, ready[connector], None)
-        elif {f"{connector} prefill", f"{connector} decode"} <= ready.keys():
-            other = ready.get(f"{connector} decode {2 * block}")
-            yield Pair(connector, ready[f"{connector} prefill"], ready[f"{connector} decode"], other)
+            yield Pair(connector, None, ready[connector])
+        for tp in sizes:
+            if {f"{connector} prefill {tp}", f"{connector} decode"} <= ready.keys():
+                other = ready.get(f"{connector} decode {2 * block}") if tp == 1 else None
+                yield Pair(connector, ready[f"{connector} prefill {tp}"], ready[f"{connector} decode"], other, tp)
 
 
 def terminate(number: int, _: object) -> None:
@@ -176,6 +175,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: a small model on the CPU")
     parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=list(CONNECTORS))
     parser.add_argument(
+        "--prefill-tp", nargs="+", type=int, choices=(1, 2), default=[1], help="tensor-parallel sizes of prefill"
+    )
+    parser.add_argument(
         "--limit-s", type=float, default=540.0, metavar="SECONDS", help="end after this time, with the results so far"
     )
     parser.add_argument("--start-s", type=float, default=240.0, metavar="SECONDS", help="how long to wait for the servers")
@@ -183,7 +185,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
-    connectors = tuple(given.connectors)
+    connectors, sizes = tuple(given.connectors), tuple(given.prefill_tp)
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
     table = {**conditions(), "gpus": given.gpus}
     with tempfile.TemporaryDirectory() as folder:
@@ -192,13 +194,13 @@ def main() -> None:
         else:
             model = importlib.import_module("harness.vllm.models").write_model("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
-        servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536)
+        servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536, sizes)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}
         with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
-            for part in measure_all(list(pairs_of(ready, connectors, plan.block)), plan):
+            for part in measure_all(list(pairs_of(ready, connectors, plan.block, sizes)), plan):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
-    show(table, plan)
+    show(table, plan.problems, elapsed_s=plan.elapsed_s())
 
 
 if __name__ == "__main__":
