@@ -95,7 +95,10 @@ def _device(pool: Any) -> Device:
     return Device.parse(str(buffers[0].device)) if len(buffers) else Device.parse(str(pool.device))
 
 
-def _pages(what: str, pool: Any, layers: tuple[int, ...], heads: int | None, topology: Topology) -> PageFacts:
+def _pages(what: str, pool: Any, layers: tuple[int, ...], heads: int | None, topology: Topology) -> PageFacts | None:
+    """`None` for a pool without layers: models without attention have one, of a single head."""
+    if not layers:
+        return None
     if _name(pool) in LATENTS:
         dtype = pool.store_dtype if pool.dsa_kv_cache_store_fp8 else pool.dtype  # packed: bytes of several kinds
         return PageFacts(layers=layers, dtype=_dtype(dtype), dims=(int(pool.kv_cache_dim),))

@@ -56,6 +56,20 @@ class FileGroup:
         return self.all_gather_object(own)[src]
 
 
+class HostEvent:
+    """What SGLang records on a stream: it passes when the step before this one has written its pages."""
+
+    def __init__(self) -> None:
+        self.num_queries, self.has_passed = 0, False
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        raise AssertionError("expected a query, since waiting would stop the transfers of other requests")
+
+
 @dataclass
 class Started:
     """One request on a rank: what the scheduler keeps of it."""
@@ -69,6 +83,7 @@ class Started:
     held: bool = False
     aux: int = 0
     begun: bool = False
+    event: HostEvent | None = None
 
 
 class RankProcess:
@@ -87,7 +102,7 @@ class RankProcess:
         mode = DisaggregationMode.PREFILL if role == "prefill" else DisaggregationMode.DECODE
         if role == "prefill" and topology.rank == 0:
             self.server = conn.CommonKVBootstrapServer(HOST, bootstrap_port)
-        stage = FileGroup(folder / f"{role}-stages-{topology.dp_rank}-{topology.tp_rank}", topology.pp_rank, topology.pp)
+        stage = FileGroup(folder / f"{role}-stages-{_pipeline(topology)}", topology.pp_rank, topology.pp)
         world = FileGroup(folder / f"{role}-world", topology.rank, topology.num_ranks)
         DisaggKVManager.host = Host(
             model=ModelId("test"),
@@ -127,13 +142,32 @@ class RankProcess:
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
-    def prefill(self, room: int, request: Request, seed: int, *, chunks: tuple[int, ...] = (), held: bool = False) -> None:
-        """Serve a room. It is sent up to each token of `chunks`, then to the end; `held`: not until `go`."""
+    def prefill(
+        self, room: int, request: Request, seed: int, *, chunks: tuple[int, ...] = (), held: bool = False, early: bool = False
+    ) -> None:
+        """Serve a room. It is sent up to each token of `chunks`, then to the end; `held`: not until `go`.
+
+        `early`: the first chunk is sent before it is computed, with an event, and the others after `compute`.
+        """
         sender = DisaggKVSender(self.manager, self.bootstrap, room)
-        self.started[room] = Started(room, request, seed, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
+        started = Started(room, request, seed, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
+        started.event = HostEvent() if early else None
+        self.started[room] = started
 
     def go(self, room: int) -> None:
         self.started[room].held = False
+
+    def compute(self, room: int) -> None:
+        """Write the state of a request that was sent early. Its event passes."""
+        started = self.started[room]
+        self.memory.fill(started.request, started.seed)
+        assert started.event is not None
+        started.event.has_passed, started.held = True, False
+
+    def num_queries(self, room: int) -> int:
+        """How often the event of a request was asked for."""
+        event = self.started[room].event
+        return 0 if event is None else event.num_queries
 
     def _prefill(self, started: Started, say: Callable[..., None]) -> None:
         sender, request = started.sender, started.request
@@ -145,7 +179,8 @@ class RankProcess:
             size = self.memory.page_size
             sender.init(-(-(request.num_tokens - request.prefix) // size), started.aux)
             started.chunks = [stop for stop in started.chunks if stop > request.prefix or stop == request.num_tokens]
-            self.memory.fill(request, started.seed)
+            if started.event is None:
+                self.memory.fill(request, started.seed)
             say(room=started.room, status="reserved", prefix=request.prefix)
         if started.begun and not started.held and started.chunks:
             self._send(started, started.chunks.pop(0))
@@ -158,6 +193,8 @@ class RankProcess:
         last = not started.chunks
         stop = stop if last else stop // size * size
         start = sender.next_token
+        if started.event is not None and not started.event.has_passed:
+            sender._early_send_wait_event, started.held = started.event, True
         if last:
             self.aux[0][started.aux] = np.arange(16) + started.seed
             self.aux[1][started.aux, 0] = started.room
@@ -223,6 +260,10 @@ class RankProcess:
         status = "ok" if poll == KVPoll.Success else "failed"
         say(room=started.room, status=status, reason=reason, differences=differences)
 
+    def nbytes(self) -> int:
+        """The bytes that this rank has written to others."""
+        return self.manager.transfers.stats.nbytes
+
     def idle(self) -> dict[str, Any]:
         """What is left over: empty when nothing is open."""
         manager = self.manager
@@ -236,13 +277,18 @@ class RankProcess:
         return left
 
 
+def _pipeline(topology: Topology) -> str:
+    """The ranks that differ from this one by their stage only."""
+    return f"{topology.dp_rank}-{topology.cp_rank}-{topology.tp_rank}"
+
+
 def _replace_context(topology: Topology, folder: Path, bootstrap_port: int) -> None:
     """What SGLang's modules ask of the process: its parallel sizes and its arguments."""
     parallel = SimpleNamespace(
-        attn_tp_size=topology.tp, attn_tp_rank=topology.tp_rank, attn_cp_size=1, attn_cp_rank=0, attn_dcp_size=1,
-        attn_dcp_rank=0,
+        attn_tp_size=topology.tp, attn_tp_rank=topology.tp_rank, attn_cp_size=topology.cp, attn_cp_rank=topology.cp_rank,
+        attn_dcp_size=1, attn_dcp_rank=0,
         attn_dp_size=topology.dp, attn_dp_rank=topology.dp_rank, num_dp_ranks=topology.dp, dp_size=1, pp_size=topology.pp,
-        pp_group=FileGroup(folder / f"pp-{topology.dp_rank}-{topology.tp_rank}", topology.pp_rank, topology.pp),
+        pp_group=FileGroup(folder / f"pp-{_pipeline(topology)}", topology.pp_rank, topology.pp),
         enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False,
         dist_init_addr=None, nnodes=1, load_balance_method="follow_bootstrap_room",
     )  # fmt: skip
@@ -268,10 +314,9 @@ def _run(pipe: Connection, log: Path, environ: dict[str, str], **arguments: Any)
     while True:
         while pipe.poll(0.001):
             name, args, kwargs = pipe.recv()
-            if name == "idle":
-                pipe.send({"idle": rank.idle()})
-            else:
-                getattr(rank, name)(*args, **kwargs)
+            answer = getattr(rank, name)(*args, **kwargs)
+            if answer is not None:
+                pipe.send({name: answer})
         rank.step(lambda **found: pipe.send(found))
 
 
@@ -294,6 +339,12 @@ class Rank:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.pipe.send((name, args, kwargs))
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """What a method answers."""
+        self.call(name, *args)
+        wanted: dict[str, Any] = {name: ...}
+        return self.wait(**wanted)[name]
 
     def wait(self, timeout_s: float = 30.0, **wanted: Any) -> dict[str, Any]:
         """The first message that was not taken yet with these values (`...`: any value)."""

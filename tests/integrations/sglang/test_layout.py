@@ -22,6 +22,7 @@ from tests.integrations.sglang.memory import Memory, Model, Request
 
 GDN = Model(layers=(1, 3), heads=2, slot_layers=(0, 2), conv_blocks=(Block(4, 4), Block(4, 4), Block(8, 2)), temporal=(8, 2, 4))
 MAMBA2 = replace(GDN, conv_blocks=(Block(8, 4), Block(1, 6, groups=True), Block(1, 6, groups=True)), temporal=(8, 4, 6))
+MAMBA = Model(layers=(), heads=0, slot_layers=(0, 1, 2), conv_blocks=(Block(16, 1),), temporal=(16, 1, 4))
 KDA = replace(GDN, conv_axes=("width", "channel"))
 DSA = Model(heads=None, dims=(24,), index_layers=(0, 2), tokens_per_key=4, tail=6)
 MODELS = {
@@ -32,6 +33,7 @@ MODELS = {
     "window in whole pages": Model(windows=(0, 2)),
     "ring": Model(heads=None, dims=(24,), ring_layers=(0, 1)),
     "gdn": GDN,
+    "mamba": MAMBA,
     "mamba2": MAMBA2,
     "kda": KDA,
     "index": DSA,

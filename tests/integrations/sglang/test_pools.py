@@ -33,7 +33,7 @@ from disagg import ConfigError, Topology
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
 from tests.integrations.sglang.memory import Memory, Model
-from tests.integrations.sglang.test_layout import GDN, KDA, MAMBA2, copy, request
+from tests.integrations.sglang.test_layout import GDN, KDA, MAMBA, MAMBA2, copy, request
 
 HEADS, PAGE, PAGES = 4, 16, 12
 FLOATS = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
@@ -130,6 +130,18 @@ def mamba2(tp: int) -> tuple[Model, Pools]:
     return recurrent(MAMBA2, tp, groups=1, intermediate_size=32, head_dim=4, state_size=6)
 
 
+def mamba(tp: int) -> tuple[Model, Pools]:
+    """A model without attention: SGLang gives its pool one head, and no layer."""
+    shape = Mamba2StateShape.create_full_rank(tp_world_size=tp, intermediate_size=16, state_size=4, conv_kernel=4)
+    params = Mamba2CacheParams(shape=shape, layers=list(MAMBA.slot_layers), dtype=FLOATS)
+    pools = MambaPool(size=7, spec_state_size=0, cache_params=params, mamba_layer_ids=list(MAMBA.slot_layers), device="cpu")
+    pool = HybridLinearKVPool(
+        size=PAGE * PAGES, full_attention_layer_ids=[], mamba_pool=pools, **{**paged_args(1), "head_num": 1}
+    )
+    settings = SimpleNamespace(mamba2_cache_params=params)
+    return MAMBA, Pools(kv=pool, config=SimpleNamespace(get_total_num_kv_heads=lambda: 0), recurrent_config=settings)
+
+
 def kda(tp: int) -> tuple[Model, Pools]:
     shape = KimiLinearStateShape.create(tp_world_size=tp, num_heads=8, head_dim=4, conv_kernel_size=4)
     params = KimiLinearCacheParams(shape=shape, layers=list(KDA.slot_layers), dtype=FLOATS)
@@ -147,7 +159,7 @@ def index(tp: int) -> tuple[Model, Pools]:
 
 
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
-@pytest.mark.parametrize("build", [heads, latents, window, gdn, mamba2, kda, index])
+@pytest.mark.parametrize("build", [heads, latents, window, gdn, mamba, mamba2, kda, index])
 def test_every_byte_between_real_pools(build: Any, tp: tuple[int, int]) -> None:
     sides = []
     for size in tp:

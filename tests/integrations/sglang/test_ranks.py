@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +17,11 @@ from disagg import Topology
 from harness.ports import free_ports
 from tests.integrations.sglang.memory import Model, Request
 from tests.integrations.sglang.ranks import HOST, Rank
-from tests.integrations.sglang.test_layout import GDN, MAMBA2, MODELS
+from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 
 ROOMS = itertools.count(2**62 + 7)
+NOTICED_S = 1.0
+"""How long the other side takes at most to fail the requests of a rank that was killed."""
 
 
 class Pair:
@@ -87,8 +90,7 @@ class Pair:
     def check_idle(self) -> None:
         for rank in self.ranks:
             if rank.process.is_alive():
-                rank.call("idle")
-                assert rank.wait(idle=...)["idle"] == {}, (rank.role, rank.topology)
+                assert rank.ask("idle") == {}, (rank.role, rank.topology)
 
 
 @contextmanager
@@ -104,6 +106,8 @@ def running(folder: Path, model: Model, prefill: Topology, decode: Topology, *, 
         pair.close()
 
 
+NBYTES_PER_TOKEN = 3 * 4 * (8 + 4) * 4
+"""Of the model `heads`: layers, KV heads, elements of K and V, bytes of an element."""
 HYBRID_WINDOW = Model(layers=(1, 3), window_layers=(0, 2), window_heads=2)
 CASES = {
     "heads 2 to 1": (MODELS["heads"], 2, 1, (16, 16)),
@@ -113,6 +117,8 @@ CASES = {
     "gdn 2 to 1": (GDN, 2, 1, (16, 16)),
     "gdn 1 to 2": (GDN, 1, 2, (16, 16)),
     "mamba2 2 to 1": (MAMBA2, 2, 1, (16, 16)),
+    "mamba2 1 to 2": (MAMBA2, 1, 2, (16, 16)),
+    "mamba 2 to 1": (MAMBA, 2, 1, (16, 16)),
     "window 2 to 1, pages 64 to 16": (HYBRID_WINDOW, 2, 1, (64, 16)),
     "index keys and tails": (MODELS["index"], 1, 1, (16, 16)),
     "ring": (MODELS["ring"], 1, 1, (16, 16)),
@@ -141,6 +147,30 @@ def test_attention_data_parallelism(tmp_path: Path) -> None:
         for group in (1, 0):
             pair.begin(100, room=rooms[0] + group, group=group)
             pair.expect(rooms[0] + group, group=group)
+
+
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Both ranks of prefill have all tokens. Each sends a part of them."""
+    with running(tmp_path, MODELS["heads"], Topology(cp=2), Topology()) as pair:
+        for room in [pair.begin(117), pair.begin(300, chunks=(128, 256), prefix=64)]:
+            pair.expect(room)
+        nbytes = [rank.ask("nbytes") for rank in pair.prefill]
+        assert min(nbytes) > 0
+        assert sum(nbytes) == (117 + 300 - 64) * NBYTES_PER_TOKEN
+
+
+def test_a_chunk_that_is_sent_early_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
+    """Prefill writes the pages only after the chunk was sent, and waited for its event for some time."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        room = pair.begin(300, chunks=(128,), early=True)
+        (prefill,) = pair.prefill
+        prefill.wait(room=room, status="reserved")
+        pair.expect(pair.begin(90))  # other requests do not wait
+        until = time.monotonic() + 10
+        while prefill.ask("num_queries", room) < 10:
+            assert time.monotonic() < until, "nobody asks for the event"
+        prefill.call("compute", room)
+        pair.expect(room)
 
 
 def test_a_prefix_of_40_pages_with_chunks(tmp_path: Path) -> None:
@@ -205,15 +235,28 @@ def test_prefill_that_nobody_asks_gives_up(tmp_path: Path) -> None:
         assert "KVPoll.Bootstrapping" in end["reason"]
 
 
+def test_decode_whose_prefill_sends_nothing_gives_up(tmp_path: Path) -> None:
+    """Prefill learns it, and the pages are free again."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), SGLANG_DISAGGREGATION_WAITING_TIMEOUT="1") as pair:
+        room = pair.begin(100, held=True)
+        *ends, end = pair.expect(room, status="failed")
+        assert "KVPoll.WaitingForInput" in end["reason"]
+        assert all("decode's scheduler" in each["reason"] for each in ends)
+        pair.decode[0].wait(room=room, released=True)
+        pair.expect(pair.begin(100))
+
+
 def test_prefill_is_killed_and_replaced(tmp_path: Path) -> None:
     with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
         pair.expect(pair.begin(100))
         room = pair.begin(600, chunks=(320,), held=True)
         for rank in pair.prefill:
             rank.wait(room=room, status="reserved")
+        begun_s = time.monotonic()
         for rank in pair.prefill:
             rank.kill()
         end = pair.decode[0].wait(room=room, status=...)
+        assert time.monotonic() - begun_s < NOTICED_S
         assert end["status"] == "failed"
         assert "gone" in end["reason"]
         pair.decode[0].wait(room=room, released=True)
@@ -227,9 +270,11 @@ def test_decode_is_killed(tmp_path: Path) -> None:
         room = pair.begin(600, held=True)
         for rank in pair.prefill:
             rank.wait(room=room, status="reserved")
+        begun_s = time.monotonic()
         pair.decode[0].kill()
         for rank in pair.prefill:
             end = rank.wait(room=room, status=...)
+            assert time.monotonic() - begun_s < NOTICED_S
             assert end["status"] == "failed"
             assert "gone" in end["reason"]
         pair.decode = pair.start("decode", Topology())
