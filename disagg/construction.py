@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -12,6 +11,7 @@ from disagg.backends.base import BackendOptions, Transport
 from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rows import MAX_NAME
+from disagg.core.thread_log import ThreadLog
 from disagg.core.topology import Topology
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Verify
@@ -19,7 +19,7 @@ from disagg.protocol.peers import Admit
 from disagg.runtime.directory import Directory
 from disagg.runtime.keys import KeyPair, check_key
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 
 def backend_options(

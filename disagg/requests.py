@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 import threading
 import time
@@ -30,6 +29,7 @@ from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
 from disagg.core.rows import TokenRange, token_range
+from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Moments, Timeline
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
@@ -37,7 +37,7 @@ from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, RequestKey
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 COPY_BEGUN_SPIN_S = 20e-3
 """How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""

@@ -7,11 +7,12 @@ Rows without one are *quarantined*, with the reason, until a proof arrives.
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from disagg.core.thread_log import ThreadLog
+
+logger = ThreadLog(__name__)
 
 
 class LeaseState(enum.Enum):

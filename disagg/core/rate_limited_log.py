@@ -6,6 +6,8 @@ import logging
 import time
 from collections import OrderedDict
 
+from disagg.core.thread_log import ThreadLog
+
 WARNINGS_PER_S = 10.0
 MAX_REMEMBERED = 256
 """Warnings of which it is known when they were last logged."""
@@ -16,7 +18,7 @@ class RateLimitedLog:
     warning is logged once in `repeat_s` seconds.
     """
 
-    def __init__(self, logger: logging.Logger, *, repeat_s: float = 0.0) -> None:
+    def __init__(self, logger: logging.Logger | ThreadLog, *, repeat_s: float = 0.0) -> None:
         self._logger = logger
         self._repeat_s = repeat_s
         self._logged_at: OrderedDict[str, float] = OrderedDict()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import logging
 import os
 import secrets
 import select
@@ -36,8 +35,9 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core import _native
+from disagg.core.thread_log import ThreadLog
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 _PROC = Path("/proc")
 _SO_PEERPIDFD = 77

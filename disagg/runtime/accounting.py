@@ -16,6 +16,7 @@ from disagg.core.errors import Cause
 from disagg.core.leases import LeaseState
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Rows, Slot
+from disagg.core.thread_log import ThreadLog
 from disagg.layout.tables import Axis, ComponentLayout
 from disagg.protocol.messages import TokenRange
 from disagg.protocol.receive_session import ReceiveSession, WriterState
@@ -23,7 +24,7 @@ from disagg.protocol.send_session import SendSession, SendState
 from disagg.runtime.metrics import Ended, Metrics
 from disagg.transfer.jobs import Settled
 
-logger = logging.getLogger("disagg.requests")
+logger = ThreadLog("disagg.requests")
 """One line per request: INFO if it succeeded, WARNING if it failed."""
 
 

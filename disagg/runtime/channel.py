@@ -9,7 +9,6 @@ the peer's interpreter is busy. The ROUTER's monitor tells which connection has 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from disagg.core import _native
 from disagg.core.address import bracketed, is_loopback, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.core.thread_log import ThreadLog
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime.completion_page import CompletionPage
 from disagg.runtime.keys import KeyPair, authenticator
@@ -31,7 +31,7 @@ from disagg.runtime.local_socket import MAX_INVITATIONS, LocalConnection, LocalL
 from disagg.runtime.monitor import Monitor
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 FAILED_PAUSE_S = 0.01
 """Pause after an error of the system, which may last."""
 MAX_SOCKETS = 16384

@@ -13,6 +13,7 @@ from disagg.backends.abilities import renewal_due
 from disagg.backends.base import Backend, Fence, RemotePeer
 from disagg.core.errors import DisaggError
 from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import ProcessWatch
 from disagg.protocol.peer_state import Lost, Ready
 from disagg.protocol.peers import PeerTable
@@ -21,7 +22,7 @@ from disagg.protocol.types import PeerRank
 from disagg.runtime.handshake import Handshake, RemoteRank
 from disagg.runtime.peer_processes import PeerProcesses
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 MAX_CONNECTING = 4
 """Ranks that the engine connects to at a time: one that does not answer holds up no other."""
@@ -148,7 +149,7 @@ class Connections:
                 rank = connect()
             except DisaggError as error:
                 problem = str(error)
-            except Exception as error:  # concerns one peer only
+            except BaseException as error:  # concerns one peer only, which would be connecting for ever
                 logger.exception("%s: connecting to %s", self._handshake.me, ready.peer)
                 problem = f"{type(error).__name__}: {error}"
         self._command(lambda now: self._finish(ready, thread, rank, problem, now))
@@ -200,7 +201,7 @@ class Connections:
             fencing.next_at = now + fencing.delay_s
             try:
                 fence = self._backend.fence(fencing.engine, epoch=epoch)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is no proof, and concerns this peer only)
+            except BaseException as error:  # noqa: BLE001 (whatever it is, it is no proof, and concerns this peer only)
                 self._warnings.warning("%s: fencing %s: %s: %s", self._handshake.me, peer, type(error).__name__, error)
                 continue
             if fence is Fence.QUIET:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable
 
 from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.core.thread_log import ThreadLog
 from disagg.protocol.messages import (
     Complete,
     CopyBegun,
@@ -60,7 +60,7 @@ from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
 from disagg.transfer.worker import TransferWorker
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 
 class Dispatch:
@@ -130,7 +130,7 @@ class Dispatch:
         except RemoteProtocolError as error:
             self._refuse(error)
             return False
-        except Exception:  # a fault here must not end the thread that serves every other peer
+        except BaseException:  # a fault here must not end the thread that serves every other peer
             logger.exception("%s: fault in a message of %d bytes", self._handshake.me, len(arrived.data))
             return False
         return True
@@ -219,7 +219,7 @@ class Dispatch:
             effect = self._peers.effects.popleft()
             try:
                 self._carry_out_peer(effect, now)
-            except Exception:  # concerns one peer
+            except BaseException:  # concerns one peer
                 logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
 
     def _carry_out_peer(self, effect: PeerEffect, now: float) -> None:
@@ -273,7 +273,7 @@ class Dispatch:
             effect = effects.popleft()
             try:
                 self._carry_out_session(effect, now)
-            except Exception:  # concerns one request, which its deadline ends
+            except BaseException:  # concerns one request, which its deadline ends
                 logger.exception("%s: fault in %s", self._handshake.me, type(effect).__name__)
 
     def _carry_out_session(self, effect: Effect, now: float) -> None:
@@ -313,7 +313,7 @@ class Dispatch:
             return
         try:
             data = encode(message)
-        except Exception:
+        except BaseException:
             logger.exception("%s: a %s for %s could not be encoded", self._handshake.me, type(message).__name__, peer)
             return
         self.channel.send(link.dial, data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import DisaggError, LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rings import Ring
+from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
@@ -27,7 +27,7 @@ from disagg.runtime.streams import MakeStream, PreparedPlan, prepare, stream_mak
 from disagg.transfer.pool_memory import PoolMemory
 from disagg.transfer.staging import RemoteRing
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import secrets
 import socket
@@ -23,10 +22,11 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.core import _native
+from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import peer_credentials
 from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 MAX_PACKET_NBYTES = 64 << 10
 """Longer messages go over TCP."""

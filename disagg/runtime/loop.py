@@ -4,7 +4,6 @@ the effects. If a thread of the manager dies, every request fails at once.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Protocol
 
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError
+from disagg.core.thread_log import ThreadLog
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER
@@ -23,7 +23,7 @@ from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.wire import Wire
 from disagg.transfer.worker import TransferWorker
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ class CommandQueue:
             run, on_error = self.pending.popleft()
             try:
                 run(now)
-            except Exception as error:  # concerns one request or one peer
+            except BaseException as error:  # concerns one request or peer; SystemExit would end this thread, not the process
                 known = error if isinstance(error, DisaggError) else None
                 if on_error is None or known is None:
                     logger.exception("a command of the control thread failed")

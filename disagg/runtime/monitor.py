@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 
 import zmq
 import zmq.utils.monitor
 
 from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.core.thread_log import ThreadLog
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 MAX_ENDED = 1 << 16
 """Connections that have ended, of which messages may still be read."""

@@ -7,12 +7,12 @@ peer has proved these on its control channel, so it cannot pass off the process 
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 
+from disagg.core.thread_log import ThreadLog
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 
 def socket_name(instance: str, rank: int, epoch: int) -> str:

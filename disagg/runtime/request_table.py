@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.leases import Lease
+from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Moments
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.types import Event
@@ -21,6 +22,8 @@ from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, ac
 from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
 from disagg.runtime.tracing import Tracing
+
+logger = ThreadLog(__name__)
 
 
 @dataclass
@@ -156,14 +159,15 @@ class RequestTable:
                 request.handle.moments.ended_at = time.monotonic()
                 try:
                     self._account(event, request)
-                    if self.tracing is not None:
-                        self.tracing.end(request.handle, event)
-                finally:
-                    request.handle.end(event)
-                    ended.append(request.handle)
-                    self._ended.append(request.handle)
-                    if request.session is None or event.lease.released:
-                        self._drop(event.lease)
+                except BaseException:  # of the server's log filters and handlers
+                    logger.exception("request %s: its log line", event.key)
+                if self.tracing is not None:
+                    self.tracing.end(request.handle, event)
+                request.handle.end(event)
+                ended.append(request.handle)
+                self._ended.append(request.handle)
+                if request.session is None or event.lease.released:
+                    self._drop(event.lease)
         finally:
             if ended:
                 with self._lock:

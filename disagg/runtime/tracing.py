@@ -9,12 +9,12 @@ reach a collector where the server has set up OpenTelemetry's SDK.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from disagg.core.errors import ConfigError
+from disagg.core.thread_log import ThreadLog
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.types import Event
 from disagg.requests import Receiver, Sender
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 
 class Tracing:
@@ -59,10 +59,10 @@ class Tracing:
         handle.trace = carrier.get("traceparent", "")
 
     def end(self, handle: Receiver | Sender, event: Event) -> None:
-        """A request has ended."""
+        """A request has ended, in a thread of the manager: SystemExit would end that, not the process."""
         try:
             self._end(handle, event)
-        except Exception:
+        except BaseException:
             logger.exception("request %s: its span", event.key)
 
     def _end(self, handle: Receiver | Sender, event: Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import threading
@@ -17,6 +16,7 @@ import numpy as np
 from disagg.core import _native
 from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
+from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import LocalRank
 from disagg.layout.checksums import ChecksumFunction, ChecksumPlan, Checksums, Words, checksum_rows, difference, page_range
 from disagg.protocol.messages import PartialChecksums, Verify
@@ -25,7 +25,7 @@ from disagg.protocol.types import RequestKey, StartTransfer, StartVerify, Ticket
 from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import RemoteRank
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 READY_POLL_S = 0.0005
 MAX_THREADS = 4

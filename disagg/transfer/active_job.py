@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +11,12 @@ from disagg.backends.abilities import SpanWriter
 from disagg.backends.base import Backend, Op, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError
+from disagg.core.thread_log import ThreadLog
 from disagg.transfer.jobs import BoundTransfer, CopyBegun, Job, PendingWork, Report, Settled
 from disagg.transfer.packed_write import CANCELLED, PackedWrite
 from disagg.transfer.staging import SlotPool
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 T = TypeVar("T")
 

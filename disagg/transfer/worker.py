@@ -4,7 +4,6 @@ them to their end, and unpacks what has arrived in this side's rings.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -13,12 +12,13 @@ from collections.abc import Callable, Iterable
 
 from disagg.backends.base import Backend, Transfer
 from disagg.core import _native
+from disagg.core.thread_log import ThreadLog
 from disagg.transfer.active_job import ActiveJob, attempt
 from disagg.transfer.jobs import SMALL_NBYTES, Job, PendingWork, Report, Settled, Unpack
 from disagg.transfer.staging import SlotPool
 from disagg.transfer.unpacking import Unpacker
 
-logger = logging.getLogger(__name__)
+logger = ThreadLog(__name__)
 
 MIN_SLEEP_S = 20e-6
 MAX_SLEEP_S = 500e-6

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import re
 import threading
 from collections import Counter
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disagg import LocalProtocolError, Pages, new_request_id
-from disagg.backends.local import LocalBackend
+from disagg import DisaggError, LocalProtocolError, Pages, new_request_id
+from disagg.backends.base import Fence, RemotePeer
+from disagg.backends.local import LocalBackend, LocalPeer
+from disagg.machine.processes import ProcessWatch
 from disagg.testing.reference import PageList
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
@@ -92,6 +95,82 @@ def test_a_release_callback_that_raises_ends_nothing(error: type[BaseException],
         assert released.wait(DEADLINE_S), "the other callbacks are called"
         assert f"{error.__name__}" in caplog.text
         assert all(event.ok for event in instances.transfer(20))
+
+
+@pytest.mark.parametrize("error", RAISED)
+def test_a_command_that_raises_ends_nothing(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: float) -> None:
+        raise error
+
+    with cluster(Side(), Side(page=8)) as instances:
+        reported: list[DisaggError] = []
+        instances.decode[0].manager._runtime.commands.put(fail, reported.append)
+        instances.decode[0].manager._runtime.commands.put(fail)
+        assert all(event.ok for event in instances.transfer(20))
+        assert [error.__name__ in str(each) for each in reported] == [True]
+        assert "a command of the control thread failed" in caplog.text
+        assert instances.decode[0].manager.health().ok
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize("name", ["disagg.requests", ""])
+def test_a_log_handler_that_raises_fails_no_request(error: type[BaseException], name: str) -> None:
+    """At the logger of requests, or at the root: then the fault cannot be logged either."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if threading.current_thread().name.startswith("disagg-"):
+                seen.append(record.name)
+                raise error
+
+    seen: list[str] = []
+    requests, parent, handler = logging.getLogger("disagg.requests"), logging.getLogger(name), Broken()
+    before = requests.level
+    with cluster(Side(), Side(page=8)) as instances:
+        requests.setLevel(logging.INFO)
+        parent.addHandler(handler)
+        try:
+            for _ in range(2):
+                assert all(event.ok for event in instances.transfer(20))
+            for rank in (*instances.prefill, *instances.decode):
+                assert rank.manager.health().ok
+        finally:
+            parent.removeHandler(handler)
+            requests.setLevel(before)
+    assert "disagg.requests" in seen
+
+
+class Raising(LocalBackend):
+    """The server's own engine, which raises `error` once when it connects, and always when it fences."""
+
+    error: type[BaseException] = KeyboardInterrupt
+    left = 1
+
+    def connect(self, endpoint: bytes, *, epoch: int, process: ProcessWatch | None = None) -> LocalPeer:
+        if Raising.left:
+            Raising.left -= 1
+            raise self.error
+        return super().connect(endpoint, epoch=epoch, process=process)
+
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", RAISED)
+def test_an_engine_that_raises_costs_one_attempt_of_one_peer(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Raising, "error", error)
+    monkeypatch.setattr(Raising, "left", 1)
+    with cluster(Side(), Side(), settings={"backend": Raising}) as instances:
+        assert all(event.ok for event in instances.transfer(20))
+        assert Raising.left == 0
+        assert error.__name__ in caplog.text
+        instances.prefill.pop().manager.close()
+        manager = instances.decode[0].manager
+        until(lambda: manager._runtime.connections.num_fencing == 1)
+        until(lambda: f"fencing prefill-0/0: {error.__name__}" in caplog.text)
+        assert manager.health().ok
 
 
 class Calling:

@@ -96,27 +96,35 @@ def test_the_span_of_a_failed_request_says_why(exporter: InMemorySpanExporter) -
 class Broken(SpanProcessor):
     """Raises where the server's own processors and exporters might."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, error: type[BaseException]) -> None:
+        self._where, self._error = where, error
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         if self._where == "start":
-            raise RuntimeError("broken")
+            raise self._error("broken")
 
     def on_end(self, span: ReadableSpan) -> None:
         if self._where == "end":
-            raise RuntimeError("broken")
+            raise self._error("broken")
 
 
-@pytest.mark.parametrize("where", ["start", "end"])
-def test_a_span_processor_that_fails_fails_no_request(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+BROKEN = [("start", RuntimeError), ("end", RuntimeError), ("end", KeyboardInterrupt), ("end", SystemExit)]
+
+
+@pytest.mark.parametrize(("where", "error"), BROKEN)
+def test_a_span_processor_that_fails_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+) -> None:
+    """Spans start in the server's thread, where it may be interrupted, and end in one of the manager."""
     provider = TracerProvider()
-    provider.add_span_processor(Broken(where))
+    provider.add_span_processor(Broken(where, error))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     with cluster(Side(), Side(), settings=TRACED) as instances:
         for _ in range(2):
             receiver, senders = begin(instances)
             assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
+        for rank in (*instances.prefill, *instances.decode):
+            assert rank.manager.health().ok
 
 
 @pytest.mark.parametrize("sampled_out", [True, False])
