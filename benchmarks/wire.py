@@ -22,11 +22,13 @@ from typing import Any
 import click
 
 from disagg.commands.cases.sides import Side
+from disagg.commands.shell.child import ChildEnded, ChildProcess
 
 ADDRESSES = {"prefill": "10.211.78.1", "decode": "10.211.78.2"}
 PORT, DRIVER_PORT = 7300, 7400
 BURST = "256kb"
 LATENCY = "20ms"
+START_S = 60.0
 
 
 def run(*command: str) -> None:
@@ -58,16 +60,16 @@ def link(rate: str, congestion: str | None) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def rank(namespace: str, *arguments: str) -> Iterator[None]:
-    """Start a rank; it is terminated at the end of the context."""
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "disagg.commands", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    """Start a rank; it ends at the end of the context."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "disagg.commands", *arguments, "--until-stdin-ends"]
+    with ChildProcess(command) as child:
         try:
-            if process.stdout is None or "address=" not in process.stdout.readline():
-                raise click.ClickException(f"a rank did not start: {' '.join(command)}")
-            yield
-        finally:
-            process.terminate()
-            process.wait(30)
+            started = "address=" in child.receive(timeout_s=START_S)
+        except (ChildEnded, TimeoutError):
+            started = False
+        if not started:
+            raise click.ClickException(f"a rank did not start: {' '.join(command)}")
+        yield
 
 
 def measure(names: dict[str, str], case: dict[str, Any]) -> list[dict[str, Any]]:
