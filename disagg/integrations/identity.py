@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from disagg.core.errors import ConfigError
 from disagg.layout.agreement import ModelId
@@ -30,14 +31,32 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def model_id(config: Mapping[str, Any]) -> ModelId:
-    """The identity of the model with this `config.json`: its type, and a digest of the fields that describe it.
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """What a server keeps in memory, as far as neither `config.json` nor a layout shows it. Each integration declares its own.
+
+    `keys`: K before or after its rotary embedding, which has the style of the model's code in transformers. `kv_heads`: in the
+    order of the checkpoint, or another. `first_position`: that of the first prompt token.
+    """
+
+    keys: Literal["rotated", "plain"]
+    kv_heads: Literal["checkpoint", "other"]
+    first_position: int
+
+    def __str__(self) -> str:
+        return f"keys={self.keys} kv_heads={self.kv_heads} first_position={self.first_position}"
+
+
+def model_id(config: Mapping[str, Any], conventions: Conventions) -> ModelId:
+    """The identity of the model with this `config.json` on a server: its type, a digest of the fields that describe it, and
+    the server's conventions. Peers compare it when they meet, and name both values if they differ.
 
     Servers read the file from disk, because loaded configurations contain the defaults of a version of transformers. The
     digest does not cover weights: two models of the same shape have the same identity.
     """
     text = json.dumps(_described(config), sort_keys=True, separators=(",", ":"))
-    return ModelId(str(config.get("model_type", "")), hashlib.sha256(text.encode()).hexdigest()[:32])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return ModelId(str(config.get("model_type", "")), f"{digest} {conventions}")
 
 
 def _described(value: Any) -> Any:

@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from disagg import ConfigError, ModelId
-from disagg.integrations.identity import component_name, model_id, read_config, windows
+from disagg.integrations.identity import Conventions, component_name, model_id, read_config, windows
 from disagg.integrations.options import Options, ServerConfig
 
+CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -23,22 +25,36 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def identity(config: dict[str, Any]) -> ModelId:
+    return model_id(config, CONVENTIONS)
+
+
 def test_identity_covers_what_describes_the_model_and_nothing_else() -> None:
     same = {**LLAMA, "dtype": "float32", "torch_dtype": "bfloat16", "transformers_version": "5.0", "eos_token_id": [1, 2]}
-    assert model_id(same) == model_id(dict(reversed(LLAMA.items()))) == model_id(LLAMA)
+    assert identity(same) == identity(dict(reversed(LLAMA.items()))) == identity(LLAMA)
     others = [
         {**LLAMA, "hidden_size": 128},
         {**LLAMA, "rope_parameters": {"rope_theta": 1e6}},
         {**LLAMA, "model_type": "qwen3"},
     ]
     nested = {**LLAMA, "text_config": {"hidden_size": 1, "pad_token_id": 3}}
-    assert len({model_id(each) for each in [LLAMA, nested, *others]}) == 5
-    assert model_id(nested) == model_id({**LLAMA, "text_config": {"hidden_size": 1}})
+    assert len({identity(each) for each in [LLAMA, nested, *others]}) == 5
+    assert identity(nested) == identity({**LLAMA, "text_config": {"hidden_size": 1}})
 
 
 def test_identity_is_the_same_in_every_process() -> None:
     """Golden, so that servers of different versions of this library agree."""
-    assert model_id(LLAMA) == ModelId("llama", "7e2f111f0105ee5527598c41942eac7f")
+    digest = "7e2f111f0105ee5527598c41942eac7f"
+    assert identity(LLAMA) == ModelId("llama", f"{digest} keys=rotated kv_heads=checkpoint first_position=0")
+
+
+def test_servers_with_other_conventions_refuse_each_other() -> None:
+    """The identities differ, and peers that differ in it name both (`tests/manager/test_peers.py`)."""
+    others: list[dict[str, Any]] = [{"keys": "plain"}, {"kv_heads": "other"}, {"first_position": 1}]
+    found = [model_id(LLAMA, replace(CONVENTIONS, **each)).revision for each in others]
+    for each, revision in zip(others, found, strict=True):
+        assert all(f"{name}={value}" in revision for name, value in each.items())
+    assert len({identity(LLAMA).revision, *found}) == 4
 
 
 def test_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:

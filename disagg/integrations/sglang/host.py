@@ -10,10 +10,13 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.integrations.identity import model_id, read_config, windows
+from disagg.integrations.identity import Conventions, model_id, read_config, windows
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
 from disagg.layout.agreement import ModelId
+
+CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
+"""SGLang's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ def host_of(queue: Any) -> Host:
         rows.bootstrap_room[index, 0] = room
 
     return Host(
-        model=model_id(model),
+        model=model_id(model, CONVENTIONS),
         read_facts=lambda topology: read_facts(pools, topology),
         gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),

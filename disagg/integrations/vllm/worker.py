@@ -21,7 +21,7 @@ from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.core.events import ReadyEvent
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
-from disagg.integrations.identity import model_id, read_config
+from disagg.integrations.identity import Conventions, model_id, read_config
 from disagg.integrations.options import Options
 from disagg.integrations.peers import Peers
 from disagg.integrations.vllm.groups import check_engine
@@ -34,6 +34,9 @@ from disagg.protocol.types import Event
 from disagg.requests import Receiver, Sender
 
 logger = logging.getLogger(__name__)
+
+CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
+"""vLLM's."""
 
 IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits."""
@@ -110,7 +113,7 @@ class WorkerHalf:
         model = read_config(_config_file(self._config))
         self._caches = read_caches(self._config, self._kv, tensors, topology, model)
         self._is_cuda = next(iter(tensors.values())).is_cuda
-        identity = model_id(model) if self._options.model is None else ModelId(self._options.model)
+        identity = model_id(model, CONVENTIONS) if self._options.model is None else ModelId(self._options.model)
         leader = self._start(topology, identity, None) if topology.rank == 0 else None
         leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
         if topology.rank != 0:

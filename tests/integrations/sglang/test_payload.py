@@ -15,6 +15,7 @@ from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
 from disagg.integrations.identity import model_id, read_config
 from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.host import CONVENTIONS
 from disagg.integrations.sglang.payload import MetadataBuffers
 from disagg.integrations.sglang.rows import needs, state_rows, to_the_end
 
@@ -83,8 +84,8 @@ def test_a_model_is_its_configuration(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-        found.append(model_id(read_config(folder)))
-    assert found[0] == found[1] == model_id(read_config(tmp_path / "0" / "config.json"))
+        found.append(model_id(read_config(folder), CONVENTIONS))
+    assert found[0] == found[1] == model_id(read_config(tmp_path / "0" / "config.json"), CONVENTIONS)
     assert found[0].name == found[2].name == "llama"
     assert found[0] != found[2]
     with pytest.raises(ConfigError, match="nowhere"):
