@@ -125,6 +125,20 @@ class TestMooncakeContract(BackendContract):
         until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
         transfer.close()
 
+    def test_the_end_of_a_process_that_is_not_attested_proves_nothing(self, backend: Backend, stack: ExitStack) -> None:
+        """That of a clone of this machine, say: its boot id is the same, and the number of its process is free here."""
+        victim = self.new_process(stack)
+        peer, attested = (
+            backend.connect(victim.endpoint, process=process, epoch=epoch)
+            for epoch, process in ((1, None), (2, victim.process))
+        )
+        victim.kill()
+        deadline = time.monotonic() + self.patience_s
+        while backend.fence(attested, epoch=2) is not Fence.QUIET:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+
     @pytest.mark.parametrize("op", Op)
     def test_a_stopped_peer_finishes_nothing(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Not even one byte, that fits into any buffer, is done before the peer has put it in place."""

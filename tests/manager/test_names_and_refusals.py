@@ -11,12 +11,17 @@ import pytest
 
 from disagg import KVManager, ModelId, PeerUnreachable
 from disagg.protocol.peer_state import ConnectionLimits, Undecided
+from tests.backends.conftest import require_engine
+from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import manager, until
 from tests.support.cluster import DEADLINE_S
 
 QUICK = ConnectionLimits(
     hello_retry_s=0.02, max_hello_retry_s=0.1, heartbeat_s=0.1, heartbeat_timeout_s=DEADLINE_S, refused_retry_s=0.3
 )
+
+NUM_REFUSED = 6
+"""Hellos that are refused until a peer is known to be asked again and again."""
 
 
 def opened(stack: ExitStack, name: str, **settings: Any) -> KVManager:
@@ -41,15 +46,18 @@ def test_peers_given_at_construction_are_known_before_anything_is_answered(caplo
         assert prefill._runtime.dispatch.num_rejected_hellos == 0
 
 
-def test_a_second_process_of_one_name_is_refused_until_the_first_has_ended() -> None:
+@pytest.mark.parametrize("backend", ["local", "nixl"])
+def test_a_second_process_of_one_name_is_refused_until_the_first_has_ended(backend: str) -> None:
+    if backend in ENGINES:
+        require_engine(*ENGINES[backend])
     with ExitStack() as stack:
-        prefill = opened(stack, "prefill")
-        first = opened(stack, "decode")
+        prefill = opened(stack, "prefill", backend=backend)
+        first = opened(stack, "decode", backend=backend)
         prefill.add_peer("decode", address=first.address)
         first.add_peer("prefill", address=prefill.address)
         for one, other in ((prefill, "decode"), (first, "prefill")):
             one.wait_ready(other, timeout_s=DEADLINE_S)
-        second = opened(stack, "decode")
+        second = opened(stack, "decode", backend=backend)
         second.add_peer("prefill", address=prefill.address)
         until(lambda: "another process has the name decode/0" in problem(second, "prefill"))
         losses = prefill._runtime.connections.num_losses["decode"]
@@ -89,6 +97,21 @@ def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
         for one, other in ((prefill, "decode"), (decode, "prefill")):
             with pytest.raises(PeerUnreachable, match=r"cannot become ready: .*model: "):
                 one.wait_ready(other, timeout_s=3600.0)
+
+
+def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked again and again, in case it is replaced by another process."""
+    caplog.set_level(logging.WARNING)
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill"), opened(stack, "decode", model=ModelId("another"))
+        prefill.add_peer("decode", address=decode.address)
+        decode.add_peer("prefill", address=prefill.address)
+        for each in (prefill, decode):
+            until(lambda each=each: each._runtime.dispatch.num_rejected_hellos >= NUM_REFUSED)
+        assert sorted(record.getMessage() for record in caplog.records) == [
+            "decode/0: rejected a hello: model: 'm' at prefill/0, 'another' at decode/0",
+            "prefill/0: rejected a hello: model: 'another' at decode/0, 'm' at prefill/0",
+        ]
 
 
 def test_an_absent_peer_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import tracemalloc
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,13 +17,13 @@ from disagg import new_request_id
 from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.core.copies import Addresses, CopyBatch
-from disagg.core.errors import PeerUnreachable
+from disagg.core.errors import PeerUnreachable, RemoteProtocolError
 from disagg.layout.plan import TransferPlan
-from disagg.protocol.messages import Reserve, Written, pack_rows
+from disagg.protocol.messages import Part, Reserve, Written, pack_rows
 from disagg.protocol.types import Chunk, PeerRank, RequestKey, StartTransfer, Ticket
 from disagg.runtime.paths import MIN_PIECES, bind_incoming, bind_outgoing
-from disagg.testing.reference import CANARY, PageList
-from disagg.testing.scene import Scene
+from disagg.testing.reference import CANARY, KVModel, PageList
+from disagg.testing.scene import Case, Scene
 from disagg.testing.strategies import cases
 from disagg.transfer.jobs import BoundTransfer
 from tests.manager.test_peers import until
@@ -104,6 +106,30 @@ def test_all_paths_together_write_exactly_the_needed_bytes(
             assert gathers_from is not None or bound.gathered is None
             TransferModel(scene, source, destination, slot_nbytes).move(bound, plan)
     assert scene.difference() is None
+
+
+@pytest.mark.parametrize("repeats", ["nothing", "a component", "a span class"])
+def test_a_packed_stream_has_each_component_and_span_class_once(repeats: str) -> None:
+    """Each repeats a stream of gigabytes in a few bytes of a message."""
+    model = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
+    scene = Scene(Case(model=model, source=Side(), destination=Side(), num_tokens=40))
+    name, case = scene.case.model.component, scene.case
+    plan = TransferPlan({name: scene.plan(0, 0)})
+    _, theirs = scene.rows(0, 0)
+    part = Part(name, tuple(range(len(plan.components[name].spans))), None, case.need, case.num_tokens)
+    parts = {
+        "nothing": (part,),
+        "a component": (part,) * 1000,
+        "a span class": (msgspec.structs.replace(part, spans=part.spans * 1000),),
+    }[repeats]
+    if repeats == "nothing":
+        assert bind_incoming(plan, parts, {name: theirs}, {name: (case.need, case.num_tokens)}).total > 0
+        return
+    tracemalloc.start()
+    with pytest.raises(RemoteProtocolError, match="expected each component, and each of its span classes, once"):
+        bind_incoming(plan, parts, {name: theirs}, {name: (case.need, case.num_tokens)})
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 class SmallStaging(LocalBackend):

@@ -1,8 +1,10 @@
-"""When lost ranks are fenced."""
+"""When lost ranks are fenced, and what a fence that fails costs."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +15,24 @@ from disagg.protocol.peer_state import Lost
 from disagg.protocol.types import PeerRank
 from disagg.runtime.connections import MAX_FENCE_S, PROCESS_CHECK_S, Connections
 
-PEER = PeerRank("prefill", 0)
+PEER, OTHER = PeerRank("prefill", 0), PeerRank("prefill", 1)
 LATE = 1000.0
 """By then the pauses between two fences are at their longest."""
 
 
 class Fences:
-    """Connections that have lost one rank. `times` are those of the fences, none of which is quiet."""
+    """Connections that have lost one rank. `times` are those of the fences, which answer as `answers` says, or are not quiet.
+    `quiet`: the ranks that were proved quiet.
+    """
 
     def __init__(self, process: Any) -> None:
         self.times: list[float] = []
         self.now = 0.0
+        self.quiet: list[PeerRank] = []
+        self.answers: dict[PeerRank, Fence | OSError] = {}
         nothing: Any = SimpleNamespace(me="decode/0", connected=list, prune=lambda: None, peer_lost=lambda *_, **__: None)
-        nothing.disconnect = lambda *_: SimpleNamespace(engine=None, process=process)
+        nothing.disconnect = lambda peer, _: SimpleNamespace(engine=peer, process=process)
+        nothing.peer_quiet = lambda peer, **_: self.quiet.append(peer)
         self.connections = Connections(
             backend=self,  # type: ignore[arg-type]
             handshake=nothing,
@@ -37,10 +44,13 @@ class Fences:
         )
         self.connections.lose(Lost(PEER, 1, "it is silent"), self.now)
 
-    def fence(self, _engine: object, *, epoch: int) -> Fence:
+    def fence(self, engine: PeerRank, *, epoch: int) -> Fence:
         assert epoch == 1
         self.times.append(self.now)
-        return Fence.UNKNOWN
+        answer = self.answers.get(engine, Fence.UNKNOWN)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     def run(self, until: float) -> list[float]:
         """The times of the fences until then."""
@@ -68,3 +78,17 @@ def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent
     assert times[0] - LATE <= PROCESS_CHECK_S
     assert sum(at - times[0] < 1 for at in times) > 3, "the kernel may take a while to free what the process had"
     assert times[-1] - times[-2] == pytest.approx(MAX_FENCE_S)
+
+
+def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    fences = Fences(None)
+    fences.connections.lose(Lost(OTHER, 1, "it is silent"), fences.now)
+    fences.answers = {PEER: OSError(errno.EMFILE, os.strerror(errno.EMFILE)), OTHER: Fence.QUIET}
+    fences.run(LATE)
+    assert fences.quiet == [OTHER]
+    assert fences.connections.num_fencing == 1
+    assert f"fencing {PEER}: OSError: [Errno 24] Too many open files" in caplog.text
+    fences.answers[PEER] = Fence.QUIET
+    fences.run(LATE + 2 * MAX_FENCE_S)
+    assert fences.quiet == [OTHER, PEER]
+    assert fences.connections.num_fencing == 0

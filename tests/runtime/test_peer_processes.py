@@ -26,6 +26,19 @@ def test_a_process_is_found_under_its_own_name_only() -> None:
             assert mine.attest(*other) is None
 
 
+def test_nothing_of_a_clone_of_this_machine_is_attested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone has the same boot id. There, the process has the number of one that lives here, or of none. It is not asked for
+    by its number: only what listens under its name, on this host, is it.
+    """
+    asked: list[int] = []
+    monkeypatch.setattr(os, "pidfd_open", asked.append)
+    monkeypatch.setattr(os, "kill", lambda pid, _: asked.append(pid))
+    with contextlib.closing(PeerProcesses("me", 0, EPOCH)) as mine:
+        assert mine.attest("clone", 0, EPOCH) is None
+        mine.prune()
+    assert asked == []
+
+
 def test_names_differ_for_all_parts_of_an_identity() -> None:
     names = {socket_name(*each) for each in (("a", 1, 2), ("a", 12, 0), ("a\x001", 2, 0), ("a", 1, 20), ("a1", 2, 0))}
     assert len(names) == 5
