@@ -32,6 +32,8 @@ from tests.integrations.sglang.memory import Array, Memory, Model, Request
 
 HOST = "127.0.0.1"
 NUM_AUX = 16
+STEP_S = 1e-3
+"""The pause between two iterations of the scheduler, while it has requests."""
 
 
 class FileGroup:
@@ -82,17 +84,22 @@ class Started:
     chunks: list[int] = field(default_factory=list)
     held: bool = False
     aux: int = 0
-    begun: bool = False
+    is_begun: bool = False
+    is_found: bool = False
+    next_token: int = 0
     event: HostEvent | None = None
+    sent_s: float = 0.0
 
 
 class RankProcess:
-    """Runs in the child: a scheduler's loop for one rank."""
+    """Runs in the child: a scheduler's loop for one rank. Another backend's has classes and a `build` of its own."""
+
+    sender, receiver = DisaggKVSender, DisaggKVReceiver
 
     def __init__(
         self, role: str, model: Model, topology: Topology, *, folder: Path, bootstrap_port: int, page_size: int
     ) -> None:
-        self.role, self.topology, self.bootstrap = role, topology, f"{HOST}:{bootstrap_port}"
+        self.role, self.topology, self.folder, self.bootstrap = role, topology, folder, f"{HOST}:{bootstrap_port}"
         self.memory = Memory(model, topology, page_size=page_size, num_pages=4096 // page_size)
         self.aux: list[Array] = [np.zeros((NUM_AUX, 16), np.int32), np.zeros((NUM_AUX, 8), np.uint64)]
         self.free_aux = list(range(NUM_AUX))
@@ -102,8 +109,12 @@ class RankProcess:
         mode = DisaggregationMode.PREFILL if role == "prefill" else DisaggregationMode.DECODE
         if role == "prefill" and topology.rank == 0:
             self.server = conn.CommonKVBootstrapServer(HOST, bootstrap_port)
-        stage = FileGroup(folder / f"{role}-stages-{_pipeline(topology)}", topology.pp_rank, topology.pp)
-        world = FileGroup(folder / f"{role}-world", topology.rank, topology.num_ranks)
+        self.manager = self.build(mode)
+
+    def build(self, mode: DisaggregationMode) -> Any:
+        topology = self.topology
+        stage = FileGroup(self.folder / f"{self.role}-stages-{_pipeline(topology)}", topology.pp_rank, topology.pp)
+        world = FileGroup(self.folder / f"{self.role}-world", topology.rank, topology.num_ranks)
         DisaggKVManager.host = Host(
             model=ModelId("test"),
             read_facts=lambda _: self.memory.facts(),
@@ -112,9 +123,9 @@ class RankProcess:
             num_tokens=lambda receiver: self.started[receiver.bootstrap_room].request.num_tokens,
             write_first_token=self._write_first_token,
         )
-        self.manager = DisaggKVManager(self._kv_args(), mode, SimpleNamespace(), model.heads is None)
+        return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
 
-    def _kv_args(self) -> SimpleNamespace:
+    def kv_args(self) -> SimpleNamespace:
         return self.memory.kv_args(
             aux_data_ptrs=[a.ctypes.data for a in self.aux],
             aux_data_lens=[a.nbytes for a in self.aux],
@@ -149,7 +160,7 @@ class RankProcess:
 
         `early`: the first chunk is sent before it is computed, with an event, and the others after `compute`.
         """
-        sender = DisaggKVSender(self.manager, self.bootstrap, room)
+        sender = self.sender(self.manager, self.bootstrap, room)
         started = Started(room, request, seed, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
         started.event = HostEvent() if early else None
         self.started[room] = started
@@ -172,9 +183,9 @@ class RankProcess:
     def _prefill(self, started: Started, say: Callable[..., None]) -> None:
         sender, request = started.sender, started.request
         poll = sender.poll()
-        if poll == KVPoll.WaitingForInput and not started.begun:
-            started.begun = True
-            request.prefix = sender.pop_decode_prefix_len()
+        if poll == KVPoll.WaitingForInput and not started.is_begun:
+            started.is_begun = True
+            started.next_token = request.prefix = sender.pop_decode_prefix_len()
             started.aux = self.free_aux.pop()
             size = self.memory.page_size
             sender.init(-(-(request.num_tokens - request.prefix) // size), started.aux)
@@ -182,7 +193,7 @@ class RankProcess:
             if started.event is None:
                 self.memory.fill(request, started.seed)
             say(room=started.room, status="reserved", prefix=request.prefix)
-        if started.begun and not started.held and started.chunks:
+        if started.is_begun and not started.held and started.chunks:
             self._send(started, started.chunks.pop(0))
         if poll in (KVPoll.Success, KVPoll.Failed):
             self._end(started, poll, say)
@@ -192,7 +203,8 @@ class RankProcess:
         sender, request, size = started.sender, started.request, self.memory.page_size
         last = not started.chunks
         stop = stop if last else stop // size * size
-        start = sender.next_token
+        start, started.next_token = started.next_token, stop
+        started.sent_s = started.sent_s or time.monotonic()
         if started.event is not None and not started.event.has_passed:
             sender._early_send_wait_event, started.held = started.event, True
         if last:
@@ -208,21 +220,18 @@ class RankProcess:
         self, room: int, request: Request, seed: int, *, group: int = 0, held: bool = False, bootstrap: str | None = None
     ) -> None:
         """Receive a room from the instance at `bootstrap`. `held`: it is not looked for yet."""
-        receiver = DisaggKVReceiver(self.manager, bootstrap or self.bootstrap, room)
+        receiver = self.receiver(self.manager, bootstrap or self.bootstrap, room)
         self.started[room] = Started(room, request, seed, receiver=receiver, aux=group, held=held)
 
     def _decode(self, started: Started, say: Callable[..., None]) -> None:
         receiver, request = started.receiver, started.request
-        if (
-            receiver.prefill is None
-            and receiver.conclude_state is None
-            and not started.held
-            and self.manager.try_ensure_parallel_info(self.bootstrap)
-        ):
-            receiver.init(started.aux)
+        if not started.is_found and not started.held and receiver.conclude_state is None:
+            started.is_found = self.manager.try_ensure_parallel_info(self.bootstrap)
+            if started.is_found:
+                receiver.init(started.aux)
         poll = receiver.poll()
-        if poll == KVPoll.WaitingForInput and not started.begun:
-            started.begun = True
+        if poll == KVPoll.WaitingForInput and not started.is_begun:
+            started.is_begun = True
             started.aux = self.free_aux.pop()
             pages = self.memory.kv_list(request, request.prefix, request.num_tokens)
             receiver.send_metadata(pages, started.aux, self.memory.state_lists(request), decode_prefix_len=request.prefix)
@@ -239,6 +248,7 @@ class RankProcess:
 
     def _end(self, started: Started, poll: int, say: Callable[..., None]) -> None:
         either, reason, differences = started.sender or started.receiver, "", []
+        times = {"sent_s": started.sent_s, "ended_s": time.monotonic()}
         if poll == KVPoll.Failed:
             try:
                 either.failure_exception()
@@ -255,14 +265,14 @@ class RankProcess:
             if either.abort_notified:
                 self.releasing[started.room] = started
         either.clear()
-        if started.begun and started.room not in self.releasing:
+        if started.is_begun and started.room not in self.releasing:
             self.free_aux.append(started.aux)
         status = "ok" if poll == KVPoll.Success else "failed"
-        say(room=started.room, status=status, reason=reason, differences=differences)
+        say(room=started.room, status=status, reason=reason, differences=differences, **times)
 
     def nbytes(self) -> int:
         """The bytes that this rank has written to others."""
-        return self.manager.transfers.stats.nbytes
+        return int(self.manager.transfers.stats.nbytes)
 
     def idle(self) -> dict[str, Any]:
         """What is left over: empty when nothing is open."""
@@ -301,7 +311,7 @@ def _replace_context(topology: Topology, folder: Path, bootstrap_port: int) -> N
     )
 
 
-def _run(pipe: Connection, log: Path, environ: dict[str, str], **arguments: Any) -> None:
+def _run(pipe: Connection, log: Path, environ: dict[str, str], kind: type[RankProcess], **arguments: Any) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -309,10 +319,10 @@ def _run(pipe: Connection, log: Path, environ: dict[str, str], **arguments: Any)
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
-    rank = RankProcess(**arguments)
-    pipe.send({"ready": rank.manager.leader})
+    rank = kind(**arguments)
+    pipe.send({"ready": getattr(rank.manager, "leader", "")})
     while True:
-        while pipe.poll(0.001):
+        while pipe.poll(STEP_S if rank.started or rank.releasing else None):
             name, args, kwargs = pipe.recv()
             answer = getattr(rank, name)(*args, **kwargs)
             if answer is not None:
@@ -324,14 +334,14 @@ class Rank:
     """A rank process, as the test sees it."""
 
     def __init__(self, role: str, model: Model, topology: Topology, *, folder: Path, bootstrap_port: int, page_size: int,
-                 environ: dict[str, str], log: str) -> None:  # fmt: skip
+                 environ: dict[str, str], log: str, kind: type[RankProcess]) -> None:  # fmt: skip
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         folder.mkdir(parents=True, exist_ok=True)
         self.role, self.topology, self.log = role, topology, folder / log
         arguments = {"role": role, "model": model, "topology": topology, "folder": folder, "bootstrap_port": bootstrap_port,
                      "page_size": page_size}  # fmt: skip
-        self.process = context.Process(target=_run, args=(theirs, self.log, environ), kwargs=arguments, daemon=True)
+        self.process = context.Process(target=_run, args=(theirs, self.log, environ, kind), kwargs=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self.heard: list[dict[str, Any]] = []
