@@ -39,7 +39,9 @@ CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=
 """vLLM's."""
 
 IDLE_WAIT_S = 0.003
-"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits."""
+"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits. The first
+such step does not wait, since vLLM takes the tokens of the step before only after it.
+"""
 
 
 @dataclass
@@ -89,6 +91,7 @@ class WorkerHalf:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._results = TransferResults()
+        self._was_idle = False
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._stats = TransferStats()
@@ -171,7 +174,8 @@ class WorkerHalf:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
-        if idle and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
+        waits, self._was_idle = idle and self._was_idle, idle
+        if waits and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
             select.select([manager], [], [], IDLE_WAIT_S)
         for event in manager.events():
             if isinstance(event.tag, _Send):
