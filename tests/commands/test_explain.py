@@ -300,6 +300,22 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
     assert "disagg explain --model llama-3-70b" in explained("--help").stdout
 
 
+def test_what_each_nic_carries_is_shown_and_in_the_json(tmp_path: Path) -> None:
+    """A token has 512 bytes in each of 8 tensors: 128 of them on each of 4 prefill ranks, in a piece of their own."""
+    ended = explained(*TINY, "--link", "3x400gbit", "--pack-below", "0", "--json", str(tmp_path / "found.json"))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["nics"]
+    sent, received = 64 * 8 * 128, 64 * 8 * 256
+    assert found == [
+        *({"role": "prefill", "rank": rank, "bytes": -(-sent // 3), "work_requests": -(-64 * 8 // 3)} for rank in range(4)),
+        *({"role": "decode", "rank": rank, "bytes": -(-received // 3), "work_requests": -(-64 * 16 // 3)} for rank in range(2)),
+    ]
+    ended = explained(*TINY, "--link", "2x400gbit", "--pack-below", "0")
+    assert "each NIC of prefill ranks 0-3 sends 32 KiB in 256 work requests\n" in ended.stdout
+    assert "each NIC of decode ranks 0-1 receives 64 KiB in 512 work requests\n" in ended.stdout
+    assert "each NIC" not in explained(*TINY, "--link", "400gbit").stdout
+
+
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -15,7 +15,7 @@ from disagg.commands.explain.counting import CopyCounter
 from disagg.commands.explain.engine import Engine, engine_of
 from disagg.commands.explain.instance import Instance, instance_of
 from disagg.commands.explain.paths import explain_pair
-from disagg.commands.explain.summary import Pair, Summary, busiest_s, busiest_shares, hot_spots, partners
+from disagg.commands.explain.summary import Pair, Summary, busiest_s, busiest_shares, hot_spots, nic_shares, partners
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
@@ -104,6 +104,7 @@ def _summary(tokens: int, engine: Engine, source: Instance, destination: Instanc
         descriptors=sum(part.descriptors for part in parts),
         seconds=sum(phases.values()) or busiest_s(pairs) if engine.costs else None,
         phases=phases,
+        nics=tuple(nic_shares(pairs, engine.costs.num_nics)) if engine.costs and engine.costs.num_nics > 1 else (),
         fan_out=partners(pairs, of="source"),
         fan_in=partners(pairs, of="destination"),
         hot_spots=tuple(hot_spots(pairs, len(source.items), len(destination.items))),

@@ -46,9 +46,20 @@ class Pair(msgspec.Struct, frozen=True):
     seconds: float | None
 
 
+class NicShare(msgspec.Struct, frozen=True):
+    """What each NIC of a rank carries if all of them get the same share: bytes, and the work requests that write them, rounded
+    up. A decode rank posts none: these are its peers'.
+    """
+
+    role: str
+    rank: int
+    bytes: int
+    work_requests: int
+
+
 class Summary(msgspec.Struct, frozen=True):
     """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link; `phases` divides it,
-    if the costs have phases.
+    if the costs have phases. `nics`: what each NIC of each rank carries, if the costs are those of several.
     """
 
     model: str
@@ -70,6 +81,7 @@ class Summary(msgspec.Struct, frozen=True):
     fan_in: dict[int, tuple[int, ...]]
     hot_spots: tuple[str, ...]
     phases: dict[str, float] = {}
+    nics: tuple[NicShare, ...] = ()
 
 
 def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
@@ -100,6 +112,18 @@ def busiest_shares(pairs: Sequence[Pair], *, of: str) -> dict[str, tuple[int, in
                 pieces, nbytes = shares[rank].get(path, (0, 0))
                 shares[rank][path] = pieces + share.runs, nbytes + share.bytes
     return max(shares.values(), key=lambda paths: sum(nbytes for _, nbytes in paths.values()), default={})
+
+
+def nic_shares(pairs: Sequence[Pair], num_nics: int) -> Iterator[NicShare]:
+    """What each of the `num_nics` NICs of each rank that takes part carries."""
+    for role in ("prefill", "decode"):
+        nbytes, descriptors = Counter[int](), Counter[int]()
+        for pair in pairs:
+            rank = pair.source if role == "prefill" else pair.destination
+            nbytes[rank] += pair.bytes
+            descriptors[rank] += sum(part.descriptors for part in pair.components)
+        for rank in sorted(nbytes):
+            yield NicShare(role, rank, -(-nbytes[rank] // num_nics), -(-descriptors[rank] // num_nics))
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:

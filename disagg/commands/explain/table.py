@@ -102,6 +102,18 @@ def ends(found: Summary) -> Iterator[str]:
         "; every needed byte is written exactly once" if found.covered else "; NOT every needed byte is covered"
     )
     yield predicted(found)
+    yield from nics(found)
+
+
+def nics(found: Summary) -> Iterator[str]:
+    """What each NIC of a rank carries, where ranks have several; ranks with the same figures share a line."""
+    alike: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for share in found.nics:
+        alike[share.role, size(share.bytes), share.work_requests].append(share.rank)
+    for (role, moved, work_requests), ranks in alike.items():
+        whose = f"{role} rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+        verb = "sends" if role == "prefill" else "receives"
+        yield f"each NIC of {whose} {verb} {moved} in {work_requests} work request{'s' * (work_requests > 1)}"
 
 
 def predicted(found: Summary) -> str:
