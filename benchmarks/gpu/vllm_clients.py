@@ -20,12 +20,12 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from benchmarks.gpu.vllm_connectors import OTHERS, exchange
+from benchmarks.gpu.vllm_load import ask_many
 from benchmarks.gpu.vllm_requests import Broken, Reply, compute, num_external, prompt_of, stream
 from benchmarks.gpu.vllm_tables import load_of, rows_of
 from harness.servers import Server
@@ -119,9 +119,14 @@ def attempt(pair: Pair, plan: Plan, act: Callable[[], Reply], what: str) -> Repl
     try:
         return act()
     except Broken as error:
-        pair.num_failures += 1
-        plan.problems.append(f"{pair.name} {pair.tp} -> 1: {what}: {type(error).__name__}: {error}")
+        note(pair, plan, what, error)
         return None
+
+
+def note(pair: Pair, plan: Plan, what: str, error: Exception) -> None:
+    """Note that a request has failed."""
+    pair.num_failures += 1
+    plan.problems.append(f"{pair.name} {pair.tp} -> 1: {what}: {type(error).__name__}: {error}")
 
 
 def measure_all(pairs: list[Pair], plan: Plan) -> Iterator[dict[str, Any]]:
@@ -239,11 +244,12 @@ def load(pair: Pair, clients: int, plan: Plan) -> dict[str, Any]:
     rng = random.Random(9)
     length, max_tokens = plan.load
     prompts = [prompt_of(rng, length) for _ in range(clients * plan.per_client)]
-    what = f"load, {clients} clients"
+    assert pair.prefill is not None
+    on_failure = partial(note, pair, plan, f"load, {clients} clients")
     begun_s = time.monotonic()
-    with ThreadPoolExecutor(clients) as pool:
-        found = pool.map(lambda prompt: attempt(pair, plan, partial(ask, pair, prompt, max_tokens=max_tokens), what), prompts)
-        replies = [reply for reply in found if reply is not None]
+    replies = ask_many(
+        pair.prefill, pair.decode, pair.name, prompts, clients=clients, max_tokens=max_tokens, on_failure=on_failure
+    )
     elapsed_s = time.monotonic() - begun_s
     first_s = sorted(reply.prefill_s + reply.times_s[0] for reply in replies)
     return {

