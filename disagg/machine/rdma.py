@@ -5,7 +5,9 @@ The doctor shows all findings. A backend that must use RDMA and cannot refuses t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +19,10 @@ GID_VARIABLES = ("MC_GID_INDEX", "UCX_IB_GID_INDEX")
 """Mooncake's and UCX's variables for the index of the GID that they use."""
 SMALL_MEMLOCK = 1 << 30
 """The pools of a server need at least this many bytes."""
+COUNTERS = (("counters/port_xmit_data", "counters/port_rcv_data", 4), ("hw_counters/sent_pkts", "hw_counters/rcvd_pkts", 0))
+"""The files of a port that count what it has sent and received, and the bytes of what they count: words, or packets (0), which
+soft devices count.
+"""
 
 
 def rdma_refusal(devices: Sequence[str] = (), machine: Machine | None = None) -> str | None:
@@ -100,16 +106,54 @@ def _port(machine: Machine, name: str, port: str, missing: Level, *, brief: bool
     kinds = {i: machine.read(f"{base}/gid_attrs/types/{i}") or "" for i in used}
     second = [i for i, kind in kinds.items() if "v2" in kind]
     hint = f"; RoCE v2 at index {', '.join(sorted(second, key=int))} (UCX_IB_GID_INDEX, MC_GID_INDEX)" if second else ""
-    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}{_sent(machine, base)}")
+    traffic = Traffic.of(machine, base)
+    so_far = f"; {traffic} so far" if traffic else ""
+    return ok("rdma", f"{what}: up, {rate}, {link}, {len(used)} GIDs{hint}{so_far}")
 
 
-def _sent(machine: Machine, port: str) -> str:
-    """How much a port has sent since its device is there, which tells apart the devices that share transfers."""
-    if (words := machine.read(f"{port}/counters/port_xmit_data") or "").isdecimal():
-        return f"; {4 * int(words) / 1e6:.1f} MB sent"
-    if (packets := machine.read(f"{port}/hw_counters/sent_pkts") or "").isdecimal():  # soft devices
-        return f"; {packets} packets sent"
-    return ""
+class Traffic(NamedTuple):
+    """What a port has sent and received: bytes or, if `in_bytes` is false, packets."""
+
+    sent: int
+    received: int
+    in_bytes: bool
+
+    @classmethod
+    def of(cls, machine: Machine, port: str) -> Traffic | None:
+        """The traffic since the device is there; `None` where the kernel does not count it."""
+        for sent, received, nbytes in COUNTERS:
+            counts = [machine.read(f"{port}/{name}") or "" for name in (sent, received)]
+            if all(count.isdecimal() for count in counts):
+                out, into = (int(count) * (nbytes or 1) for count in counts)
+                return cls(out, into, bool(nbytes))
+        return None
+
+    def __str__(self) -> str:
+        if self.in_bytes:
+            return f"{self.sent / 1e6:.1f} MB sent, {self.received / 1e6:.1f} MB received"
+        return f"{self.sent} packets sent, {self.received} received"
+
+
+def watch(machine: Machine, seconds: float, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[Finding]:
+    """What each port sends and receives within that time: the shares of devices that ranks use together."""
+    before = _traffic(machine)
+    sleep(seconds)
+    for (name, port), now in _traffic(machine).items():
+        if (then := before.get((name, port))) is not None:
+            moved = Traffic(now.sent - then.sent, now.received - then.received, now.in_bytes)
+            yield ok("rdma", f"RDMA device {name} port {port}, within {seconds:g} s: {moved}")
+    if not before:
+        yield Finding(
+            "rdma", Level.WARNING, "no RDMA device of this machine counts what it sends", "its traffic cannot be shown",
+            "ls /sys/class/infiniband/*/ports/*/counters; in a container: mount /sys",
+        )  # fmt: skip
+
+
+def _traffic(machine: Machine) -> dict[tuple[str, str], Traffic]:
+    """The traffic of each device and port that counts it."""
+    ports = [(n, port) for n in machine.rdma_devices for port in machine.entries(f"sys/class/infiniband/{n}/ports")]
+    found = {(name, port): Traffic.of(machine, f"sys/class/infiniband/{name}/ports/{port}") for name, port in ports}
+    return {port: traffic for port, traffic in found.items() if traffic is not None}
 
 
 def _gids(machine: Machine, port: str) -> Iterator[str]:

@@ -101,6 +101,14 @@ def test_errors_are_one_sentence() -> None:
     assert json.loads(run("--no-engines", "--json", "-").stdout)["findings"]
 
 
+def test_the_traffic_of_rdma_devices_is_shown_while_it_is_watched(tmp_path: Path) -> None:
+    machine = put(tmp_path, RDMA | {f"{MLX}/counters/port_xmit_data": "7", f"{MLX}/counters/port_rcv_data": "7"})
+    causes = [finding.cause for finding in examine(unlimited(machine), watch_s=0.01, start_engines=False)]
+    assert "RDMA device mlx5_0 port 1, within 0.01 s: 0.0 MB sent, 0.0 MB received" in causes
+    shown = run("--no-engines", "--watch", "0.25").stdout
+    assert ("within 0.25 s: " if Machine().rdma_devices else "its traffic cannot be shown") in shown
+
+
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 

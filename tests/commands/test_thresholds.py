@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 from disagg.commands.bench import command
 from disagg.commands.bench.command import run_cases
+from disagg.commands.bench.fleet import rank_config
 from disagg.commands.bench.report import PHASES_TITLE, Sample
 from disagg.commands.bench.thresholds import TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
 from disagg.commands.cases.costs import ALWAYS, Costs, read_costs
 from disagg.core.errors import ConfigError
 from disagg.core.timeline import PHASES
 from disagg.models import load_model
+from tests.backends.conftest import require_engine
 from tests.commands.conftest import Bench
 
 SETTINGS = {
-    "tokens": 64, "device": "cpu", "transport": "auto", "warm_up": 0, "repeat": 1, "seed": 0, "timeout_s": 30.0,
+    "tokens": 64, "device": "cpu", "transport": "auto", "devices": (), "warm_up": 0, "repeat": 1, "seed": 0, "timeout_s": 30.0,
 }  # fmt: skip
 SMALL = ("--tokens", "64", "--repeat", "1", "--warm-up", "0", "--timeout", "30")
 
@@ -96,6 +98,26 @@ def test_real_engines_are_measured(bench: Bench, engine: str) -> None:
     assert ended.status == 0, ended.err
     assert ended.out.startswith(f"{engine} over tcp")
     assert [row["way"] for row in ended.rows] == ["direct", "packed"]
+
+
+def test_the_engine_of_every_rank_gets_the_named_devices(bench: Bench) -> None:
+    require_engine("nixl._bindings", "nixl")
+    same = ("--backend", "nixl", "--transport", "tcp", "--thresholds", "--page", "4", *SMALL)
+    ended = bench(*same, "--device-nic", "lo")
+    assert ended.status == 0, ended.err
+    ended = bench(*same, "--device-nic", "absent0")
+    assert ended.status == 1
+    assert "No such device" in ended.err
+    case, *_ = threshold_cases("nixl", (4,), {**SETTINGS, "devices": ("rxe0:1", "rxe1:1")})
+    for role in ("prefill", "decode"):
+        assert rank_config(case, role, 0, None).devices == ("rxe0:1", "rxe1:1")
+
+
+def test_running_ranks_keep_their_devices(bench: Bench) -> None:
+    sides = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=1", "--decode", "tp=1")
+    ended = bench("--backend", "nixl", *sides, "--device-nic", "lo", "--connect", "tcp://127.0.0.1:9")
+    assert ended.status == 2
+    assert "device-nic: running ranks keep" in ended.err
 
 
 def test_calibration_writes_costs_that_explain_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

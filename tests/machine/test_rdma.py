@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.machine.findings import Level, Machine
-from disagg.machine.rdma import NO_GID, rdma, rdma_refusal
+from disagg.machine.findings import Level, Machine, ok
+from disagg.machine.rdma import NO_GID, rdma, rdma_refusal, watch
 
 
 @pytest.fixture
@@ -37,21 +37,48 @@ def test_an_index_with_a_gid_is_fine(value: str, root: Path) -> None:
     assert rdma_refusal(machine=Machine(root=root, environ={"UCX_IB_GID_INDEX": value}, memlock=None)) is None
 
 
-@pytest.mark.parametrize(
-    ("counter", "value", "shown"),
-    [
-        ("counters/port_xmit_data", "31250000", "2 GIDs; 125.0 MB sent"),
-        ("hw_counters/sent_pkts", "28876", "2 GIDs; 28876 packets sent"),
-        ("counters/port_xmit_data", "N/A", "2 GIDs"),
-    ],
-)
-def test_what_a_device_has_sent_is_shown(counter: str, value: str, shown: str, root: Path) -> None:
-    """The kernel counts words of four bytes."""
-    file = root / "sys/class/infiniband/mlx5_0/ports/1" / counter
-    file.parent.mkdir()
-    file.write_text(value)
+COUNTED = {
+    "words of four bytes": ("counters/port_xmit_data", "counters/port_rcv_data", "125.0 MB sent, 8.0 MB received"),
+    "packets": ("hw_counters/sent_pkts", "hw_counters/rcvd_pkts", "31250000 packets sent, 2000000 received"),
+}
+
+
+def count(root: Path, what: str, sent: int | str, received: int | str) -> None:
+    """Set a port's counters."""
+    for name, value in zip(COUNTED[what][:2], (sent, received), strict=True):
+        file = root / "sys/class/infiniband/mlx5_0/ports/1" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_what_a_device_has_sent_is_shown(what: str, root: Path) -> None:
+    count(root, what, 31250000, 2000000)
     (finding,) = [found for found in rdma(Machine(root=root, environ={}, memlock=None)) if "mlx5_0 port 1" in found.cause]
-    assert finding.cause.endswith(shown)
+    assert finding.cause.endswith(f"2 GIDs; {COUNTED[what][2]} so far")
+    count(root, what, "N/A", 0)
+    (finding,) = [found for found in rdma(Machine(root=root, environ={}, memlock=None)) if "mlx5_0 port 1" in found.cause]
+    assert finding.cause.endswith("2 GIDs")
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_watching_shows_what_a_device_carries_meanwhile(what: str, root: Path) -> None:
+    slept: list[float] = []
+
+    def transfer(seconds: float) -> None:
+        slept.append(seconds)
+        count(root, what, 1000 + 31250000, 50 + 2000000)
+
+    count(root, what, 1000, 50)
+    (finding,) = watch(Machine(root=root, environ={}, memlock=None), 5.0, sleep=transfer)
+    assert finding == ok("rdma", f"RDMA device mlx5_0 port 1, within 5 s: {COUNTED[what][2]}")
+    assert slept == [5.0]
+
+
+def test_devices_without_counters_cannot_be_watched(root: Path) -> None:
+    (finding,) = watch(Machine(root=root, environ={}, memlock=None), 0.0)
+    assert finding.level is Level.WARNING
+    assert "counts what it sends" in finding.cause
 
 
 def test_a_rank_that_may_use_rdma_reads_few_of_the_gids(root: Path) -> None:

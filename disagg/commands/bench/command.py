@@ -50,7 +50,7 @@ Examples:
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
   disagg-bench --backend nixl --transport tcp --thresholds
-  disagg-bench --backend nixl --transport rdma --calibrate costs.json
+  disagg-bench --backend nixl --transport rdma --device-nic mlx5_0:1 --calibrate costs.json
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
       --requests 200 --concurrency 8 --arrivals poisson --rate 50
   disagg-bench --backend nixl --model tiny --trace examples/traces/sample.jsonl \\
@@ -179,6 +179,8 @@ def check_options(settings: Mapping[str, Any], *, prefill: Sequence[str], connec
         raise ConfigError(f"options: expected {', '.join(missing or ['--prefill', '--decode'])} for a run, or --compare")
     if connect and settings["pack_below"] is not None:
         raise ConfigError("pack-below: running ranks keep the threshold they were started with; omit it with --connect")
+    if connect and settings["devices"]:
+        raise ConfigError("device-nic: running ranks keep the NICs they were started with; omit it with --connect")
 
 
 def check_connected(cases: Sequence[Case]) -> None:
@@ -257,6 +259,13 @@ def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Memory of the pools.")
 @click.option(
     "--transport", type=click.Choice(["auto", "rdma", "tcp", "shm"]), default="auto", help="Transport that the engine may use."
+)
+@click.option(
+    "--device-nic",
+    "devices",
+    multiple=True,
+    metavar="NIC",
+    help="A NIC that the engine of every rank may use, with the name that it has for `disagg prefill`. Repeat for several.",
 )
 @click.option(
     "--verify",

@@ -245,6 +245,7 @@ def rank_config(case: Case, role: str, rank: int, leader: str | None) -> RankCon
         leader=leader,
         backend=case.backend,
         transport=case.transport,
+        devices=case.devices,
         device=_gpu(role) if case.device == "cuda" else case.device,
         verify=case.verify,
         pack_below=case.pack_below,

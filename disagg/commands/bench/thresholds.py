@@ -33,7 +33,7 @@ PAGES = tuple(1 << power for power in range(10))
 """Page sizes by default: pieces of 512 B to 256 KiB."""
 SHORTER = 8
 """A calibration also measures requests of this part of the length."""
-SAME = ("device", "transport", "warm_up", "repeat", "seed", "timeout_s")
+SAME = ("device", "transport", "devices", "warm_up", "repeat", "seed", "timeout_s")
 OPTIONS = {*SAME, "thresholds_only", "calibrate_file", "backend", "tokens", "pages", "json_file", "plot_file", "debug"}
 """The options that go with `--thresholds`."""
 

@@ -36,7 +36,8 @@ class Case:
 
     Each rank has up to `concurrency` requests in flight. `chunk_tokens` 0 sends whole requests. Pieces below `pack_below`
     bytes travel packed (`None`: the engine's threshold). Page ids come in runs of `run_pages` consecutive ones. `warm_up` runs
-    are not counted. `ceiling`: also measure the engine alone and the system alone.
+    are not counted. `ceiling`: also measure the engine alone and the system alone. `devices`: the NICs of every rank's engine;
+    none: it chooses.
     """
 
     backend: str
@@ -49,6 +50,7 @@ class Case:
     concurrency: int = 1
     device: str = "cpu"
     transport: str = "auto"
+    devices: tuple[str, ...] = ()
     verify: Verify = "off"
     pack_below: int | None = None
     chunk_tokens: int = 0

@@ -21,6 +21,7 @@ Examples:
   disagg doctor --require rdma --json findings.json
   disagg doctor --engine nixl
   disagg doctor --no-engines                  (files and settings only, fast)
+  disagg doctor --no-engines --watch 5        (while ranks run: what each RDMA device carries)
 """
 
 
@@ -33,6 +34,13 @@ Examples:
     "--engines/--no-engines", "start_engines", default=True, help="Start engines in child processes and measure them."
 )
 @click.option("--require", type=click.Choice(["rdma"]), help="Report an error instead of a warning if this is missing.")
+@click.option(
+    "--watch",
+    "watch_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Also show what each RDMA device sends and receives within this time.",
+)
 @click.option("--shm", type=click.Path(path_type=Path), default="/dev/shm", help="The shared-memory mount to examine.")  # noqa: S108
 @click.option(
     "--json",
@@ -48,6 +56,7 @@ def doctor(
     names: tuple[str, ...],
     start_engines: bool,
     require: str | None,
+    watch_s: float | None,
     shm: Path,
     json_file: Path | None,
 ) -> None:
@@ -61,6 +70,7 @@ def doctor(
         names=names or tuple(ENGINES),
         peers=peers,
         require_rdma=require == "rdma",
+        watch_s=watch_s,
         start_engines=start_engines,
     )
     for finding in examined:

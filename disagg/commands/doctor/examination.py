@@ -8,7 +8,7 @@ from disagg.commands.doctor import engines, network
 from disagg.commands.doctor.environment import environment
 from disagg.commands.doctor.machine import congestion, gpus, ptrace, shared_memory
 from disagg.machine.findings import Finding, Level, Machine
-from disagg.machine.rdma import memlock, rdma
+from disagg.machine.rdma import memlock, rdma, watch
 
 
 def examine(
@@ -17,12 +17,17 @@ def examine(
     names: Sequence[str] = tuple(engines.ENGINES),
     peers: Sequence[str] = (),
     require_rdma: bool = False,
+    watch_s: float | None = None,
     start_engines: bool = True,
 ) -> Iterator[Finding]:
-    """Every finding as soon as it is known; engines last, since they take seconds. Raises `ConfigError` for an invalid peer."""
+    """Every finding as soon as it is known; engines last, since they take seconds. `watch_s`: how long to watch the traffic of
+    RDMA devices. Raises `ConfigError` for an invalid peer.
+    """
     yield from rdma(machine, required=require_rdma)
     if not machine.rdma_devices:
         yield memlock(machine, rdma=False)
+    if watch_s is not None:
+        yield from watch(machine, watch_s)
     yield from gpus(machine)
     yield shared_memory(machine)
     yield congestion(machine)
