@@ -123,6 +123,10 @@ class StartTransfer(msgspec.Struct, frozen=True):
     reserve: Reserve
     written: tuple[Written, ...]
 
+    def is_for(self, epoch: int) -> bool:
+        """Whether the rows are those of the destination's process at this epoch. Another process has other rows."""
+        return self.reserve.epoch in (0, epoch)
+
 
 class UnpackSlot(msgspec.Struct, frozen=True):
     """Effect: scatter the `filled` slot at `address` into the rows of `session`, a `ReceiveSession`, then call

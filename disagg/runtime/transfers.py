@@ -76,7 +76,7 @@ class Transfers:
         if rank is None:
             self._unconnected.setdefault(ticket.peer, []).append(start)
             return
-        if start.reserve.epoch not in (0, rank.epoch):
+        if not start.is_for(rank.epoch):
             self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} has restarted since it reserved these rows")
             return
         destination = session.destinations[ticket.peer]

@@ -28,6 +28,9 @@ class Engine:
         """Start a transfer; the faults decide how it goes."""
         world, peer = self._world, start.ticket.peer
         opened = next(o for o in host.opened if isinstance(o.session, SendSession) and o.session.key == start.ticket.key)
+        if world.hosts[peer].born <= host.epochs[peer] and not start.is_for(world.hosts[peer].process):
+            host.sessions.sends.settled(start.ticket, now=world.now, error=f"{peer} has restarted")
+            return
         flight = Flight(host, world.hosts[peer], start, opened.holding, list(_moves(opened.holding, peer, start)))
         world.flights.add(flight)
         behaviour = world.faults.transfer(self.num_transfers)
@@ -36,23 +39,23 @@ class Engine:
         self.num_transfers += 1
         if packed and self._rings.start(flight, behaviour):
             return
-        half_way, end = world.now + behaviour.seconds / 2, world.now + behaviour.seconds
+        half_way, end, at = world.now + behaviour.seconds / 2, world.now + behaviour.seconds, partial(world.at, of=host)
         if seen_s is not None:  # at the start; half way where it was not yet the last transfer of its request
             self._complete_early(flight)
-            world.at(half_way, partial(self._complete_early, flight))
+            at(half_way, partial(self._complete_early, flight))
         half = len(flight.moves) // 2
         world.at(half_way, partial(self.land, flight, slice(0, half)))
         if behaviour.result is TransferResult.DONE:
-            world.at(end, partial(self.land, flight, slice(half, None), finished=True))
-            world.at(end, partial(self._done, flight, seen_s))
+            at(end, partial(self.land, flight, slice(half, None), finished=True))
+            at(end, partial(self._done, flight, seen_s))
         elif behaviour.result is TransferResult.FAILED:
-            world.at(end, partial(self.land, flight, slice(0, 0), finished=True))
-            world.at(end, partial(self._settled, flight, "broken wire"))
+            at(end, partial(self.land, flight, slice(0, 0), finished=True))
+            at(end, partial(self._settled, flight, "broken wire"))
         else:
-            world.at(end, partial(self._settled, flight, "the engine cannot tell", unsettled=True))
+            at(end, partial(self._settled, flight, "the engine cannot tell", unsettled=True))
         if behaviour.result is TransferResult.LATE:
-            world.at(end + behaviour.late_s, partial(self.land, flight, slice(half, None), finished=True))
-            world.at(end + behaviour.late_s, partial(self._settled, flight, behaviour.late_error))
+            at(end + behaviour.late_s, partial(self.land, flight, slice(half, None), finished=True))
+            at(end + behaviour.late_s, partial(self._settled, flight, behaviour.late_error))
 
     def land(self, flight: Flight, part: slice, *, finished: bool = False) -> None:
         """Copy cells. Bytes of a dead source still land: the network has them."""
@@ -85,8 +88,8 @@ class Engine:
             return
         data = encode(flight.early_complete)
         deliver = partial(self._network.deliver, flight.source, flight.destination.name, flight.early_epoch, data)
-        world.at(world.now + seen_s, deliver)
-        world.at(world.now + world.faults.lateness_s(), partial(self._settled, flight, "", known=True))
+        world.at(world.now + seen_s, deliver, of=flight.destination.name)
+        world.at(world.now + world.faults.lateness_s(), partial(self._settled, flight, "", known=True), of=flight.source)
 
     def _settled(self, flight: Flight, error: str, *, unsettled: bool = False, known: bool = False) -> None:
         host, now = flight.source, self._world.now

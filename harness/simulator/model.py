@@ -96,21 +96,25 @@ class OpenSession:
 class Host:
     """One rank from start to death: its sessions, its memory, and the events its server got.
 
-    `epochs` counts the connections to each peer; `born` is the epoch in which the rank started.
+    `epochs` counts the connections to each peer; `born` is the epoch in which the rank started. `heard`: the newest process of
+    each peer that it has heard of. It does nothing before `stopped_until`. Of a dead rank, what it has sent is read until
+    `read_until`, also by ranks that know of its death, but not once they have heard of its successor.
     """
 
-    def __init__(self, name: PeerRank, scenario: Scenario) -> None:
-        self.name = name
+    def __init__(self, name: PeerRank, scenario: Scenario, *, born: int = 0) -> None:
+        self.name, self.born = name, born
         self.rings = RingPool()
         draws = itertools.count(1)
         self.sessions = Sessions(
             group=name.rank // scenario.group_size(name.instance),
+            epoch=self.process,
             limits=scenario.limits,
             rings=self.rings,
             draw=lambda _bits: next(draws),
         )
         self.alive = True
-        self.born = 0
+        self.stopped_until = self.stopped_s = self.read_until = 0.0
+        self.heard: dict[PeerRank, int] = {}
         self.epochs: dict[PeerRank, int] = {}
         self.tick_at = NEVER
         self.cells = [[0] * (NUM_LAYERS * PAGE_TOKENS * MAX_TP) for _ in range(NUM_ROWS)]
@@ -119,6 +123,11 @@ class Host:
         self.opened: list[OpenSession] = []
         self.events: dict[int, Event] = {}
         self.unproved: set[PeerRank] = set()
+
+    @property
+    def process(self) -> int:
+        """The epoch of its process, as reserves name it: never 0."""
+        return self.born + 1
 
     def hold(self, request: Request, num_tokens: range) -> Holding:
         """Allocate rows for a request, the most recently released first."""

@@ -23,13 +23,20 @@ class Network:
         world = self._world
         data, epoch = encode(effect.message), host.epochs[effect.peer]
         for delay in world.faults.message(self.num_messages, world.now):
-            world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data))
+            world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data), of=effect.peer)
         self.num_messages += 1
 
     def deliver(self, source: Host, peer: PeerRank, epoch: int, data: bytes) -> None:
-        """Deliver a message, unless its connection has ended for its receiver."""
+        """Deliver a message, unless its connection has ended for its receiver and is not read to its end."""
         host = self._world.hosts[peer]
-        if host.epochs[source.name] == epoch:
+        if host.epochs[source.name] == epoch or self._is_read_late(source, host, epoch):
+            host.heard[source.name] = max(source.born, host.heard.get(source.name, 0))
             message = decode(data)
             assert isinstance(message, RequestMessage | Busy | Credit)
             self._world.act(host, partial(host.sessions.on_message, source.name, message, self._world.now))
+
+    def _is_read_late(self, source: Host, host: Host, epoch: int) -> bool:
+        """Whether a rank reads what a process had sent before its death."""
+        if source.alive or self._world.now >= source.read_until or host.heard.get(source.name, 0) > source.born:
+            return False
+        return source.epochs[host.name] == epoch

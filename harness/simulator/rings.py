@@ -53,14 +53,14 @@ class PackedTransfer:
             flight.late_write = partial(self._write, use)
             self._settled("the engine cannot tell", unsettled=True)
             if result is TransferResult.LATE:
-                self._world.at(self._world.now + self._behaviour.late_s, self._write_late)
+                self._world.at(self._world.now + self._behaviour.late_s, self._write_late, of=flight.source)
         else:
             self._write(use)
             self._fill(use)
             self._again(self._behaviour.seconds / 4)
 
     def _again(self, delay_s: float) -> None:
-        self._world.at(self._world.now + delay_s, self.step)
+        self._world.at(self._world.now + delay_s, self.step, of=self._flight.source)
 
     def _write(self, use: tuple[int, int]) -> None:
         """Write cells into a slot. Bytes of a dead source still land."""
@@ -135,7 +135,7 @@ class Rings:
         return True
 
     def _unpack(self, host: Host, effect: UnpackSlot) -> None:
-        self.world.at(self.world.now + self.world.faults.unpack_s(), partial(self._scatter, host, effect))
+        self.world.at(self.world.now + self.world.faults.unpack_s(), partial(self._scatter, host, effect), of=host)
 
     def _scatter(self, host: Host, effect: UnpackSlot) -> None:
         """Scatter a slot into the rows of its session."""

@@ -72,7 +72,8 @@ class Loss:
     """`rank` dies and restarts; or, with `other`, only the connection between the two ends.
 
     `proved`: the peers prove that the lost side is quiet. `reopen`: the restarted rank reserves again what the old
-    one received. `notice_s`: after how long peers notice, alternately.
+    one received. `notice_s`: after how long peers notice, alternately. `late_s`: until then after its death, peers read what it
+    had sent before, also once they have noticed.
     """
 
     at: float
@@ -81,11 +82,21 @@ class Loss:
     proved: bool = True
     reopen: bool = False
     notice_s: tuple[float, float] = (0.0, 0.5)
+    late_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """`rank` is stopped (SIGSTOP) for `seconds`: it reads, sends and copies nothing, and then goes on."""
+
+    at: float
+    rank: PeerRank
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The scripts of all requests, the sizes of the instances, and the losses."""
+    """The scripts of all requests, the sizes of the instances, the losses and the stops."""
 
     scripts: tuple[Script, ...]
     num_senders: int = 1
@@ -93,6 +104,7 @@ class Scenario:
     num_groups: int = 1
     tp: int = 1
     losses: tuple[Loss, ...] = ()
+    stops: tuple[Stop, ...] = ()
     heal_at: float = 0.0
     limits: Limits = field(default_factory=lambda: Limits(parked_reserve_s=15.0))
 
@@ -104,6 +116,7 @@ class Scenario:
     def end(self) -> float:
         """When every request must have ended and all must be cleaned up, even if `MAX_LOST` messages in a row were lost."""
         starts = [script.latest_start for script in self.scripts] + [loss.at + 1.0 for loss in self.losses]
+        starts += [stop.at + stop.seconds for stop in self.stops]
         last = max(starts) + max(max(s.deadline_s, s.send_deadline_s) for s in self.scripts)
         limits = self.limits
         return max(last, self.heal_at) + limits.drain_timeout_s + MAX_LOST * limits.max_retry_s + limits.parked_reserve_s

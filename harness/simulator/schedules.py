@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 from disagg.protocol.types import Limits, PeerRank
 from harness.simulator.faults import RandomFaults
 from harness.simulator.model import NUM_LAYERS
-from harness.simulator.scenario import DECODE, PREFILL, Loss, Piece, Scenario, Script
+from harness.simulator.scenario import DECODE, PREFILL, Loss, Piece, Scenario, Script, Stop
 from harness.simulator.simulation import Simulation
 
 
@@ -73,6 +74,19 @@ def random_loss(rng: random.Random, ranks: tuple[int, int]) -> Loss:
     )
 
 
+def random_stops(rng: random.Random, ranks: tuple[int, int]) -> tuple[tuple[Stop, ...], tuple[Loss, ...]]:
+    """Ranks that are stopped, and the connections that their peers give up meanwhile."""
+    stops: list[Stop] = []
+    losses: list[Loss] = []
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        loss = random_loss(rng, ranks)
+        stop = Stop(loss.at, loss.rank, rng.choice((0.5, 3.0, 9.0)) * rng.random())
+        stops.append(stop)
+        if loss.other is not None:
+            losses.append(dataclasses.replace(loss, at=stop.at + rng.random() * stop.seconds))
+    return tuple(stops), tuple(losses)
+
+
 def random_simulation(seed: int, *, pair: bool = False) -> Simulation:
     """A simulation of random size, with faults of random severity; `pair`: one sender, one receiver and one request."""
     rng = random.Random(seed)
@@ -80,13 +94,22 @@ def random_simulation(seed: int, *, pair: bool = False) -> Simulation:
     num_groups = 2 if not pair and rng.random() < 0.1 else 1
     severity = rng.choice((0.0, 0.05, 0.3))
     heal_at = rng.choice((0.0, 3.0, 15.0)) if severity else 0.0
+    others = random.Random(f"{seed}:stops")  # so that the rest of a schedule is as it was without them
+    stops, given_up = random_stops(others, sizes)
     scenario = Scenario(
         scripts=tuple(random_script(rng, sizes, num_groups) for _ in range(1 if pair else rng.choice((1, 1, 2, 3)))),
         num_senders=sizes[0],
         num_receivers=sizes[1],
         num_groups=num_groups,
         tp=rng.choice((1, 2)),
-        losses=tuple(random_loss(rng, sizes) for _ in range(rng.choice((0, 0, 0, 0, 1, 2)))),
+        losses=(
+            *(
+                dataclasses.replace(random_loss(rng, sizes), late_s=others.choice((0.0, 2.0)))
+                for _ in range(rng.choice((0, 0, 0, 0, 1, 2)))
+            ),
+            *given_up,
+        ),
+        stops=stops,
         heal_at=heal_at,
         limits=Limits(
             max_parked_reserves=rng.choice((1, 2, 64)), parked_reserve_s=15.0, drain_timeout_s=rng.choice((1.0, 10.0))

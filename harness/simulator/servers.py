@@ -38,17 +38,17 @@ class Servers:
         for rank in range(request.num_destinations):
             name = PeerRank(request.destination, script.destination_group * request.num_destinations + rank)
             when = script.reserve_at + script.skew_s * rank
-            world.at(when, partial(self.open_receive, name, request))
+            world.at(when, partial(self.open_receive, name, request), of=name)
             if script.repeat:
-                world.at(when + 0.3, partial(self.open_receive, name, request))
+                world.at(when + 0.3, partial(self.open_receive, name, request), of=name)
             if rank in script.receive_aborts:
-                world.at(script.receive_aborts[rank], partial(self._abort, name, request))
+                world.at(script.receive_aborts[rank], partial(self._abort, name, request), of=name)
         for rank in range(request.num_sources):
             name = PeerRank(request.source, script.source_group * request.num_sources + rank)
             if script.send_at is not None:
-                world.at(script.send_at + script.skew_s * rank, partial(self._open_send, name, request))
+                world.at(script.send_at + script.skew_s * rank, partial(self._open_send, name, request), of=name)
             if rank in script.send_aborts:
-                world.at(script.send_aborts[rank], partial(self._abort, name, request))
+                world.at(script.send_aborts[rank], partial(self._abort, name, request), of=name)
         if script.impostor_at is not None:
             world.at(script.impostor_at, partial(self.open_receive, PeerRank(INTRUDER, 0), request))
         if script.stray_at is not None:
@@ -92,7 +92,7 @@ class Servers:
         host.opened.append(opened)
         session.lease.on_release(partial(self._on_release, host, opened))
         if script.ready_after_s:
-            world.at(world.now + script.ready_after_s, partial(self._ready, host, session))
+            world.at(world.now + script.ready_after_s, partial(self._ready, host, session), of=host)
         else:
             self._ready(host, session)
 
@@ -117,9 +117,9 @@ class Servers:
         host.opened.append(opened)
         session.lease.on_release(partial(self._on_release, host, opened))
         for number, piece in enumerate(script.all_pieces):
-            world.at(world.now + piece.after_s, partial(self._send, host, opened, number, piece))
+            world.at(world.now + piece.after_s, partial(self._send, host, opened, number, piece), of=host)
         if script.finish_after_s is not None:
-            world.at(world.now + script.finish_after_s, partial(self._finish, host, opened))
+            world.at(world.now + script.finish_after_s, partial(self._finish, host, opened), of=host)
         world.act(host, lambda: None)
 
     def _send(self, host: Host, opened: OpenSession, number: int, piece: Piece) -> None:
@@ -166,7 +166,7 @@ class Servers:
     def _verify(self, host: Host, start: StartVerify) -> None:
         """Report matching checksums some time later. The content is checked when the request ends."""
         world = self._world
-        world.at(world.now + world.faults.lateness_s(), partial(self._verified, host, start))
+        world.at(world.now + world.faults.lateness_s(), partial(self._verified, host, start), of=host)
 
     def _verified(self, host: Host, start: StartVerify) -> None:
         now = self._world.now
@@ -177,7 +177,7 @@ class Servers:
         opened, now = host.opened[event.tag], self._world.now
         if event.tag in host.events:
             raise Violation(f"the end of {event.key} was reported twice to {host.name}")
-        if now > opened.deadline + MAX_REPORT_DELAY_S:
+        if now > opened.deadline + MAX_REPORT_DELAY_S + host.stopped_s:
             late_s = now - opened.deadline
             raise Violation(f"the end of {event.key} was reported to {host.name} {late_s} s after its deadline")
         host.events[event.tag] = event

@@ -38,9 +38,17 @@ class World:
         for host in self.hosts.values():
             host.epochs = dict.fromkeys(self.hosts, 0)
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        """Run `action` at time `when`."""
-        heapq.heappush(self._queue, (when, next(self.numbers), action))
+    def at(self, when: float, action: Callable[[], None], *, of: Host | PeerRank | None = None) -> None:
+        """Run `action` at time `when`, or once the rank `of` that it is an action of goes on."""
+        run: Callable[[], None] = partial(self._run, action, of)
+        heapq.heappush(self._queue, (when, next(self.numbers), run))
+
+    def _run(self, action: Callable[[], None], of: Host | PeerRank | None) -> None:
+        host = self.hosts[of] if isinstance(of, PeerRank) else of
+        if host is not None and host.alive and self.now < host.stopped_until:
+            self.at(host.stopped_until, action, of=of)
+        else:
+            action()
 
     def on(self, effect: type, handler: Callable[[Host, Any], None]) -> None:
         """Carry out effects of this type with `handler(host, effect)`."""
@@ -68,7 +76,7 @@ class World:
         due = host.sessions.next_tick()
         if due < host.tick_at:
             host.tick_at = due
-            self.at(max(due, self.now) + self.faults.lateness_s(), partial(self._tick, host, due))
+            self.at(max(due, self.now) + self.faults.lateness_s(), partial(self._tick, host, due), of=host)
 
     def _carry_out(self, host: Host) -> None:
         effects = host.sessions.effects
