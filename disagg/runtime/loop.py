@@ -190,6 +190,9 @@ class Loop:
             for each in self.channel.poll(idle_s):
                 work = self._dispatch.take(each, time.monotonic()) or work
                 arrived = True
+            if arrived and self._early_completion.expected:
+                # A copy may have finished while its message waited. Polling for it first would release the GIL.
+                work = self._dispatch.take_early_completions() or work
         return work, arrived
 
     def _run_timers(self, now: float) -> None:
