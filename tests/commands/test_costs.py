@@ -15,6 +15,7 @@ MIB, NBYTES = 1 << 20, 64 << 30
 PUBLISHED = {
     "NIXL, two 100G NICs": ("2x100gbit", MIB, 24.4),
     "NIXL, one 400G NIC": ("400gbit", MIB, 316 / 8),
+    "fabric-lib, one GPU": ("400gbit", MIB, 400 / 8),
     "Mooncake over EFA, p6-b300, 1 MB": ("16x400gbit", MIB, 780),
     "Mooncake over EFA, p5en, 1 MB": ("16x200gbit", MIB, 366),
     "SGLang, Qwen3-235B": ("4x400gbit", MIB, 164),
