@@ -47,12 +47,13 @@ DEADLINE_S, PATIENCE_S = 60.0, 300.0
 
 @dataclass(frozen=True)
 class Case:
-    """One server pair. `size` is a key of `SIZES`."""
+    """One server pair. `size` is a key of `SIZES`, and `switch_interval_s` what both give `sys.setswitchinterval`."""
 
     engine: str
     device: str
     server: str
     size: str
+    switch_interval_s: float = sys.getswitchinterval()
 
     @property
     def count(self) -> int:
@@ -64,6 +65,7 @@ class Rank:
 
     def __init__(self, case: Case, role: str, pipe: Connection) -> None:
         self.case, self.role = case, role
+        sys.setswitchinterval(case.switch_interval_s)
         self.torch: Any = importlib.import_module("torch")
         self.torch.set_num_threads(1)
         pages, other = SIZES[case.size], "decode" if role == "prefill" else "prefill"
@@ -283,17 +285,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--switch-interval", type=float, default=sys.getswitchinterval(), metavar="SECONDS")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     about, rows = conditions(), []
     for size in arguments.sizes:
         for server in arguments.servers:
             for engine in arguments.engines:
-                row = measure(Case(engine, arguments.device, server, size))
+                row = measure(Case(engine, arguments.device, server, size, arguments.switch_interval))
                 rows.append(row)
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if arguments.json is not None:
-        result = {**about, "switch_interval_s": sys.getswitchinterval(), "rows": rows}
+        result = {**about, "switch_interval_s": arguments.switch_interval, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
