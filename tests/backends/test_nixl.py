@@ -10,6 +10,8 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -143,6 +145,21 @@ def test_the_end_of_a_process_that_is_not_attested_proves_nothing(stack: ExitSta
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
+
+
+def test_a_peer_that_was_disconnected_can_still_write(stack: ExitStack) -> None:
+    """What `docs/security.md` warns of: a key that was given away stays valid until the engine ends."""
+    writer = target_process(NixlBackend, TCP, stack)
+    backend, arena = opened(NixlBackend, TCP, stack)
+    backend.disconnect(backend.connect(writer.endpoint, process=writer.process, epoch=1))
+    writer.arena.view(0)[:] = 0xA5
+    endpoint = backend.endpoint()
+    writer.connect(cast(ProcessTarget, SimpleNamespace(endpoint=endpoint, identity="nobody")))
+    writer.write(endpoint, arena.address(0))
+    deadline = time.monotonic() + PATIENCE_S
+    while not (arena.view(0) == 0xA5).all():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
 from disagg.machine.descriptors import NEEDED, shortage
-from disagg.machine.processes import ProcessWatch
+from disagg.machine.processes import ProcessWatch, listening_sockets
 from disagg.protocol.types import Limits, PeerRank, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList
@@ -319,6 +319,19 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError) as caught:
         manager(**settings)
     assert message in str(caught.value)
+
+
+def test_by_default_nothing_listens_off_loopback() -> None:
+    before = listening_sockets()
+    with manager(metrics_port=0) as only:
+        opened = {fd for fd, inode in listening_sockets().items() if before.get(fd) != inode}
+        hosts = set()
+        for descriptor in opened:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                hosts.add(copy.getsockname()[0])
+        assert only.address.startswith("tcp://127.0.0.1:")
+        assert len(opened) == 2, "the control channel and the metrics"
+        assert hosts == {"127.0.0.1"}
 
 
 def test_a_port_in_use_is_named() -> None:

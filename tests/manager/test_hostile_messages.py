@@ -1,0 +1,74 @@
+"""An accepted peer that breaks the protocol, and a stranger: what they cost the others, and what they leave behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disagg import KVManager, new_request_id
+from disagg.protocol.messages import Abort, Complete, Drained, Message, Outcome, encode
+from disagg.protocol.types import PeerRank
+from tests.manager.test_metrics import scrape
+from tests.manager.test_peers import INVALID, MODEL, until
+from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send, start_side
+
+STRANGER = "stranger-with-a-name-of-its-own"
+
+
+def forged(request: bytes) -> list[Message]:
+    """Messages about a request of others."""
+    about: dict[str, Any] = {"request_id": request, "attempt": 0, "nonce": 1}
+    return [Abort(**about, reason="forged"), Complete(**about), Drained(**about), Outcome(**about, ok=False, reason="forged")]
+
+
+def send_raw(sender: KVManager, to: PeerRank, messages: list[bytes]) -> None:
+    """Send bytes to a peer, on the connection whose hello it has accepted."""
+    runtime = sender._runtime
+
+    def run(_: float) -> None:
+        link = runtime.peers.link(to)
+        assert link is not None
+        for data in messages:
+            runtime.channel.send(link.dial, data)
+
+    runtime.command(run)
+
+
+def test_invalid_and_forged_messages_of_an_accepted_peer_cost_no_other_peers_request() -> None:
+    with cluster(Side(), Side(page=8), settings={"verify": "full"}) as instances:
+        (hostile,) = start_side(MODEL, Side(page=8), "hostile", num_layers=3)
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        try:
+            for each in (prefill, decode):
+                each.manager.add_peer("hostile", address=hostile.manager.address)
+            victims = {"prefill-0": prefill, "decode-0": decode}
+            for name, rank in victims.items():
+                hostile.manager.add_peer(name, address=rank.manager.address)
+            for name in victims:
+                hostile.manager.wait_ready(name, timeout_s=DEADLINE_S)
+            for _ in range(5):
+                request = new_request_id()
+                receiver = receive(decode, request, instances.pages(decode, 20), need=(0, 20))
+                until(lambda receiver=receiver: receiver.session is not None)
+                for name in victims:
+                    send_raw(hostile.manager, PeerRank(name, 0), [*INVALID, *map(encode, forged(request))])
+                until(lambda: all(rank.manager._runtime.dispatch.num_refused_messages for rank in victims.values()))
+                sender = send(prefill, request, instances.pages(prefill, 20), 20)
+                assert receiver.wait(timeout_s=DEADLINE_S).ok
+                assert sender.wait(timeout_s=DEADLINE_S).ok
+            assert all(rank.manager.health().ok for rank in victims.values())
+        finally:
+            hostile.manager.close()
+
+
+def test_a_stranger_adds_no_label_to_the_metrics() -> None:
+    with cluster(Side(), Side(page=8), settings={"metrics_port": 0}) as instances:
+        (stranger,) = start_side(MODEL, Side(page=8), STRANGER, num_layers=3)
+        (prefill,) = instances.prefill
+        try:
+            stranger.manager.add_peer("prefill-0", address=prefill.manager.address)
+            until(lambda: prefill.manager._runtime.dispatch.num_rejected_hellos)
+            found = scrape(prefill.manager)
+            assert found["disagg_refusals_total", (("what", "hello"),)]
+            assert not any(STRANGER in value for _, labels in found for _, value in labels)
+        finally:
+            stranger.manager.close()
