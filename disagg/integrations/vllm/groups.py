@@ -48,7 +48,9 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share block ids. `window` is the number of tokens that a layer attends to, with the newest among them."""
+    """Layers that share block ids. `specs` are those of this worker's layers. `window` is the number of tokens that a layer
+    attends to, with the newest among them.
+    """
 
     index: int
     kind: Kind
@@ -75,14 +77,16 @@ def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
-        specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+        by_layer = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else dict.fromkeys(group.layer_names, spec)
+        specs = {layer: by_layer[layer] for layer in group.layer_names}  # perhaps none on this pipeline stage
         what = f"KV cache group {index} ({', '.join(group.layer_names[:2])}{', ...' if len(group.layer_names) > 2 else ''})"
         kind = _KINDS.get(get_kv_cache_spec_kind(spec))
         if kind is None or not can_leave(group):
             raise ConfigError(f"{what}: expected full or sliding-window attention, MLA or recurrent state, found {spec}")
-        for each in specs.values():
+        samples = list(by_layer.values()) or [spec]
+        for each in samples:
             _check(each, what)
-        window = {each.sliding_window for each in specs.values()}.pop() if kind is Kind.WINDOW else None
+        window = samples[0].sliding_window if kind is Kind.WINDOW else None
         groups.append(Group(index, kind, spec.block_size, window, specs))
     return tuple(groups)
 
@@ -106,7 +110,7 @@ def num_handed_over(num_prompt_tokens: int) -> int:
 
 
 def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[tuple[Group, str, dict[int, str]]]:
-    """The components of an engine: their group, their name, and the names of vLLM's layers by layer id.
+    """The components of a worker: their group, their name, and the names of vLLM's layers by layer id.
 
     Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on.
     """
@@ -114,6 +118,8 @@ def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[t
     for group in groups:
         kind = "kv" if group.kind is Kind.WINDOW else group.kind.value
         layers = {extract_layer_index(name) % num_layers: name for name in group.specs}
+        if not layers:
+            continue
         if len(layers) != len(group.specs):
             raise ConfigError(f"KV cache group {group.index}: expected one cache for each layer, found {sorted(group.specs)}")
         if single:

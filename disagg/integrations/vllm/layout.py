@@ -7,14 +7,13 @@ with its states one after the other. Blocks may be divided into several kernel b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -29,6 +28,9 @@ from disagg.state import paged
 from disagg.state.declare import Role, State
 
 Stages = Sequence[Sequence[int]] | None
+
+Gather = Callable[[Any], list[Any]]
+"""Returns what the worker of each pipeline stage gives, in order. All of them call it."""
 
 NULL_BLOCK = 0
 """The block id that vLLM puts where a request has no block."""
@@ -56,25 +58,40 @@ class Cache:
         return Pages(pages.reshape(-1), start // self.group.block_size * self.group.block_size)
 
 
-def read_caches(
-    config: VllmConfig, kv: KVCacheConfig, tensors: Mapping[str, torch.Tensor], topology: Topology, model: Mapping[str, Any]
-) -> tuple[Cache, ...]:
-    """The components of a worker, from the tensors that vLLM registers, by layer. `model` is the model's `config.json`.
+@dataclass(frozen=True)
+class Caches:
+    """The KV cache of one worker. `components` are those of `own`, and those whose layers are on other pipeline stages only."""
 
-    Raises `ConfigError` for tensors that this integration cannot describe.
+    own: tuple[Cache, ...]
+    components: tuple[Component, ...]
+
+
+def read_caches(
+    config: VllmConfig,
+    kv: KVCacheConfig,
+    tensors: Mapping[str, torch.Tensor],
+    topology: Topology,
+    model: Mapping[str, Any],
+    gather: Gather,
+) -> Caches:
+    """Describe a worker's KV cache. `model` is the `config.json`, which describes recurrent states.
+
+    Raises `ConfigError` for an engine whose cache cannot be moved, or whose worker's tensors are not as expected.
     """
     groups = read_groups(kv)
-    stages = _stages(config, groups, topology)
-    spec = None
+    spec: ModelSpec | None = None
     if any(group.kind is Kind.STATE for group in groups):  # KV comes from the tensors, so its dtype in the file does not matter
         spec = from_config(model, name=str(config.model_config.model), kv_dtype="bfloat16")
+    named = list(component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()))
+    layers_by_name = gather({name: tuple(layers) for _, name, layers in named})
     caches = []
-    for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
+    for group, name, layers in named:
+        stages = [each.get(name, ()) for each in layers_by_name] if topology.pp > 1 else None
         given = {layer: tensors[layer_name] for layer, layer_name in layers.items()}
         shape = group.specs[next(iter(layers.values()))]
         if group.kind is Kind.STATE:
             assert spec is not None
-            component = _state(spec, name, given, shape, topology)
+            component = _state(spec, name, given, shape, topology=topology, layers_by_stage=stages)
         elif group.kind is Kind.LATENT:
             latents = {layer: tensor.squeeze(1) for layer, tensor in given.items()}
             component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name, layers_by_stage=stages)
@@ -85,20 +102,16 @@ def read_caches(
         if rest:
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
         caches.append(Cache(group, component, pages_per_block))
-    return tuple(caches)
+    return Caches(tuple(caches), tuple(_with_other_stages([cache.component for cache in caches], topology, gather)))
 
 
-def _stages(config: VllmConfig, groups: Sequence[Group], topology: Topology) -> Stages:
-    """The layers of each pipeline stage; `None` without pipeline parallelism.
-
-    Raises `ConfigError` for a model with several kinds of layers, because a worker knows only those of its own stage.
-    """
-    if topology.pp == 1:
-        return None
-    if len(groups) > 1 or not groups[0].is_incremental:
-        raise ConfigError("pipeline parallelism: expected a model with one kind of layers, found windows or recurrent states")
-    num_layers = config.model_config.get_total_num_hidden_layers()
-    return [range(*get_pp_indices(num_layers, stage, topology.pp)) for stage in range(topology.pp)]
+def _with_other_stages(own: Sequence[Component], topology: Topology, gather: Gather) -> list[Component]:
+    """The components of all pipeline stages, in the same order on each. Of those of other stages a worker has no memory."""
+    here = {component.name: component for component in own}
+    layouts = {
+        name: each for stage in gather({name: part.layouts for name, part in here.items()}) for name, each in stage.items()
+    }
+    return [here.get(name) or Component(name, each, None, (), topology) for name, each in layouts.items()]
 
 
 def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
@@ -148,7 +161,9 @@ def _cpu_views(tensor: torch.Tensor, spec: Any, name: str) -> tuple[torch.Tensor
     )
 
 
-def _state(spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, topology: Topology) -> Component:
+def _state(
+    spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology, layers_by_stage: Stages
+) -> Component:
     """The convolution window and the recurrent state of a layer, which lie one after the other in a block."""
     (layer,) = tensors
     found = [state for state in spec.states if state.rows == "slot" and layer in state.layers]
@@ -179,4 +194,4 @@ def _state(spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shap
         roles.append(replace(role, dtype=kind))
         offset += math.prod(sizes) * itemsize
     state = State(name=name, rows="slot", layers=(layer,), roles=tuple(roles))
-    return state.component(tensors_by_role, topology=topology, axes=axes)
+    return state.component(tensors_by_role, topology=topology, axes=axes, layers_by_stage=layers_by_stage)

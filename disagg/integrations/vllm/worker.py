@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.utils import cached_file
@@ -29,6 +30,7 @@ from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.layout.agreement import ModelId
+from disagg.layout.placement import Component
 from disagg.manager import KVManager
 from disagg.protocol.types import Event
 from disagg.requests import Receiver, Sender
@@ -39,8 +41,9 @@ CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=
 """vLLM's."""
 
 IDLE_WAIT_S = 0.003
-"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits. The first
-such step does not wait, since vLLM takes the tokens of the step before only after it.
+"""How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits.
+
+The first such step does not wait, since vLLM takes the tokens of the step before only after it.
 """
 
 
@@ -86,6 +89,7 @@ class WorkerHalf:
         self._manager: KVManager | None = None
         self._peers: Peers
         self._caches: tuple[Cache, ...] = ()
+        self._components: tuple[Component, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
         self._sends: dict[str, _Send] = {}
@@ -114,7 +118,8 @@ class WorkerHalf:
             pp_rank=pp.rank_in_group,
         )
         model = read_config(_config_file(self._config))
-        self._caches = read_caches(self._config, self._kv, tensors, topology, model)
+        found = read_caches(self._config, self._kv, tensors, topology, model, _from_stages)
+        self._caches, self._components = found.own, found.components
         self._is_cuda = next(iter(tensors.values())).is_cuda
         identity = model_id(model, CONVENTIONS) if self._options.model is None else ModelId(self._options.model)
         leader = self._start(topology, identity, None) if topology.rank == 0 else None
@@ -127,8 +132,7 @@ class WorkerHalf:
         """Start the manager of this rank. Returns the address of its instance, if this is rank 0."""
         listen = self._options.listen_on(rank=topology.rank, dp_rank=self._config.parallel_config.data_parallel_index)
         settings = self._options.rank_settings(listen=listen, leader=None if leader is None else leader.address)
-        components = [cache.component for cache in self._caches]
-        self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
+        self._manager = manager = KVManager(topology=topology, components=self._components, model=model, **settings)
         self._peers = Peers(manager, frozenset(settings["peer_keys"].values()))
         keys = settings["keys"]
         return RankAddress(manager.name, manager.address, None if keys is None else keys.public)
@@ -328,6 +332,16 @@ class WorkerHalf:
     def _running(self) -> KVManager:
         assert self._manager is not None, "register_kv_caches comes first"
         return self._manager
+
+
+def _from_stages(own: Any) -> list[Any]:
+    """What the worker of each pipeline stage gives, in order."""
+    stages = get_pp_group()
+    if stages.world_size == 1:
+        return [own]
+    found = [None] * stages.world_size
+    torch.distributed.all_gather_object(found, own, group=stages.cpu_group)
+    return found
 
 
 def _recorded_event() -> ReadyEvent:

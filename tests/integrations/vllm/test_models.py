@@ -14,21 +14,32 @@ import pytest
 from harness.vllm.engine import Engine
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
-CASES = {
+# vLLM's CPU runner needs the compiled model for pipeline parallelism.
+PP_2: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": False}
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, TP 1 to 2, blocks 32 to 64": ("llama", {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
     "llama, TP 2 to 1, blocks 64 to 32": ("llama", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
-    # vLLM's CPU runner needs the compiled model for pipeline parallelism.
-    "llama, PP 2 to TP 2": ("llama", {"pipeline_parallel_size": 2, "enforce_eager": False}, {"tensor_parallel_size": 2}),
+    "llama, PP 2 to TP 2": ("llama", PP_2, {"tensor_parallel_size": 2}),
+    "gemma3, PP 2 to 1": ("gemma3", PP_2, {"block_size": 64}),
+    "falcon-h1, PP 2 to 1": ("falcon-h1", PP_2, {"block_size": 128}),
     "gemma3, TP 2 to 1, blocks 64 to 32": ("gemma3", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
     "falcon-h1, TP 2 to 1, blocks 64 to 128": ("falcon-h1", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}),
     "deepseek-v2, TP 1 to 2": ("deepseek-v2", {}, {"tensor_parallel_size": 2}),
 }
 
+PARTITIONS = {"gemma3, PP 2 to 1": "2,4"}
+"""Layers by pipeline stage, so that the first stage has none of full attention."""
+
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_of_one_server(case: str, start: Callable[..., Engine]) -> None:
+def test_answers_are_those_of_one_server(case: str, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     name, prefill_options, decode_options = CASES[case]
-    prefill, decode = start(name, **prefill_options), start(name, **decode_options)
+    if case in PARTITIONS:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", PARTITIONS[case])
+    prefill = start(name, **prefill_options)
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    decode = start(name, **decode_options)
     asked = prompts()
     expected = decode.wait_ready().generate(asked, max_tokens=16)
     found = hand_over(prefill.wait_ready(), decode, asked)
