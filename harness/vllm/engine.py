@@ -12,7 +12,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",  # where a model is compiled, by Dynamo alone: Inductor takes a minute
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise every engine binds its threads to the same cores
     "VLLM_HOST_IP": "127.0.0.1",
@@ -47,7 +49,11 @@ class Answer:
 
 
 class Engine:
-    """An engine with a connector. `options` are vLLM's arguments, and `extra` those of the connector."""
+    """An engine with a connector. `options` are vLLM's arguments, and `extra` those of the connector.
+
+    `counts` are those of the connector's statistics so far, by name, and `failed_at` the times at which vLLM got to know of
+    failed loads, as `time.monotonic()` has them.
+    """
 
     _numbers = itertools.count()
 
@@ -69,6 +75,8 @@ class Engine:
         theirs.close()
         self.num_blocks = blocks
         self.answers: dict[str, Answer] = {}
+        self.counts: Counter[str] = Counter()
+        self.failed_at: list[float] = []
         self._begun: dict[str, float] = {}
         self.is_ready = False
 
@@ -135,6 +143,10 @@ class Engine:
             answer.finish_reason, answer.params = finish_reason, params or answer.params
             if counts is not None:
                 answer.num_local, answer.num_external = counts
+        elif kind == "counts":
+            at_s, found = values
+            self.counts.update(found)
+            self.failed_at += [at_s] * found.get("failed_loads", 0)
 
     def generate(self, prompts: Iterable[Sequence[int]], **options: Any) -> list[Answer]:
         """The answers to prompts that are asked at once."""
@@ -155,13 +167,17 @@ class Engine:
                 raise TimeoutError(f"the engine has requests after {timeout_s:g} s")
             time.sleep(0.05)
 
-    def _ask(self, command: str) -> Any:
-        self._pipe.send((command,))
+    def _ask(self, command: str, *values: Any) -> Any:
+        self._pipe.send((command, *values))
         while True:
             told = self._pipe.recv()
             if told[0] == command:
                 return told[1]
             self._take(told)
+
+    def run(self, function: Callable[[Any], Any]) -> Any:
+        """What a function of a module returns for vLLM's EngineCore, in its process: without parallelism also the worker's."""
+        return self._ask("run", function)
 
     def cpu_s(self) -> float:
         """Seconds of CPU that the engine's processes have used."""
@@ -262,6 +278,8 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
                 yield command, core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             elif command == "busy":
                 yield command, bool(core.scheduler.requests)
+            elif command == "run":
+                yield command, told[0](core)
             if not (core.scheduler.has_requests() or core.batch_queue):
                 continue
             break
@@ -269,6 +287,9 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
         for each in (outputs or {}).values():
             for output in each.outputs:
                 yield _told(output)
+            found = None if each.scheduler_stats is None else each.scheduler_stats.kv_connector_stats
+            if found:
+                yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
 
 
 def _request(core: Any, req_id: str, prompt: list[int], params: dict[str, Any] | None, max_tokens: int) -> Any:
