@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from disagg import new_request_id
 from harness.vllm.engine import PREFILL, Answer, Engine
 
 LENGTHS = (2, 7, 32, 33, 64, 65, 200, 700, 1153)
@@ -23,6 +26,42 @@ def hand_over(prefill: Engine, decode: Engine, asked: Sequence[Sequence[int]], *
     return decode.wait(
         [decode.add(prompt, params=answer.params, max_tokens=max_tokens) for prompt, answer in zip(asked, first, strict=True)]
     )
+
+
+def connect(prefill: Engine, decode: Engine, *, seed: int = 20) -> dict[str, Any]:
+    """Where decode finds the prefill engine, once it has got a request from there."""
+    (prompt,) = prompts((50,), seed=seed)
+    (first,) = prefill.generate([prompt], params=PREFILL)
+    assert first.params is not None
+    decode.generate([prompt], params=first.params, max_tokens=1)
+    prefill.settle()
+    return {name: first.params[name] for name in ("remote_engine_id", "remote_address")}
+
+
+def ask_both(
+    prefill: Engine, decode: Engine, asked: Sequence[Sequence[int]], *, server: Mapping[str, Any], max_tokens: int = 16
+) -> tuple[dict[str, str], list[str]]:
+    """Ask both engines at once, as a proxy does that names the requests itself. Returns prefill's names of the requests, with
+    the id of each transfer, and those of decode.
+    """
+    names = [new_request_id().hex() for _ in asked]
+    loading = [
+        decode.add(prompt, params={"do_remote_prefill": True, **server, "remote_request_id": name}, max_tokens=max_tokens)
+        for prompt, name in zip(asked, names, strict=True)
+    ]
+    computing = [
+        prefill.add(prompt, params={**PREFILL, "remote_request_id": name}) for prompt, name in zip(asked, names, strict=True)
+    ]
+    return dict(zip(computing, names, strict=True)), loading
+
+
+def wait_for(engine: Engine, count: str, at_least: int) -> None:
+    """Wait until one of the connector's counts has reached a number. Raises `TimeoutError`."""
+    until = time.monotonic() + 60
+    while engine.counts[count] < at_least:
+        engine.poll(0.05)
+        if time.monotonic() > until:
+            raise TimeoutError(f"{count}: expected {at_least}, found {engine.counts[count]}")
 
 
 def check_equal(expected: Sequence[Answer], found: Sequence[Answer], *, tolerance: float = 1e-4) -> None:

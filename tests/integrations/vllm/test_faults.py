@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Callable
@@ -13,36 +14,93 @@ from disagg.commands.top import read
 from disagg.runtime.keys import KeyPair
 from harness.ports import free_ports
 from harness.vllm.engine import PREFILL, Answer, Engine
-from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
+from tests.integrations.vllm.requests import (
+    ask_both,
+    check_equal,
+    connect,
+    hand_over,
+    num_external,
+    prompts,
+    wait_empty,
+    wait_for,
+)
 
-LENGTHS = (30, 300, 600, 900, 1200, 1000, 800, 400)
-KILLED_AFTER_S = {"before decode asks": None, "as decode asks": 0.0, "during the transfers": 0.03, "later": 0.5}
+logger = logging.getLogger(__name__)
+
+LENGTHS = (1200, 30, 300, 600, 900, 1000, 800, 400)
+"""The first prompt takes three steps, so its first chunk has left before the last one is computed."""
+
+MOMENTS = ("before decode asks", "after decode has reserved", "during the transfers", "after the transfers")
+NOTICED_S = 1.0
+"""How soon decode knows that a prefill server has been killed, beside what it computes meanwhile."""
+
+
+def num_open(port: int) -> float:
+    """The requests that an engine has reserved blocks for, and has not got yet."""
+    return read(f"127.0.0.1:{port}", timeout_s=30.0).total("requests", direction="receive", state="open")
+
+
+def wait_open(port: int, count: int) -> None:
+    """Wait until an engine has reserved blocks for `count` requests."""
+    until = time.monotonic() + 60
+    while num_open(port) < count:
+        assert time.monotonic() < until, "decode has not reserved"
+        time.sleep(0.05)
+
+
+def ask_and_kill(moment: str, prefill: Engine, decode: Engine, asked: list[list[int]], port: int) -> tuple[list[str], float]:
+    """Hand requests over and kill prefill at that moment. Returns decode's requests, and when prefill was killed."""
+    if moment == "during the transfers":
+        server = connect(prefill, decode)
+        before = prefill.counts["sent_bytes"]
+        _, loading = ask_both(prefill, decode, asked, server=server, max_tokens=6)
+        wait_for(prefill, "sent_bytes", before + 1)  # of the first request: prefill computes one after the other
+    else:
+        if moment != "before decode asks":
+            connect(prefill, decode)
+        first = prefill.generate(asked, params=PREFILL)
+        if moment == "before decode asks":
+            prefill.kill()
+        if moment == "after decode has reserved":
+            prefill.signal(signal.SIGSTOP)
+        loads = decode.counts["loads"]
+        loading = [decode.add(prompt, params=one.params, max_tokens=6) for prompt, one in zip(asked, first, strict=True)]
+        if moment == "after decode has reserved":
+            wait_open(port, len(asked))
+        if moment == "after the transfers":
+            wait_for(decode, "loads", loads + len(asked))
+    killed_s = time.monotonic()
+    prefill.kill()
+    return loading, killed_s
 
 
 def test_prefill_is_killed(start: Callable[..., Engine]) -> None:
     """At four moments. Decode computes what it did not get, and a new prefill server hands over again."""
-    prefills = {moment: start(block_size=32) for moment in KILLED_AFTER_S}
-    decode = start(block_size=64, extra={"load_timeout_s": 20.0}).wait_ready()
+    (port,) = free_ports(1)
+    prefills = {moment: start(block_size=32) for moment in MOMENTS}
+    decode = start(block_size=64, extra={"metrics_port": port}).wait_ready()
     asked = prompts(LENGTHS, seed=21)
+    begun_s = time.monotonic()
     expected = decode.generate(asked, max_tokens=6)
-    warm = prompts((50,), seed=22)
-    for moment, delay_s in KILLED_AFTER_S.items():
-        prefill = prefills[moment].wait_ready()
-        if delay_s is not None:
-            hand_over(prefill, decode, warm)  # connects, so that the next requests are transferred at once
-        first = prefill.generate(asked, params=PREFILL)
-        if delay_s is None:
-            prefill.kill()
-        loading = [decode.add(prompt, params=one.params, max_tokens=6) for prompt, one in zip(asked, first, strict=True)]
-        if delay_s is not None:
-            time.sleep(delay_s)
-            prefill.kill()
+    alone_s = time.monotonic() - begun_s
+    for moment in MOMENTS:
+        num_failed = len(decode.failed_at)
+        loading, killed_s = ask_and_kill(moment, prefills[moment].wait_ready(), decode, asked, port)
         found = decode.wait(loading, timeout_s=60)
-        check_equal(expected, found)
-        assert all(answer.num_external in (0, len(prompt) - 1) for prompt, answer in zip(asked, found, strict=True))
-        if moment == "before decode asks":
-            assert num_external(found) == [0] * len(asked)
         wait_empty(decode)
+        check_equal(expected, found)
+        noticed_s = [round(failed_s - killed_s, 3) for failed_s in decode.failed_at[num_failed:]]
+        logger.info("%s: loads failed %s s after the kill; decode alone takes %.3f s", moment, noticed_s, alone_s)
+        assert len(noticed_s) == num_external(found).count(0)
+        assert all(answer.num_external in (0, len(prompt) - 1) for prompt, answer in zip(asked, found, strict=True))
+        if moment == "after the transfers":
+            assert noticed_s == []
+            continue
+        assert found[0].num_external == 0  # also if its first chunk had arrived
+        assert min(noticed_s) < NOTICED_S + alone_s / 10  # the engine looks after each step, of which decode alone takes eleven
+        assert max(noticed_s) < NOTICED_S + alone_s
+        if moment != "during the transfers":
+            assert len(noticed_s) == len(asked)
     replaced = start(block_size=32).wait_ready()
     found = hand_over(replaced, decode, asked, max_tokens=6)
     check_equal(expected, found)
@@ -51,23 +109,23 @@ def test_prefill_is_killed(start: Callable[..., Engine]) -> None:
 
 
 def test_decode_is_killed(start: Callable[..., Engine]) -> None:
-    """Prefill, which was stopped meanwhile, gives blocks back long before `hold_s`, and serves the server in its place."""
+    """While a request is on its way. Prefill gives blocks back long before `hold_s`, and serves the server in its place."""
     (port,) = free_ports(1)
     prefill = start(block_size=32)
     decodes = [start(block_size=64, extra={"metrics_port": port}), start(block_size=64)]
     asked = prompts(LENGTHS, seed=23)
     expected = prefill.wait_ready().generate(asked, max_tokens=6)
-    hand_over(prefill, decodes[0].wait_ready(), prompts((50,), seed=24))
-    first = prefill.generate(asked, params=PREFILL)
-    prefill.signal(signal.SIGSTOP)  # so that no transfer ends before decode does
-    for prompt, one in zip(asked, first, strict=True):
-        decodes[0].add(prompt, params=one.params)
-    until = time.monotonic() + 60
-    while read(f"127.0.0.1:{port}", timeout_s=30.0).total("requests", direction="receive", state="open") < len(LENGTHS):
-        assert time.monotonic() < until, "decode has not reserved"
-        time.sleep(0.05)
+    server = connect(prefill, decodes[0].wait_ready())
+    before = prefill.counts["sent_bytes"]
+    names, _ = ask_both(prefill, decodes[0], asked, server=server, max_tokens=6)
+    wait_for(prefill, "sent_bytes", before + 1)
+    prefill.signal(signal.SIGSTOP)
+    assert num_open(port) > 0  # the first of them has got bytes, and is not complete
     decodes[0].kill()
     prefill.signal(signal.SIGCONT)
+    wait_for(prefill, "failed_sends", 1)
+    for name in names.values():  # the proxy gives up the others, which prefill had not begun to send
+        prefill.add([0], params={"abort_request_id": name}, max_tokens=1)
     wait_empty(prefill)
     found = hand_over(prefill, decodes[1].wait_ready(), asked, max_tokens=6)
     check_equal(expected, found)
@@ -75,31 +133,69 @@ def test_decode_is_killed(start: Callable[..., Engine]) -> None:
     wait_empty(prefill, decodes[1])
 
 
+class Router:
+    """Keeps eight requests under way, and asks those of a killed engine again."""
+
+    def __init__(self, prefill: Engine, decode: Engine, asked: list[list[int]]) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.asked = asked
+        self.waiting = list(range(len(asked)))
+        self.prefilling: dict[str, int] = {}
+        self.decoding: dict[str, tuple[int, dict[str, Any] | None]] = {}
+        self.found: dict[int, Answer] = {}
+
+    def run(self, *, until: int) -> None:
+        """Until so many requests have ended."""
+        while len(self.found) < until:
+            while self.waiting and len(self.prefilling) + len(self.decoding) < 8:
+                number = self.waiting.pop(0)
+                self.prefilling[self.prefill.add(self.asked[number], params=PREFILL)] = number
+            self.prefill.poll(0.005)
+            self.decode.poll(0.005)
+            for req_id in [each for each in self.prefilling if self.prefill.answers[each].finish_reason]:
+                number, params = self.prefilling.pop(req_id), self.prefill.answers[req_id].params
+                self.decoding[self.decode.add(self.asked[number], params=params, max_tokens=6)] = number, params
+            for req_id in [each for each in self.decoding if self.decode.answers[each].finish_reason]:
+                self.found[self.decoding.pop(req_id)[0]] = self.decode.answers[req_id]
+
+    def replace_prefill(self, engine: Engine) -> None:
+        """Kill prefill, and ask another engine."""
+        assert self.prefilling
+        self.prefill.kill()
+        self.prefill, self.waiting = engine, [*self.prefilling.values(), *self.waiting]
+        self.prefilling.clear()
+
+    def replace_decode(self, engine: Engine) -> None:
+        """Kill decode, and give up what prefill holds for it."""
+        assert self.decoding
+        self.decode.kill()
+        for number, params in self.decoding.values():
+            self.waiting.insert(0, number)
+            if params is not None:
+                self.prefill.add([0], params={"abort_request_id": params["remote_request_id"]}, max_tokens=1)
+        self.decode = engine
+        self.decoding.clear()
+
+
 def test_rolling_restart_under_load(start: Callable[..., Engine]) -> None:
-    """Requests flow while each side is replaced. Those of a killed engine are asked again, as a router does."""
+    """Eight requests are under way while each side is replaced. Those of a killed engine are asked again, as a router does."""
     olds, news = (start(block_size=32), start(block_size=64)), (start(block_size=32), start(block_size=64))
     for engine in (*olds, *news):
         engine.wait_ready()
-    asked = prompts([60 + 31 * number for number in range(24)], seed=25)
+    asked = prompts([60 + 31 * number for number in range(40)], seed=25)
     expected = news[1].generate(asked, max_tokens=6)
-    prefill, decode = olds
-    found: list[Answer] = []
-    for number, prompt in enumerate(asked):
-        (first,) = prefill.generate([prompt], params=PREFILL)
-        if number == 8:
-            prefill.kill()
-            prefill = news[0]
-        req_id = decode.add(prompt, params=first.params, max_tokens=6)
-        if number == 16:
-            decode.kill()
-            decode = news[1]
-            (first,) = prefill.generate([prompt], params=PREFILL)
-            req_id = decode.add(prompt, params=first.params, max_tokens=6)
-        found += decode.wait([req_id])
+    router = Router(*olds, asked)
+    router.run(until=10)
+    router.replace_prefill(news[0])
+    router.run(until=22)
+    router.replace_decode(news[1])
+    router.run(until=len(asked))
+    found = [router.found[number] for number in range(len(asked))]
     check_equal(expected, found)
-    assert sum(not answer.num_external for answer in found) <= 1
-    wait_empty(decode)
-    prefill.stop()
+    counts = [answer.num_external for answer in found]
+    assert all(count in (0, len(prompt) - 1) for count, prompt in zip(counts, asked, strict=True))
+    assert counts.count(0) <= 8  # those whose prefill engine was killed before decode had them
+    wait_empty(*news)
 
 
 def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engine]) -> None:
