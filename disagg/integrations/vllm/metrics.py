@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
@@ -19,10 +19,13 @@ BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0
 
 
 class TransferStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by name, and `load_s`: the seconds of each load that succeeded, from the scheduler's step to its end."""
+    """Counts by name, and `load_s`: the seconds of each load that succeeded, from the scheduler's step to its end.
+
+    `dead_ranks` are ranks whose manager has ended since the last statistics.
+    """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "load_s": []}
+        self.data: dict[str, Any] = data or {**dict.fromkeys((*COUNTERS, "dead_ranks"), 0), "load_s": []}
 
     def count_load(self, *, ok: bool, num_tokens: int, seconds: float) -> None:
         """Count a load that has ended."""
@@ -40,6 +43,10 @@ class TransferStats(KVConnectorStats):  # type: ignore[misc]
     def count_bytes(self, nbytes: int) -> None:
         """Count bytes that were sent."""
         self.data["sent_bytes"] += nbytes
+
+    def count_death(self) -> None:
+        """Count a rank whose manager has ended."""
+        self.data["dead_ranks"] += 1
 
     def reset(self) -> None:
         """Forget everything counted."""
@@ -74,6 +81,15 @@ class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         seconds = self._histogram_cls(
             name="vllm:disagg_load_seconds", documentation="Seconds of a rank's load.", buckets=BUCKETS_S, labelnames=labels
         )
+        healthy = self._gauge_cls(
+            name="vllm:disagg_healthy",
+            documentation="1; 0 for good once a rank's manager has ended. Restart the server: it transfers nothing any more.",
+            labelnames=labels,
+            multiprocess_mode="min",
+        )
+        self._healthy: dict[int, Gauge] = {engine: healthy.labels(*own) for engine, own in values.items()}
+        for gauge in self._healthy.values():
+            gauge.set(1)
         self._counters: dict[int, dict[str, Counter]] = {
             engine: {name: metric.labels(*own) for name, metric in made.items()} for engine, own in values.items()
         }
@@ -83,5 +99,7 @@ class TransferMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         """Add the counts of one interval."""
         for name, metric in self._counters[engine_idx].items():
             metric.inc(transfer_stats_data[name])
+        if transfer_stats_data["dead_ranks"]:
+            self._healthy[engine_idx].set(0)
         for value in transfer_stats_data["load_s"]:
             self._seconds[engine_idx].observe(value)

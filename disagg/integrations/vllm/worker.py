@@ -46,6 +46,9 @@ IDLE_WAIT_S = 0.003
 The first such step does not wait, since vLLM takes the tokens of the step before only after it.
 """
 
+HEALTH_INTERVAL_S = 1.0
+"""How often a worker looks whether its manager has ended."""
+
 
 @dataclass
 class TransferResults:
@@ -101,6 +104,7 @@ class WorkerHalf:
         self._stats = TransferStats()
         self._nbytes = 0
         self._transport = ""
+        self._health_due_s = 0.0
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -198,11 +202,22 @@ class WorkerHalf:
 
     def take_stats(self) -> TransferStats | None:
         """The statistics since the last call; `None` if there are none."""
+        self._check_health()
         nbytes = self._running().stats.nbytes
         self._stats.count_bytes(nbytes - self._nbytes)
         self._nbytes = nbytes
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
+
+    def _check_health(self) -> None:
+        """Report once that the manager has ended. From then on each transfer fails, and vLLM computes every request itself."""
+        if time.monotonic() < self._health_due_s:
+            return
+        health = self._running().health()
+        self._health_due_s = time.monotonic() + HEALTH_INTERVAL_S if health.ok else math.inf
+        if not health.ok:
+            self._stats.count_death()
+            logger.error("this rank transfers nothing until the server is restarted: %s", health.problem)
 
     # -- prefill -------------------------------------------------------------------------------------------------------
 
