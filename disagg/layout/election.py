@@ -26,7 +26,9 @@ Box = tuple[Interval, ...]
 MAX_TOKEN_PERIOD = 2**20
 """Limit on the tokens after which the sources' ownership of tokens repeats."""
 MAX_STEPS = 2**23
-"""Limit on the comparisons of one election, about a second: tables come from peers, and their parts multiply."""
+"""Limit on the comparisons of one election, about five seconds: tables come from peers, and their parts multiply. The largest
+layouts of real models take a quarter of it.
+"""
 
 _Flows = dict[tuple[int, int, str, str, Box], list[int]]
 """Layers by (source, destination, component, role, box)."""
