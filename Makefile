@@ -24,7 +24,7 @@ chaos: setup ## Kill, stop and cut off ranks for each engine and check every byt
 	@$(BIN)/python -m harness.chaos $(CHAOS_ARGS)
 
 fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (FUZZ_ARGS=... for the program)
-	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 100000 --jobs 2 $(FUZZ_ARGS)
+	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 1000000 --jobs 2 $(FUZZ_ARGS)
 
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly and not chaos" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)

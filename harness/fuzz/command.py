@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from disagg.commands.shell.text import plain_table, show
+from harness.conditions import conditions
 from harness.fuzz.engines import introduce
 from harness.fuzz.local import besiege
 from harness.fuzz.port import bombard, overload
@@ -47,12 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
         name, _, number = options.only.partition(":")
         fuzz(name, [int(number)], seed=options.seed)
         return 0
-    results = _decoders(options)
+    about, results = conditions(), _decoders(options)
     for attack in _attacks(options):
         results.append(attack())
     _print(results)
     if options.json:
-        options.json.write_text(json.dumps({"seed": options.seed, "targets": [asdict(r) for r in results]}, indent=1) + "\n")
+        report = {**about, "seed": options.seed, "targets": [asdict(r) for r in results]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     bounds = Bounds(grown_mib=options.max_grown, silence_s=options.max_silence)
     exceeded = [sentence for result in results for sentence in bounds.exceeded(result)]
     sys.stdout.writelines(f"{sentence}\n" for sentence in exceeded)

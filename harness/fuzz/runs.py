@@ -40,7 +40,7 @@ class Bounds:
     """How far a target's memory may grow, and how long a live rank may be silent."""
 
     grown_mib: float = 512.0
-    silence_s: float = 2.0
+    silence_s: float = 1.0
 
     def exceeded(self, result: Result) -> list[str]:
         """Which bounds a result exceeds, as sentences. No crash is allowed."""

@@ -151,7 +151,7 @@ def test_bounds_name_what_exceeds_them() -> None:
     result = Result("costly", 10, 10, 1.0, 1.0, grown_mib=600.0, silence_ms=2500.0)
     assert Bounds().exceeded(result) == [
         "costly: memory grew by 600 MiB, expected 512 at most",
-        "costly: silent for 2.5 s, expected 2.0 at most",
+        "costly: silent for 2.5 s, expected 1.0 at most",
     ]
     assert not Bounds(grown_mib=601.0, silence_s=2.6).exceeded(result)
 
