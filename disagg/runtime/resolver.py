@@ -41,7 +41,14 @@ class Resolver:
             return
         self._asked.put(address)
         if self._num_threads < min(MAX_RESOLVING, len(self._waiting)):
-            threading.Thread(target=self._run, name=f"disagg-resolve-{self._name}", daemon=True).start()
+            thread = threading.Thread(target=self._run, name=f"disagg-resolve-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                if not self._num_threads:
+                    self._asked.get_nowait()
+                    self._finish(address, OSError(f"no thread to resolve it with: {error}"), 0.0)
+                return
             self._num_threads += 1
 
     def close(self) -> None:

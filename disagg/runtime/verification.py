@@ -132,8 +132,8 @@ class ChecksumWorker:
     ) -> None:
         """Call `run` once `ready` has passed, unless it is not `wanted` any more. Only one thread may call this."""
         if not self._started:
+            self.thread.start()  # raises where there are no more threads; the next job tries again
             self._started = True
-            self.thread.start()
         self._jobs.append(_Job(token, run, ready, wanted))
         self._wake.set()
 

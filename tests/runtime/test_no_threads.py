@@ -1,0 +1,53 @@
+"""What starts a thread when it is first needed works again after there were no threads for a while."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from disagg.runtime.resolver import Resolver
+from disagg.runtime.verification import ChecksumWorker
+
+ADDRESS = "tcp://localhost:7000"
+REFUSAL = "can't start new thread"
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError(REFUSAL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
+    resolver = Resolver(lambda run: run(0.0), name="decode-0/0")
+    with no_threads(monkeypatch):
+        for _ in range(2):
+            resolver.resolve(ADDRESS, found.put)
+            assert str(found.get_nowait()) == f"no thread to resolve it with: {REFUSAL}"
+    resolver.resolve(ADDRESS, found.put)
+    assert found.get(timeout=PATIENCE_S) == "tcp://127.0.0.1:7000"
+    resolver.close()
+
+
+def test_checksums_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: queue.SimpleQueue[tuple[object, ...]] = queue.SimpleQueue()
+    worker = ChecksumWorker(name="decode-0/0", on_summed=lambda *each: summed.put(each), on_death=lambda _: None)
+    with no_threads(monkeypatch), pytest.raises(RuntimeError, match=REFUSAL):
+        worker.submit("first", lambda: 1)
+    worker.stop(PATIENCE_S)  # nothing has started
+    worker = ChecksumWorker(name="decode-0/0", on_summed=lambda *each: summed.put(each), on_death=lambda _: None)
+    with no_threads(monkeypatch), pytest.raises(RuntimeError, match=REFUSAL):
+        worker.submit("first", lambda: 1)
+    worker.submit("second", lambda: 2)
+    assert summed.get(timeout=PATIENCE_S) == ("second", 2, None)
+    worker.stop(PATIENCE_S)
