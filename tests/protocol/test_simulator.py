@@ -21,7 +21,7 @@ from disagg.protocol.types import Event, Limits, PeerRank
 from harness.simulator.command import main
 from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
 from harness.simulator.model import NUM_LAYERS, Violation
-from harness.simulator.scenario import MAX_LOST, Loss, Piece, Scenario, Script
+from harness.simulator.scenario import MAX_LOST, Loss, Piece, Scenario, Script, Stop
 from harness.simulator.schedules import random_simulation
 from harness.simulator.simulation import Simulation
 
@@ -228,10 +228,13 @@ SCENARIOS = st.builds(
     num_groups=st.integers(1, 2),
     tp=st.integers(1, 2),
     losses=st.lists(
-        st.builds(Loss, TIMES, RANKS, proved=st.booleans(), reopen=st.booleans(), notice_s=st.tuples(TIMES, TIMES))
+        st.builds(
+            Loss, TIMES, RANKS, proved=st.booleans(), reopen=st.booleans(), notice_s=st.tuples(TIMES, TIMES), late_s=TIMES
+        )
         | st.builds(Loss, TIMES, st.just(P0), st.just(D0), proved=st.booleans(), notice_s=st.tuples(TIMES, TIMES)),
         max_size=2,
     ).map(tuple),
+    stops=st.lists(st.builds(Stop, TIMES, RANKS, TIMES), max_size=2).map(tuple),
     limits=st.just(LIMITS),
 )
 
