@@ -1,15 +1,19 @@
 """Transfers over several network devices of limited rate: how much of their sum arrives, and what a cut rail does.
 
-    sudo .venv/bin/python -m benchmarks.rails [--rails 1 2 4] [--cut SECONDS] [--mtu BYTES] [--unshaped]
+    sudo .venv/bin/python -m benchmarks.rails [--rails 1 2 4] [--cut SECONDS] [--mtu BYTES ...] [--gbit RATE ...] [--json FILE]
 
 Two network namespaces, joined by veth pairs of 1 Gbit/s each (`tc tbf`), hold one rank each. Engine `nixl` over TCP shares
 every transfer over all devices. Pages differ in their axis order, so that pieces have 512 bytes and travel packed. Every byte
-is compared. Without a limit of their rate, the pairs show what this machine's CPU can move.
+is compared. `--gbit 1 0.5` makes rails of different rates, and `--gbit 0` does not limit them, which shows what this machine's
+CPU can move. The three commands of `docs/benchmarks/rails.json`:
+
+    --rails 1 2 4 --mtu 9000 1500 --cut 3,   --rails 2 --mtu 9000 --gbit 1 0.5,   --rails 1 --mtu 9000 --gbit 0
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -26,16 +30,15 @@ from disagg import KVManager, ModelId, Pages, Topology, new_request_id
 from disagg.commands.shell.child import ChildProcess
 from disagg.protocol.types import Event
 from disagg.state import paged
+from harness.conditions import conditions
 
-RATE = 125e6
-"""Bytes per second of a rail."""
 PAGE, NUM_PAGES, NUM_LAYERS, NUM_KV_HEADS, DIM = 16, 512, 4, 4, 256
 """Of `uint16`: a head of a token has 512 bytes, and all pages together have 128 MiB."""
 AXES = {"prefill": "page token kv_head dim", "decode": "page kv_head token dim"}
 ADDRESSES = {"prefill": "10.50.{}.1", "decode": "10.50.{}.2"}
 OTHER = {"prefill": "decode", "decode": "prefill"}
 PATIENCE_S = 120.0
-REPEAT = 5
+REPEAT = 15
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -50,21 +53,21 @@ def interfaces(role: str, num_rails: int) -> list[str]:
 
 
 @contextmanager
-def network(num_rails: int, *, mtu: int, shaped: bool) -> Iterator[None]:
-    """The namespaces, and the rails between them. Each rail carries `RATE` if it is `shaped`, else what the CPU can move."""
+def network(rates: Sequence[float], *, mtu: int) -> Iterator[None]:
+    """The namespaces, and rails of these rates between them, in Gbit/s; 0: what the CPU can move."""
     try:
         for role in ADDRESSES:
             run(f"ip netns add {namespace(role)}")
             run(f"ip -n {namespace(role)} link set lo up")
-        for rail in range(num_rails):
+        for rail, gbit in enumerate(rates):
             near, far = (f"{role}{rail} netns {namespace(role)}" for role in ADDRESSES)
             run(f"ip link add {near} type veth peer name {far}")
             for role, address in ADDRESSES.items():
                 inside = f"ip netns exec {namespace(role)}"
                 run(f"{inside} ip address add {address.format(rail)}/24 dev {role}{rail}")
                 run(f"{inside} ip link set {role}{rail} mtu {mtu} up")
-                if shaped:
-                    run(f"{inside} tc qdisc add dev {role}{rail} root tbf rate {RATE * 8:.0f}bit burst 128k latency 50ms")
+                if gbit:
+                    run(f"{inside} tc qdisc add dev {role}{rail} root tbf rate {gbit * 1e9:.0f}bit burst 128k latency 50ms")
         yield
     finally:
         for role in ADDRESSES:
@@ -144,12 +147,12 @@ def start(role: str, num_rails: int) -> ChildProcess:
     return ChildProcess([*command, "--serve", role, "--rails", str(num_rails)], errors=None)
 
 
-def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> dict[str, Any]:
+def measure(rates: Sequence[float], *, cut_s: float | None, mtu: int) -> dict[str, Any]:
     """The fastest of `REPEAT` requests: bytes per second, their share of what the rails may carry, and the CPU time of both
-    ranks; then the seconds of a request during which rail 1 is cut.
+    ranks; then the seconds of a request during which rail 1 is cut, and of the next one.
     """
-    with network(num_rails, mtu=mtu, shaped=shaped):
-        ranks = [start(role, num_rails) for role in ADDRESSES]
+    with network(rates, mtu=mtu):
+        ranks = [start(role, len(rates)) for role in ADDRESSES]
         try:
             addresses = [rank.receive(timeout_s=PATIENCE_S) for rank in ranks]
             for rank, address in zip(ranks, reversed(addresses), strict=True):
@@ -158,18 +161,21 @@ def measure(num_rails: int, *, cut_s: float | None, mtu: int, shaped: bool) -> d
                 assert rank.receive(timeout_s=PATIENCE_S) == "ready"
             found = [transfer(ranks) for _ in range(REPEAT)]
             seconds, cpu_s = min(found)
-            rate = content().nbytes / seconds
+            nbytes = content().nbytes
             result: dict[str, Any] = {
-                "rails": num_rails,
+                "rails_gbit": list(rates),
                 "mtu": mtu,
-                "megabytes_per_s": rate / 1e6,
-                "share": rate / RATE / num_rails if shaped else None,
+                "bytes": nbytes,
+                "seconds": seconds,
+                "all_seconds": [each for each, _ in found],
+                "share_of_sum": 8 * nbytes / seconds / 1e9 / sum(rates) if all(rates) else None,
                 "cpu_s": cpu_s,
-                "megabytes": counters(num_rails),
+                "megabytes_by_rail": counters(len(rates)),
             }
-            if cut_s is not None and num_rails > 1:
-                result["cut_s"], _ = transfer(ranks, cut_s=cut_s)
-                result["after_s"], _ = transfer(ranks)
+            if cut_s is not None and len(rates) > 1:
+                result["cut_s"] = cut_s
+                result["seconds_with_cut"], _ = transfer(ranks, cut_s=cut_s)
+                result["seconds_after_cut"], _ = transfer(ranks)
             return result
         finally:
             for rank in ranks:
@@ -202,18 +208,27 @@ def counters(num_rails: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rails", type=int, nargs="+", default=[1, 2, 4], help="numbers of rails, one measurement for each")
     parser.add_argument("--cut", type=float, help="also cut a rail for so many seconds during a request")
-    parser.add_argument("--mtu", type=int, default=1500, help="largest packet of a rail, in bytes")
-    parser.add_argument("--unshaped", action="store_true", help="do not limit the rate of rails")
+    parser.add_argument("--mtu", type=int, nargs="+", default=[1500], help="largest packets, one measurement for each")
+    parser.add_argument(
+        "--gbit", type=float, nargs="+", default=[1.0], help="rates of the rails, the last one for all others; 0: no limit"
+    )
+    parser.add_argument("--json", type=Path, help="add the results to this file")
     parser.add_argument("--serve", choices=ADDRESSES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.rails[0])
         return
-    for num_rails in options.rails:
-        answer(json.dumps(measure(num_rails, cut_s=options.cut, mtu=options.mtu, shaped=not options.unshaped)))
+    about, rows = conditions(), []
+    for mtu, num_rails in itertools.product(options.mtu, options.rails):
+        rates = [*options.gbit, *num_rails * options.gbit[-1:]][:num_rails]
+        rows.append(measure(rates, cut_s=options.cut, mtu=mtu))
+        answer(json.dumps(rows[-1]))
+    if options.json:
+        before = json.loads(options.json.read_text()) if options.json.exists() else []
+        options.json.write_text(json.dumps([*before, {**about, "rows": rows}], indent=1) + "\n")
 
 
 if __name__ == "__main__":
