@@ -17,7 +17,7 @@ from tests.manager.test_peers import manager, until
 from tests.support.cluster import DEADLINE_S
 
 LIMITS = ConnectionLimits()
-NUM_KILLS = 5
+NUM_KILLS = 3
 SHARE = 1 / 8
 """Of the silence limit: 1 s."""
 
