@@ -2,7 +2,7 @@
 
 A QEMU guest without hardware acceleration boots a stock Debian kernel, whose `rdma_rxe` makes RDMA devices of network
 devices. It sees the host's files, read-only below an overlay in memory: the same Python, engines and sources. All programs
-come from Debian's packages and are unpacked into a cache; nothing is installed.
+come from Debian's packages and are unpacked into a cache; nothing is installed. What it writes to `out/` is kept.
 
     python -m harness.rdma                        # the tests of tests/rdma
     python -m harness.rdma -- bash -c 'rdma link' # any command

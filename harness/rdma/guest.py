@@ -22,6 +22,8 @@ PROGRAMS = ("qemu-system-x86", "busybox-static", "iproute2", "ibverbs-providers"
 PROJECT = Path(__file__).parents[2]
 SOURCES = ("benchmarks", "disagg", "examples", "harness", "tests")
 """Folders of the project of which the guest sees a copy, so that they may be edited while it runs."""
+OUT = PROJECT / "out"
+"""The one folder of the project in which the guest leaves files for the host."""
 BOOT_S = 120.0
 """Some boots hang while the kernel starts its second CPU; others take 7 to 40 s."""
 BOOTS = 5
@@ -41,9 +43,11 @@ class GuestError(Exception):
 def run_in_guest(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> int:
     """The exit status of `command`, run in the project's folder in the guest, with RDMA devices `rxe0` and `rxe1`.
 
-    Its output goes to standard output. Raises `GuestError`, and `FetchError` where the guest's programs are missing.
+    Its output goes to standard output. Files that it writes to `OUT` are the host's, too. Raises `GuestError`, and `FetchError`
+    where the guest's programs are missing.
     """
     root = packages() / "root"
+    OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="disagg-rdma-", dir=root.parent) as scratch:
         shared, tree = Path(scratch, "shared"), Path(scratch, "tree")
         shared.mkdir()
@@ -70,6 +74,7 @@ def _script(command: Sequence[str], environ: Mapping[str, str], tree: Path) -> s
         "set -euo pipefail",
         f"export PATH={shlex.quote(os.environ['PATH'])} HOME=/root",
         *(f"mount --bind {shlex.quote(str(tree / name))} {shlex.quote(str(PROJECT / name))}" for name in SOURCES),
+        f"mount -t 9p -o trans=virtio,version=9p2000.L out {shlex.quote(str(OUT))}",
         *(f"export {name}={shlex.quote(value)}" for name, value in environ.items()),
         f"cd {shlex.quote(str(PROJECT))}",
         "source harness/rdma/devices.sh",
@@ -98,6 +103,7 @@ def _start(root: Path, shared: Path) -> subprocess.Popen[bytes]:
         "-virtfs", f"local,path=/,mount_tag=host,readonly=on,{files}",
         "-virtfs", f"local,path={root},mount_tag=packages,readonly=on,{files}",
         "-virtfs", f"local,path={shared},mount_tag=shared,{files}",
+        "-virtfs", f"local,path={OUT},mount_tag=out,{files}",
         "-nographic", "-nodefaults", "-serial", "stdio", "-no-reboot",
     ]  # fmt: skip
     environ = {
