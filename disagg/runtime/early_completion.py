@@ -122,9 +122,10 @@ class EarlyCompletion:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def is_spinning(self, now: float) -> bool:
-        """Whether to poll without a sleep."""
-        return any(now < each.until for waiting in (self.announced, self.expected) for each in waiting.values())
+    @property
+    def spins_until(self) -> float:
+        """Until when to poll without a sleep, by `time.monotonic`."""
+        return max((each.until for waiting in (self.announced, self.expected) for each in waiting.values()), default=0.0)
 
     def completions(self) -> list[_native.Completion]:
         """What native code polls."""

@@ -29,10 +29,8 @@ READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
 """Maximum lateness of timers under load."""
-BUSY_POLL_S, ALL_COMPLETIONS_POLL_S = 10e-6, 200e-6
-"""Length of one busy poll: if Python must poll some of the work, and if native code polls all of it."""
-BUSY_POLLS = 8
-"""Busy polls between two polls of the control channel."""
+BUSY_POLL_S, EARLY_POLL_S = 100e-6, 200e-6
+"""Length of one busy poll if Python must poll some of the work, and while an early completion is likely."""
 
 
 class Advances(Protocol):
@@ -164,7 +162,7 @@ class Loop:
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
         elif not arrived and self._is_awake(now) and now < self._next_due() and not self._dispatch.not_ready:
-            self._busy_poll()
+            self._busy_poll(min(max(self._awake_until, self._early_completion.spins_until), self._next_due()) - now)
             return
         self._commands.run_all(now)
         if self._dispatch.not_ready:
@@ -174,7 +172,7 @@ class Loop:
         early = self._early_completion
         if (early.announced or early.expected) and not (self._commands.pending or self._worker.has_reports):
             # At once: releasing the GIL first may take long. A message over TCP may be seen late by as much as this lasts.
-            self._busy_poll()
+            self._busy_poll(EARLY_POLL_S)
 
     def _take_arrived(self) -> tuple[bool, bool]:
         """Take messages and early completions. Returns whether any was about a request, and whether there was any message."""
@@ -209,24 +207,21 @@ class Loop:
             self._dispatch.carry_out(now)
         self._due_known = False
 
-    def _busy_poll(self) -> None:
-        """Poll without a sleep for what is likely to come next. The next iteration takes it."""
-        for _ in range(BUSY_POLLS):
-            completions, all_native = self._worker.completions()
-            completions += self._early_completion.completions()
-            found = self.channel.busy_poll(ALL_COMPLETIONS_POLL_S if all_native else BUSY_POLL_S, completions)
-            if self._worker.step():
-                self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
-                return
-            if found or all_native:
-                return
+    def _busy_poll(self, seconds: float) -> None:
+        """Poll for what is likely to come next, without a sleep. The next iteration takes it.
+
+        If native code polls everything, it keeps the GIL released until there is something: a server that launches kernels
+        meanwhile would otherwise wait for Python's turns here.
+        """
+        completions, all_native = self._worker.completions()
+        completions += self._early_completion.completions()
+        self.channel.busy_poll(seconds if all_native else min(seconds, BUSY_POLL_S), completions)
+        if self._worker.step():
+            self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 
     def _is_awake(self, now: float) -> bool:
         """Whether to poll without a sleep."""
-        if now < self._awake_until:
-            return True
-        early = self._early_completion
-        return bool(early.announced or early.expected) and early.is_spinning(now)
+        return now < max(self._awake_until, self._early_completion.spins_until)
 
     def _idle_s(self) -> float:
         """Seconds until the next timer."""
