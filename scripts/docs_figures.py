@@ -75,6 +75,19 @@ def vllm_deaths() -> Iterator[str]:
         yield f"| {text} | {' | '.join(f'{rows[model, moment][column]:,.0f} ms' for model in TITLES)} |"
 
 
+def sglang_rows() -> Iterator[str]:
+    """SGLang's servers between two GPUs."""
+    found = _read("sglang-2xh200.json")
+    yield "| prompt tokens | TP | undivided | disagg, `nvlink` | SGLang's `nixl` | requests/s: disagg | SGLang's `nixl` |"
+    yield "|---|---|---|---|---|---|---|"
+    loads = {row["tp"]: row for row in found["load"]}
+    for row in found["rows"]:
+        times = " | ".join(f"{row[name]:,.1f} ms" for name in ("floor_ms", "disagg_ms", "nixl_ms"))
+        load = loads.pop(row["tp"], None)
+        rates = " | ".join(f"{load[name]:.1f}" if load else "" for name in ("disagg_rps", "nixl_rps"))
+        yield f"| {row['tokens']:,} | {_arrow(row['tp'])} | {times} | {rates} |"
+
+
 def _read(name: str) -> Any:
     return json.loads((FOLDER / name).read_text())
 

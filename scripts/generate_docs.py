@@ -37,7 +37,7 @@ from disagg.protocol.send_session import SEND_TABLE, SendState  # noqa: E402
 from disagg.settings import Setting, is_list, is_table, names_of, settings  # noqa: E402
 from examples.transformers_pd.architectures import describe  # noqa: E402
 from examples.transformers_pd.run import BACKENDS, PAIRS  # noqa: E402
-from scripts.docs_figures import vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads  # noqa: E402
+from scripts.docs_figures import sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads  # noqa: E402
 from tests.integrations.cross import cases as cross  # noqa: E402
 from tests.support import grid  # noqa: E402
 from tests.support.architectures import CASES, IN_EXAMPLES, NESTED  # noqa: E402
@@ -303,7 +303,7 @@ GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     for function in (
         manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
         sides, across_engines, real_models, described, refused, block, source, work_requests,
-        command_line, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
+        command_line, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
     )
 }  # fmt: skip
 

@@ -40,14 +40,21 @@ def host_of(queue: Any) -> Host:
     Decode keeps the pages of a failed request until disagg says that nothing can write there: SGLang's own 30 seconds would
     prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
-    scheduler, parallel = queue.scheduler, get_parallel()
-    _check_options(scheduler, parallel)
+    _check_options(queue.scheduler, get_parallel())
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
+    return describe(queue, reuses_pages=bool(get_disagg().disaggregation_decode_enable_radix_cache))
+
+
+def describe(queue: Any, *, reuses_pages: bool) -> Host:
+    """What a scheduler's queue says of its process. `reuses_pages` is that of `Facts`."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import get_parallel
+
+    scheduler, parallel = queue.scheduler, get_parallel()
     config = scheduler.model_config
     model = read_config(_config_file(config.model_path, getattr(config, "revision", None)))
     pools = Pools(
@@ -58,7 +65,7 @@ def host_of(queue: Any) -> Host:
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
         windows=windows(model),
-        reuses_pages=bool(get_disagg().disaggregation_decode_enable_radix_cache),
+        reuses_pages=reuses_pages,
     )
 
     def num_tokens(receiver: Any) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from disagg.core.errors import ConfigError
-from disagg.integrations.sglang import TESTED
+from disagg.integrations.sglang import OLDER, TESTED
 
 NAME = "disagg"
 ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
@@ -19,25 +19,31 @@ def register() -> None:
     Raises `ConfigError` for a version of SGLang that was not tested; SGLang logs it and goes on without the backend.
     """
     import sglang
-    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
-    from sglang.srt.disaggregation.utils import TransferBackend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if sglang.__version__ not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise ConfigError(
             f"SGLang {sglang.__version__}: expected {' or '.join(TESTED)}, which were tested; {ANY_VERSION}=1 tries it"
         )
+    if sglang.__version__ == OLDER:
+        from disagg.integrations.sglang import older
+
+        older.register()
+        return
+    from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
         return
     add_disagg_transfer_backend_choices([NAME])
-    _add_member(TransferBackend)
+    add_member(TransferBackend)
     utils, queues = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation"
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
 
 
-def _add_member(backends: Any) -> None:
+def add_member(backends: Any) -> None:
     """Add a member to SGLang's enumeration of backends, which has no way to do so."""
     member = object.__new__(backends)
     member._name_, member._value_ = NAME.upper(), NAME

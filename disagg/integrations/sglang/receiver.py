@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from disagg.core.errors import DisaggError, RemoteProtocolError
@@ -47,12 +47,12 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         aux_index: int | None = None,
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
-        destination: Any = KVTransferDestination.DEVICE,
+        destination: str = "device",
         device_kv_indices: Any = None,
     ) -> None:
         """Reserve pages, for the tokens from `decode_prefix_len` on, and rows of state."""
         mgr, prefix = self.kv_mgr, decode_prefix_len or 0
-        if self.prefill is None or destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
+        if self.prefill is None or destination != "device" or device_kv_indices is not None:
             mgr.fail(self.bootstrap_room, "expected pages of the device's own pools, after init()")
             return
         self.aux_index, self.num_tokens = aux_index, mgr.host.num_tokens(self)
