@@ -7,6 +7,7 @@ prefill at TP 2 and decode at TP 1; then both at TP 1; then decode at TP 2.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 import urllib.error
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from harness.ports import free_ports
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
 from tests.integrations.vllm.requests import prompts
@@ -27,9 +29,13 @@ LENGTHS = (7, 16, 33, 250, 700, 1100)
 PROMPTS = prompts(LENGTHS, seed=41)
 PAGE_SIZE = 16
 PREFILL = ("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256")
-DECODE = ("--page-size", str(PAGE_SIZE), "--disaggregation-decode-enable-radix-cache")
+DECODE = ("--page-size", str(PAGE_SIZE), "--disaggregation-decode-enable-radix-cache", "--enable-cache-report")
+NBYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4
+"""Of the model: layers, K and V, KV heads, elements of a head, bytes of an element."""
 ROOMS = itertools.count(2**62)
 REVERSED_ROOMS = itertools.count(1)
+NOTICED_S = 1.0
+"""How long decode takes at most to answer the requests of a prefill server that was killed."""
 REVERSING = """
 from disagg.integrations.sglang.receiver import DisaggKVReceiver
 
@@ -53,6 +59,7 @@ class Servers:
     prefill: Server
     decode: Server
     proxy: Server
+    metrics_port: int
     expected: list[Reply]
 
 
@@ -73,9 +80,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_BACKEND", "nixl")
         prefill = stack.enter_context(Server.sglang(model, "--tp", "2", *PREFILL, mode="prefill"))
+        (port,) = free_ports(1)
+        patch.setenv("DISAGG_METRICS_PORT", str(port))
         decode = stack.enter_context(Server.sglang(model, *DECODE, mode="decode", PYTHONPATH=path))
+        patch.delenv("DISAGG_METRICS_PORT")
         proxy = stack.enter_context(Server.proxy(prefill.wait_ready(), decode.wait_ready()))
-        yield Servers(model, stack, prefill, decode, proxy.wait_ready(), expected)
+        yield Servers(model, stack, prefill, decode, proxy.wait_ready(), port, expected)
 
 
 def check(found: list[Reply], expected: list[Reply]) -> None:
@@ -93,14 +103,6 @@ def load(servers: Servers) -> Iterator[None]:
         wait(waiting, return_when=FIRST_COMPLETED)
         yield
         check([each.result() for each in waiting], servers.expected * 4)
-
-
-def wait_queued(server: Server, queue: str) -> None:
-    """Wait until a request is in a queue of the server."""
-    until = time.monotonic() + 60
-    while not server.num_queued(queue):
-        assert time.monotonic() < until, f"nothing is in the queue {queue}"
-        time.sleep(0.02)
 
 
 def check_answers(servers: Servers) -> None:
@@ -134,6 +136,25 @@ def route(servers: Servers, room: int, prompt: list[int]) -> Reply:
 
 def test_tp_2_to_1(servers: Servers) -> None:
     check_answers(servers)
+
+
+def test_prefixes_are_computed_and_sent_once(servers: Servers) -> None:
+    """Prefill reports the tokens that it had in its cache. The bytes that decode gets are those of the other tokens."""
+    asked = prompts((250, 1100), seed=43)
+    for has_prefixes in (False, True):
+        before = received(servers)
+        for prompt in asked:
+            cached = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE * has_prefixes
+            with servers.proxy.ask(prompt, max_tokens=16, stream=False) as answer:
+                usage = json.load(answer)["usage"]
+            assert (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == cached
+            before += (len(prompt) - cached) * NBYTES_PER_TOKEN
+            assert received(servers) == before
+
+
+def received(servers: Servers) -> float:
+    """The bytes that decode has got."""
+    return servers.decode.metric("disagg_request_bytes_total", port=servers.metrics_port)
 
 
 def test_with_reversed_pages_the_tokens_differ(servers: Servers) -> None:
@@ -174,7 +195,7 @@ def abort(servers: Servers, server: Server, queue: str, room: int, prompt: list[
     name = f"request-{room}"
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.complete, prompt, stream=False, rid=name, **where(servers, room))
-        wait_queued(server, queue)
+        server.wait_queued(queue)
         assert not asked.done()
         server.abort(name)
         error = asked.exception(timeout=60)
@@ -186,14 +207,16 @@ def abort(servers: Servers, server: Server, queue: str, room: int, prompt: list[
 
 
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
-    """Decode notices the end of the process at once. The new server, at TP 1, answers the requests that were waiting."""
+    """Decode notices the end of the process within a second. The new server, at TP 1, answers what was waiting."""
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         alone = pool.submit(servers.decode.complete, PROMPTS[-1], stream=False, **where(servers, next(ROOMS)))
-        wait_queued(servers.decode, "decode_transfer")
+        servers.decode.wait_queued("decode_transfer")
         stack.enter_context(load(servers))
+        begun_s = time.monotonic()
         servers.prefill.kill()
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.result()
+        assert time.monotonic() - begun_s < NOTICED_S
         assert "is gone: its process has ended" in failed.value.read().decode()
         servers.prefill = servers.stack.enter_context(
             Server.sglang(servers.model, *PREFILL, mode="prefill", instead_of=servers.prefill)
