@@ -1,35 +1,50 @@
 """Real servers of vLLM and SGLang that hand requests over to each other, with the example's proxy in front.
 
 One vLLM server prefills for an SGLang server, and decodes for another. Both sides compare checksums of every byte
-(`DISAGG_VERIFY=full`). Tokens must be those of each engine alone, and log-probabilities within rounding.
+(`DISAGG_VERIFY=full`). Tokens must be those of vLLM alone and of SGLang's two servers by themselves, whose answers are those of
+one SGLang server (`make test-sglang`), and log-probabilities within rounding.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from yarl import URL
 
+from examples.pd_proxy import FIRST_RANK
 from harness.servers import Reply, Server
 from harness.vllm.models import write_model
 from tests.integrations.cross.cases import PAIRS, Pair
 from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 65, 200, 700, 1153)
+SEEDS = {31: LENGTHS, 32: LENGTHS, 33: (700, 1100)}
+"""The lengths of the prompts that vLLM answers alone, by their seed."""
+DIRECTIONS = {"vllm to sglang": 31, "sglang to vllm": 32}
+"""The proxies that hand requests over across engines, and the seed of the prompts that they are asked."""
+ROOMS = itertools.count(2**61)
 NUM_TOKENS = sum(length - 1 for length in LENGTHS)
 PATIENT = {"load_timeout_s": 120.0}  # for the first contact on a machine with other work
 EXTERNAL, LOCAL = "vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"
-SENT = "vllm:disagg_sends_total"
+SENT, WAITING = "vllm:disagg_sends_total", "vllm:num_requests_waiting"
+USED = "vllm:kv_cache_usage_perc"
 
 
 @dataclass
 class Servers:
-    """The servers of a pair. The proxies are named after prefill and decode."""
+    """The servers of a pair, and the proxies by what is behind them."""
 
     folder: Path
     pair: Pair
@@ -37,8 +52,7 @@ class Servers:
     vllm: Server
     sglang_decode: Server
     sglang_prefill: Server
-    vllm_to_sglang: Server
-    sglang_to_vllm: Server
+    proxies: dict[str, Server]
     expected: dict[int, list[Reply]]
 
 
@@ -47,19 +61,26 @@ def begin_vllm(folder: Path, pair: Pair, *, instead_of: Server | None = None) ->
 
 
 def start(folder: Path, pair: Pair, stack: ExitStack) -> Servers:
-    """Start all servers of a pair. `expected` are the answers of SGLang alone, by the seed of the prompts."""
+    """Start all servers of a pair. `expected` are the answers of vLLM alone, by the seed of the prompts.
+
+    With a salt of its own vLLM does not use their blocks for other requests.
+    """
     begin = stack.enter_context
-    alone = begin(Server.sglang(folder))
     vllm = begin(begin_vllm(folder, pair))
-    alone.wait_ready()
-    expected = {seed: [alone.complete(prompt) for prompt in prompts(LENGTHS, seed=seed)] for seed in (31, 32)}
-    alone.stop()
     decode = begin(Server.sglang(folder, *pair.sglang_decode, mode="decode"))
     prefill = begin(Server.sglang(folder, *pair.sglang_prefill, mode="prefill"))
-    for server in (vllm, decode, prefill):
+    proxies = {
+        name: begin(Server.proxy(*each))
+        for name, each in (
+            ("vllm to sglang", (vllm, decode)),
+            ("sglang to vllm", (prefill, vllm)),
+            ("sglang", (prefill, decode)),
+        )
+    }
+    for server in (vllm, decode, prefill, *proxies.values()):
         server.wait_ready()
-    to_sglang, to_vllm = begin(Server.proxy(vllm, decode)), begin(Server.proxy(prefill, vllm))
-    return Servers(folder, pair, stack, vllm, decode, prefill, to_sglang.wait_ready(), to_vllm.wait_ready(), expected)
+    expected = {seed: [vllm.complete(each, cache_salt="alone") for each in prompts(SEEDS[seed], seed=seed)] for seed in SEEDS}
+    return Servers(folder, pair, stack, vllm, decode, prefill, proxies, expected)
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -67,7 +88,11 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     pair = PAIRS[request.param]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_VERIFY", "full")
-        yield start(write_model(pair.model, tmp_path_factory.mktemp("model") / pair.model), pair, stack)
+        started = start(write_model(pair.model, tmp_path_factory.mktemp("model") / pair.model), pair, stack)
+        yield started
+        for server in (started.vllm, started.sglang_decode, started.sglang_prefill):
+            with suppress(ProcessLookupError):
+                server.kill()  # an end in good order takes SGLang ten seconds
 
 
 def check(expected: list[Reply], found: list[Reply]) -> None:
@@ -76,9 +101,13 @@ def check(expected: list[Reply], found: list[Reply]) -> None:
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
+def test_each_engine_answers_the_same_by_itself(servers: Servers) -> None:
+    check(servers.expected[31], [servers.proxies["sglang"].complete(prompt) for prompt in prompts(LENGTHS, seed=31)])
+
+
 def test_vllm_prefills_and_sglang_decodes(servers: Servers) -> None:
     asked = prompts(LENGTHS, seed=31)
-    proxy, expected = servers.vllm_to_sglang, servers.expected[31]
+    proxy, expected = servers.proxies["vllm to sglang"], servers.expected[31]
     check(expected, [proxy.complete(prompt) for prompt in asked])
     before = servers.vllm.metric(LOCAL)
     check(expected, [proxy.complete(prompt, stream=False) for prompt in asked])
@@ -86,13 +115,12 @@ def test_vllm_prefills_and_sglang_decodes(servers: Servers) -> None:
     with ThreadPoolExecutor(len(asked)) as pool:
         check(expected, list(pool.map(proxy.complete, asked)))
     assert servers.vllm.metric(EXTERNAL) == 0
-    check(expected, [servers.vllm.complete(prompt) for prompt in asked])  # vLLM alone
 
 
 def test_sglang_prefills_and_vllm_decodes(servers: Servers) -> None:
     """No token but the last is computed by vLLM. The second time it has some of them in its own cache."""
     asked = prompts(LENGTHS, seed=32)
-    proxy, expected, vllm = servers.sglang_to_vllm, servers.expected[32], servers.vllm
+    proxy, expected, vllm = servers.proxies["sglang to vllm"], servers.expected[32], servers.vllm
     external, local = vllm.metric(EXTERNAL), vllm.metric(LOCAL)
     check(expected, [proxy.complete(prompt) for prompt in asked])
     assert (vllm.metric(EXTERNAL) - external, vllm.metric(LOCAL) - local) == (NUM_TOKENS, 0)
@@ -104,34 +132,105 @@ def test_sglang_prefills_and_vllm_decodes(servers: Servers) -> None:
     assert vllm.metric("vllm:disagg_failed_loads_total") == 0
 
 
+def test_vllm_prefills_before_or_after_sglang_is_asked(servers: Servers) -> None:
+    """Without the proxy, which asks vLLM first."""
+    (prompt,), expected = prompts(LENGTHS, seed=31)[-1:], servers.expected[31][-1:]
+    prefilled = prefill_on_vllm(servers, next(ROOMS), prompt)
+    check(expected, [decode_on_sglang(servers, prompt, prefilled)])
+    room = next(ROOMS)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(decode_on_sglang, servers, prompt, replace(prefilled, room=room))
+        servers.sglang_decode.wait_queued("decode_transfer")
+        prefill_on_vllm(servers, room, prompt)
+        check(expected, [waiting.result()])
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A request that vLLM has prefilled: where it is, and the log-probability of its first token."""
+
+    room: int
+    name: str
+    address: URL
+    first_logprob: float
+
+
+def prefill_on_vllm(servers: Servers, room: int, prompt: list[int]) -> Prefilled:
+    asked = {"do_remote_decode": True, "remote_request_id": room.to_bytes(16, "big").hex(), "first_token": True}
+    with servers.vllm.ask(prompt, max_tokens=1, stream=False, kv_transfer_params=asked) as answer:
+        found = json.load(answer)
+    params, (logprob,) = found["kv_transfer_params"], found["choices"][0]["logprobs"]["token_logprobs"]
+    return Prefilled(room, params["remote_engine_id"], URL(params["remote_address"]), logprob)
+
+
+def decode_on_sglang(servers: Servers, prompt: list[int], at: Prefilled) -> Reply:
+    """SGLang's answer. It does not know the log-probability of the first token."""
+    where: dict[str, Any] = {"bootstrap_host": f"{at.name}@{at.address.host}", "bootstrap_port": at.address.port}
+    reply = servers.sglang_decode.complete(prompt, stream=False, bootstrap_room=at.room, **where)
+    first, *others = map(str, reply.logprobs)
+    assert first == "None"
+    return Reply(reply.tokens, [at.first_logprob, *map(float, others)], reply.first_token_s)
+
+
+def test_sglang_prefills_before_or_after_vllm_is_asked(servers: Servers) -> None:
+    """Without the proxy, which asks both at once. Each of them waits for the other."""
+    prefill, vllm, port = servers.sglang_prefill, servers.vllm, servers.sglang_prefill.bootstrap_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{urlencode(FIRST_RANK)}") as answer:
+        rank = json.load(answer)
+    name = f"{rank['rank_ip']}:{rank['rank_port']}"
+    where = {"do_remote_prefill": True, "remote_engine_id": name, "remote_address": f"tcp://{name}"}
+    external = vllm.metric(EXTERNAL)
+    for vllm_is_first, prompt, expected in zip((True, False), prompts(SEEDS[33], seed=33), servers.expected[33], strict=True):
+        room = next(ROOMS)
+        met: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+        params = {**where, "remote_request_id": room.to_bytes(16, "big").hex()}
+        ask_prefill = partial(prefill.complete, prompt, stream=False, **met)
+        ask_vllm = partial(vllm.complete, prompt, stream=False, kv_transfer_params=params)
+        with ThreadPoolExecutor() as pool:
+            if vllm_is_first:
+                answered = pool.submit(ask_vllm)
+                wait_until(lambda: vllm.metric(WAITING) > 0)
+                ask_prefill()
+            else:
+                pool.submit(ask_prefill)
+                prefill.wait_queued("prefill_bootstrap")
+                answered = pool.submit(ask_vllm)
+            check([expected], [answered.result()])
+        external += len(prompt) - 1
+        assert vllm.metric(EXTERNAL) == external
+
+
 def test_clients_that_leave(servers: Servers) -> None:
     """Their requests end on both servers, and others are answered."""
-    (prompt,) = prompts((1100,), seed=33)
-    for proxy, expected in ((servers.vllm_to_sglang, servers.expected[31]), (servers.sglang_to_vllm, servers.expected[32])):
+    (prompt,) = prompts((1100,), seed=34)
+    for name, seed in DIRECTIONS.items():
+        proxy = servers.proxies[name]
         with proxy.ask(prompt, max_tokens=300, stream=True) as answer:
             assert answer.readline().startswith(b"data: ")
         with ThreadPoolExecutor() as pool, pytest.raises(TimeoutError):
             pool.submit(proxy.ask, prompt[1:], max_tokens=300, stream=False, timeout_s=0.2).result()
-        seed = 31 if proxy is servers.vllm_to_sglang else 32
-        check(expected, [proxy.complete(each) for each in prompts(LENGTHS, seed=seed)])
+        check(servers.expected[seed], [proxy.complete(each) for each in prompts(LENGTHS, seed=seed)])
     wait_idle(servers.vllm)
 
 
 def wait_idle(vllm: Server) -> None:
     """Assert that vLLM gives every block back, long before `hold_s`."""
-    until = time.monotonic() + 30
-    while any(vllm.metric(f"vllm:{name}") for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
-        assert time.monotonic() < until, f"{vllm.metric('vllm:kv_cache_usage_perc'):.1%} of the blocks are in use"
-        time.sleep(0.2)
+    wait_until(lambda: not any(vllm.metric(name) for name in (WAITING, "vllm:num_requests_running", USED)))
+
+
+def wait_until(is_so: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_servers_are_killed(servers: Servers) -> None:
     """The proxies ask again until a server answers at the same address. Each client gets one answer."""
     sent = servers.vllm.metric(SENT)
     with ThreadPoolExecutor() as pool:
-        waiting = {seed: pool.submit(ask_for_long, servers, seed) for seed in (31, 32)}
-        while servers.vllm.metric(SENT) == sent and not waiting[31].done():
-            time.sleep(0.05)  # until SGLang decodes
+        waiting = {seed: pool.submit(ask_for_long, servers, name) for name, seed in DIRECTIONS.items()}
+        wait_until(lambda: servers.vllm.metric(SENT) > sent or waiting[31].done())  # SGLang decodes
         if servers.pair.killed == "vllm":
             servers.vllm.kill()
             servers.vllm = servers.stack.enter_context(begin_vllm(servers.folder, servers.pair, instead_of=servers.vllm))
@@ -144,14 +243,14 @@ def test_servers_are_killed(servers: Servers) -> None:
             )
         for seed, answer in waiting.items():
             check(servers.expected[seed][-1:], [answer.result()])
-    for proxy, seed in ((servers.vllm_to_sglang, 31), (servers.sglang_to_vllm, 32)):
-        check(servers.expected[seed], [proxy.complete(each) for each in prompts(LENGTHS, seed=seed)])
+    for name, seed in DIRECTIONS.items():
+        check(servers.expected[seed], [servers.proxies[name].complete(each) for each in prompts(LENGTHS, seed=seed)])
     wait_idle(servers.vllm)
 
 
-def ask_for_long(servers: Servers, seed: int) -> Reply:
+def ask_for_long(servers: Servers, name: str) -> Reply:
     """The first tokens of an answer that takes long enough for a server to be killed meanwhile."""
-    proxy = servers.vllm_to_sglang if seed == 31 else servers.sglang_to_vllm
-    reply = proxy.complete(prompts(LENGTHS, seed=seed)[-1], max_tokens=300, stream=False, timeout_s=400)
+    prompt = prompts(LENGTHS, seed=DIRECTIONS[name])[-1]
+    reply = servers.proxies[name].complete(prompt, max_tokens=300, stream=False, timeout_s=400)
     assert len(reply.tokens) == 300
     return Reply(reply.tokens[:16], reply.logprobs[:16], 0.0)
