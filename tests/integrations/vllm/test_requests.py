@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg import new_request_id
+from disagg.integrations.vllm import DisaggConnector
+from disagg.integrations.vllm.metrics import TransferStats
 from harness.vllm.engine import PREFILL, Engine
-from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
+from tests.integrations.vllm.requests import ask_both, check_equal, connect, hand_over, num_external, prompts, wait_empty
 
 BLOCKS = 96
 """Blocks of 32 tokens on prefill, of 64 on decode: two of the longest prompts fit."""
@@ -18,11 +25,13 @@ BLOCKS = 96
 
 @pytest.fixture(scope="module")
 def pair(model: Callable[[str], Path]) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine, both with a prefix cache, that other tests use too."""
+    """A prefill and a decode engine, both with a prefix cache, that other tests use too. Prefill admits prompts that may not
+    fit, and preempts them.
+    """
     folder = str(model("llama"))
     options: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": True}
     with (
-        Engine(folder, block_size=32, blocks=BLOCKS, **options) as prefill,
+        Engine(folder, block_size=32, blocks=BLOCKS, scheduler_reserve_full_isl=False, **options) as prefill,
         Engine(folder, block_size=64, blocks=BLOCKS // 2, **options) as decode,
     ):
         yield prefill, decode
@@ -67,20 +76,22 @@ def test_prompt_of_one_token_is_not_handed_over(pair: tuple[Engine, Engine]) -> 
 
 
 def test_both_are_asked_at_once(pair: tuple[Engine, Engine]) -> None:
-    """A proxy that names the request itself lets decode reserve blocks before prefill computes: chunks travel meanwhile."""
+    """Decode reserves blocks before prefill computes, so the first chunk has left when prefill computes the last one."""
     prefill, decode = pair
-    (first,) = prefill.generate(prompts((40,), seed=5), params=PREFILL)
-    assert first.params is not None
-    decode.wait([decode.add(prompts((40,), seed=5)[0], params=first.params)])
+    server = connect(prefill, decode, seed=5)
     (prompt,) = prompts((1200,), seed=6)
-    server = {name: first.params[name] for name in ("remote_engine_id", "remote_address")}
-    name = {"remote_request_id": new_request_id().hex()}
-    loading = decode.add(prompt, params={"do_remote_prefill": True, **server, **name}, max_tokens=8)
-    prefill.generate([prompt], params={**PREFILL, **name})
+    before = prefill.counts["sent_bytes"]
+    (computing, *_), (loading,) = ask_both(prefill, decode, [prompt], server=server, max_tokens=8)
+    num_sent = 0
+    while prefill.answers[computing].finish_reason is None:
+        num_sent = prefill.counts["sent_bytes"] - before
+        prefill.poll(60)
+    assert num_sent > 0  # before the answer
     (found,) = decode.wait([loading])
     assert found.num_external == 1199
     check_equal(decode.generate([prompt], max_tokens=8), [found])
     wait_empty(prefill, decode)
+    assert prefill.counts["sent_bytes"] - before > num_sent
 
 
 @pytest.mark.parametrize(
@@ -139,20 +150,108 @@ def test_aborts(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_more_requests_at_once_than_fit(pair: tuple[Engine, Engine]) -> None:
-    """50 requests of which ten fit: prefill waits for decode to take what it holds, and requests are preempted."""
+    """50 requests of which four fit at first: prefill waits for decode to take what it holds."""
     prefill, decode = pair
-    asked = prompts([40 + 13 * number for number in range(50)], seed=11)
-    asked = [[number, *prompt] for number, prompt in enumerate(asked)]
+    asked = prompts([40 + 13 * number for number in reversed(range(50))], seed=11)
     waiting = {prefill.add(prompt, params=PREFILL): prompt for prompt in asked}
+    held: list[tuple[list[int], dict[str, Any] | None]] = []
     loading: dict[str, list[int]] = {}
     while waiting:
         prefill.poll(0.05)
         decode.poll(0.0)
-        for req_id in [req_id for req_id in waiting if prefill.answers[req_id].finish_reason]:
-            prompt = waiting.pop(req_id)
-            loading[decode.add(prompt, params=prefill.answers[req_id].params, max_tokens=6)] = prompt
+        answered = [req_id for req_id in waiting if prefill.answers[req_id].finish_reason]
+        held += [(waiting.pop(req_id), prefill.answers[req_id].params) for req_id in answered]
+        if loading or len(held) == 4:
+            if not loading:
+                assert prefill.num_free_blocks() * 32 < len(asked[4])
+            loading |= {decode.add(prompt, params=params, max_tokens=6): prompt for prompt, params in held}
+            held.clear()
     found = decode.wait(loading)
+    assert [answer.num_local + answer.num_external for answer in found] == [len(prompt) - 1 for prompt in loading.values()]
+    assert sum(answer.num_local for answer in found) == 0
     check_equal(decode.generate(loading.values(), max_tokens=6), found)
-    assert sum(num_external(found)) >= 0.9 * sum(len(prompt) - 1 - answer.num_local for prompt, answer in
-        zip(loading.values(), found, strict=True))  # fmt: skip
     wait_empty(prefill, decode)
+
+
+def num_preemptions(core: Any) -> int:
+    """In an engine's process: how often its requests have been preempted."""
+    return sum(request.num_preemptions for request in core.scheduler.requests.values())
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["decode is asked later", "decode has got a part"])
+def test_preemption(pair: tuple[Engine, Engine], at_once: bool) -> None:
+    """Prefill loses the blocks of a request between two chunks, and computes it again once decode has taken others.
+
+    If decode has reserved before, it has a part of the first attempt and gets no other one: it computes the request.
+    """
+    prefill, decode = pair
+    asked = prompts((1200, 1200, 1200), seed=13 + at_once)
+    server, failed = connect(prefill, decode), decode.counts["failed_loads"]
+    held = prefill.generate(asked[:2], params=PREFILL)
+    loading: list[str] = []
+    if at_once:
+        (computing,), loading = ask_both(prefill, decode, asked[2:], server=server, max_tokens=6)
+    else:
+        computing = prefill.add(asked[2], params=PREFILL)
+    until = time.monotonic() + 20
+    while prefill.run(num_preemptions) == 0:
+        assert time.monotonic() < until, "no request was preempted"
+    loading += [decode.add(prompt, params=one.params, max_tokens=6) for prompt, one in zip(asked, held, strict=False)]
+    (again,) = prefill.wait([computing])
+    assert again.params is not None
+    assert again.params["remote_attempt"] > 0
+    if at_once:
+        prefill.add([0], params={"abort_request_id": again.params["remote_request_id"]}, max_tokens=1)
+    else:
+        loading.append(decode.add(asked[2], params=again.params, max_tokens=6))
+    found = decode.wait(loading)
+    assert num_external(found) == ([0, 1199, 1199] if at_once else [1199, 1199, 1199])
+    assert decode.counts["failed_loads"] - failed == at_once
+    check_equal(decode.generate([asked[2], *asked[:2]] if at_once else asked, max_tokens=6), found)
+    wait_empty(prefill, decode)
+
+
+RECORDS: list[logging.LogRecord] = []
+
+
+class _Recorder(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        RECORDS.append(record)
+
+
+def end_manager(_: object) -> None:
+    """In an engine's process: end the manager, and record what is logged."""
+    logging.getLogger("disagg").addHandler(_Recorder())
+    get_kv_transfer_group().worker._manager._runtime.loop.fail("transfer", ZeroDivisionError())
+
+
+def errors(_: object) -> list[str]:
+    """In an engine's process: the errors that the connector has logged."""
+    return [record.getMessage() for record in RECORDS if record.levelno == logging.ERROR and "integrations" in record.name]
+
+
+def test_a_manager_that_has_ended(pair: tuple[Engine, Engine]) -> None:
+    """Decode computes every request, says so once in its log, and its health metric becomes 0. Runs last."""
+    prefill, decode = pair
+    metrics = DisaggConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
+    )
+    health = "vllm:disagg_healthy", {"engine": "0"}
+    assert decode.counts["dead_ranks"] == 0
+    metrics.observe(TransferStats().data)
+    assert REGISTRY.get_sample_value(*health) == 1
+    decode.run(end_manager)
+    asked = prompts((100, 300), seed=12)
+    expected = [prefill.generate([prompt], max_tokens=6)[0] for prompt in asked]
+    until = time.monotonic() + 20
+    while decode.counts["dead_ranks"] == 0:
+        assert time.monotonic() < until
+        found = hand_over(prefill, decode, asked, max_tokens=6)
+        check_equal(expected, found)
+    check_equal(expected, hand_over(prefill, decode, asked, max_tokens=6))
+    assert decode.counts["dead_ranks"] == 1
+    (error,) = decode.run(errors)
+    assert "transfers nothing until the server is restarted: the transfer thread died: ZeroDivisionError" in error
+    metrics.observe({**TransferStats().data, **decode.counts})
+    metrics.observe(TransferStats().data)
+    assert REGISTRY.get_sample_value(*health) == 0
