@@ -150,4 +150,5 @@ def _write_tokenizer(folder: Path) -> None:
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=MAX_TOKENS
     )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     fast.save_pretrained(folder)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.servers import Server, vllm_pair
+from harness.vllm.engine import PREFILL
 from tests.integrations.vllm.requests import prompts
 
 LENGTHS = (2, 33, 64, 200, 700, 1153)
@@ -37,6 +41,69 @@ def test_answers_through_a_proxy(servers: tuple[Server, Server, Server]) -> None
     assert decode.metric("vllm:external_prefix_cache_hits_total") - before == num_tokens
     assert decode.metric("vllm:disagg_loaded_tokens_total") == 2 * num_tokens  # on two ranks
     assert prefill.metric("vllm:disagg_sends_total") == 2 * len(LENGTHS)
+    assert [server.metric("vllm:disagg_healthy") for server in (prefill, decode)] == [1, 1]
+
+
+def post(server: Server, path: str, body: Mapping[str, Any]) -> Any:
+    """The open answer of a server, asked as vLLM's own proxies ask it."""
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer none", "X-Request-Id": body["user"]}
+    return urllib.request.urlopen(urllib.request.Request(server.url + path, json.dumps(body).encode(), headers), timeout=120)
+
+
+def generated(answer: Any, *, stream: bool) -> tuple[str, list[int]]:
+    """The text and the tokens of an answer."""
+    lines = (line.decode().strip().removeprefix("data: ") for line in answer) if stream else [answer.read()]
+    choices = [choice for line in lines if line and line != "[DONE]" for choice in json.loads(line)["choices"]]
+    said = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+    text = "".join(each.get("content") or each.get("text") or "" for each in said)
+    return text, [token for choice in choices for token in choice.get("token_ids") or ()]
+
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "Prefill computes, decode answers. " * 9, "max_tokens": 9}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Prefill computes, decode answers. " * 7}], "max_completion_tokens": 9},
+    ),
+}
+NO_ADDRESS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_messages_of_vllms_own_proxies(servers: tuple[Server, Server, Server], kind: str, stream: bool) -> None:
+    """The proxies of NixlConnector know nothing of this connector: they ask prefill for one token, with parameters that are
+    null, and give its answer's parameters to decode, under the same request id.
+    """
+    prefill, decode, _ = servers
+    path, given = REQUESTS[kind]
+    common = {"model": "model", "temperature": 0, "ignore_eos": True, "return_token_ids": True, "user": f"{kind}-{stream}"}
+    body = {**common, **given, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
+    expected = generated(post(decode, path, body), stream=stream)
+    assert len(expected[1]) == 9
+    loaded = "vllm:external_prefix_cache_hits_total"
+    before = {server: server.metric(loaded) for server in (prefill, decode)}
+    one = {**body, "stream": False, "max_tokens": 1, **({"max_completion_tokens": 1} if kind == "chat" else {})}
+    one.pop("stream_options", None)
+    answer = json.load(post(prefill, path, {**one, "kv_transfer_params": {**PREFILL, **NO_ADDRESS}}))
+    assert answer["usage"]["completion_tokens"] == 1
+    found = generated(post(decode, path, {**body, "kv_transfer_params": answer["kv_transfer_params"]}), stream=stream)
+    assert found == expected
+    assert decode.metric(loaded) - before[decode] == answer["usage"]["prompt_tokens"] - 1
+    assert prefill.metric(loaded) == before[prefill]
+
+
+def test_warnings_of_the_library_are_in_the_servers_log(servers: tuple[Server, Server, Server]) -> None:
+    """Those of the scheduler's process and those of a worker's."""
+    _, decode, _ = servers
+    (prompt,) = prompts((70,), seed=33)
+    expected = decode.complete(prompt)
+    damaged = {"do_remote_prefill": True, "remote_engine_id": "nobody", "remote_address": "?", "remote_request_id": "00" * 16}
+    for params in (damaged, {**damaged, "remote_engine_id": 7}):
+        assert decode.complete(prompt, kv_transfer_params=params).tokens == expected.tokens
+    warnings = [line for line in decode.log(length=1 << 20).splitlines() if "WARNING" in line]
+    assert any("worker.py" in line and "Worker_TP" in line and "expected tcp://" in line for line in warnings), warnings
+    assert any("scheduler.py" in line and "kv_transfer_params of another connector" in line for line in warnings), warnings
 
 
 def test_proxy_without_prefill(servers: tuple[Server, Server, Server]) -> None:
