@@ -21,7 +21,6 @@ from typing import Any
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",  # where a model is compiled, by Dynamo alone: Inductor takes a minute
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise every engine binds its threads to the same cores
     "VLLM_HOST_IP": "127.0.0.1",
