@@ -302,18 +302,30 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
 
 def test_what_each_nic_carries_is_shown_and_in_the_json(tmp_path: Path) -> None:
     """A token has 512 bytes in each of 8 tensors: 128 of them on each of 4 prefill ranks, in a piece of their own."""
-    ended = explained(*TINY, "--link", "3x400gbit", "--pack-below", "0", "--json", str(tmp_path / "found.json"))
+    same = (*TINY, "--backend", "mooncake", "--transport", "rdma", "--pack-below", "0")
+    ended = explained(*same, "--link", "3x400gbit", "--json", str(tmp_path / "found.json"))
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())["nics"]
-    sent, received = 64 * 8 * 128, 64 * 8 * 256
+    each = {"prefill": (4, 64 * 8 * 128, 64 * 8), "decode": (2, 64 * 8 * 256, 64 * 16)}
     assert found == [
-        *({"role": "prefill", "rank": rank, "bytes": -(-sent // 3), "work_requests": -(-64 * 8 // 3)} for rank in range(4)),
-        *({"role": "decode", "rank": rank, "bytes": -(-received // 3), "work_requests": -(-64 * 16 // 3)} for rank in range(2)),
+        {"role": role, "rank": rank, "nic": nic, "bytes": -(-nbytes // 3), "work_requests": -(-pieces // 3)}
+        for role, (num_ranks, nbytes, pieces) in each.items()
+        for rank in range(num_ranks)
+        for nic in range(3)
     ]
-    ended = explained(*TINY, "--link", "2x400gbit", "--pack-below", "0")
-    assert "each NIC of prefill ranks 0-3 sends 32 KiB in 256 work requests\n" in ended.stdout
-    assert "each NIC of decode ranks 0-1 receives 64 KiB in 512 work requests\n" in ended.stdout
-    assert "each NIC" not in explained(*TINY, "--link", "400gbit").stdout
+    ended = explained(*same, "--link", "2x400gbit")
+    assert "NICs 0-1 of prefill ranks 0-3: 32 KiB sent by each, 256 work requests\n" in ended.stdout
+    assert "NICs 0-1 of decode ranks 0-1: 64 KiB received by each, 512 work requests\n" in ended.stdout
+    assert "NIC 0" not in explained(*TINY, "--link", "400gbit").stdout
+
+
+def test_nixl_cuts_long_pieces_and_sends_short_ones_by_the_first_nic() -> None:
+    """As was counted on soft devices. Packed, 64 KiB are one piece."""
+    ended = explained(*TINY, "--backend", "nixl", "--transport", "rdma", "--link", "2x400gbit", "--pack-below", "0")
+    assert "NIC 0 of prefill ranks 0-3: 64 KiB sent by each, 512 work requests\n" in ended.stdout
+    assert "NIC 1 of prefill ranks 0-3: 0 B sent by each, 0 work requests\n" in ended.stdout
+    ended = explained(*TINY, "--backend", "nixl", "--transport", "rdma", "--link", "2x400gbit")
+    assert "NICs 0-1 of prefill ranks 0-3: 32 KiB sent by each, 1 work requests\n" in ended.stdout
 
 
 def test_a_closed_pipe_ends_the_command_quietly() -> None:

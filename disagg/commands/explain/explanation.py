@@ -84,6 +84,7 @@ def _summary(tokens: int, engine: Engine, source: Instance, destination: Instanc
     received = Counter[int]()
     sent, taken = (busiest_shares(pairs, of=side) for side in ("source", "destination"))
     phases = engine.costs.phases_s(sent, taken) if engine.costs else {}
+    num_nics = engine.costs.num_nics if engine.costs else 1
     for pair in pairs:
         received[pair.destination] += pair.bytes
     parts = [part for pair in pairs for part in pair.components]
@@ -104,7 +105,7 @@ def _summary(tokens: int, engine: Engine, source: Instance, destination: Instanc
         descriptors=sum(part.descriptors for part in parts),
         seconds=sum(phases.values()) or busiest_s(pairs) if engine.costs else None,
         phases=phases,
-        nics=tuple(nic_shares(pairs, engine.costs.num_nics)) if engine.costs and engine.costs.num_nics > 1 else (),
+        nics=tuple(nic_shares(pairs, num_nics=num_nics, cuts=engine.name == "nixl")) if num_nics > 1 else (),
         fan_out=partners(pairs, of="source"),
         fan_in=partners(pairs, of="destination"),
         hot_spots=tuple(hot_spots(pairs, len(source.items), len(destination.items))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,8 @@ from disagg.commands.shell.text import size
 
 BUSY = 1.25
 """A rank that moves more than this many times the mean of its side is a hot spot."""
+CUT_FROM_NBYTES = 8 << 10
+"""NIXL's UCX gives every NIC a part of pieces of this size; it sent pieces of 4,000 bytes by the first NIC alone."""
 
 
 class PathShare(msgspec.Struct, frozen=True):
@@ -47,12 +50,13 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class NicShare(msgspec.Struct, frozen=True):
-    """What each NIC of a rank carries if all of them get the same share: bytes, and the work requests that write them, rounded
-    up. A decode rank posts none: these are its peers'.
+    """What one NIC of a rank carries: bytes, and the work requests that write them, rounded up. Those of a decode rank are its
+    peers'.
     """
 
     role: str
     rank: int
+    nic: int
     bytes: int
     work_requests: int
 
@@ -114,16 +118,25 @@ def busiest_shares(pairs: Sequence[Pair], *, of: str) -> dict[str, tuple[int, in
     return max(shares.values(), key=lambda paths: sum(nbytes for _, nbytes in paths.values()), default={})
 
 
-def nic_shares(pairs: Sequence[Pair], num_nics: int) -> Iterator[NicShare]:
-    """What each of the `num_nics` NICs of each rank that takes part carries."""
+def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[NicShare]:
+    """What each of the `num_nics` NICs of each rank carries, if all have the same rate.
+
+    An engine spreads whole pieces or, with `cuts`, gives each NIC a part of every piece, and the first one all that are shorter
+    than `CUT_FROM_NBYTES`. Both were counted on soft devices.
+    """
     for role in ("prefill", "decode"):
-        nbytes, descriptors = Counter[int](), Counter[int]()
+        carried: dict[int, list[list[float]]] = {}
         for pair in pairs:
             rank = pair.source if role == "prefill" else pair.destination
-            nbytes[rank] += pair.bytes
-            descriptors[rank] += sum(part.descriptors for part in pair.components)
-        for rank in sorted(nbytes):
-            yield NicShare(role, rank, -(-nbytes[rank] // num_nics), -(-descriptors[rank] // num_nics))
+            nics = carried.setdefault(rank, [[0.0, 0.0] for _ in range(num_nics)])
+            for share in (share for part in pair.components for share in part.ways.values()):
+                short = cuts and share.bytes < CUT_FROM_NBYTES * share.descriptors
+                for nic in nics[:1] if short else nics:
+                    nic[0] += share.bytes / (1 if short else num_nics)
+                    nic[1] += share.descriptors / (1 if cuts else num_nics)
+        for rank, nics in sorted(carried.items()):
+            for number, (nbytes, work_requests) in enumerate(nics):
+                yield NicShare(role, rank, number, math.ceil(nbytes), math.ceil(work_requests))
 
 
 def hot_spots(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> Iterator[str]:

@@ -106,14 +106,18 @@ def ends(found: Summary) -> Iterator[str]:
 
 
 def nics(found: Summary) -> Iterator[str]:
-    """What each NIC of a rank carries, where ranks have several; ranks with the same figures share a line."""
-    alike: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    """What each NIC of a rank carries, where ranks have several; ranks and NICs with the same figures share a line."""
+    by_rank: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for share in found.nics:
-        alike[share.role, size(share.bytes), share.work_requests].append(share.rank)
-    for (role, moved, work_requests), ranks in alike.items():
-        whose = f"{role} rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-        verb = "sends" if role == "prefill" else "receives"
-        yield f"each NIC of {whose} {verb} {moved} in {work_requests} work request{'s' * (work_requests > 1)}"
+        by_rank[share.role, share.rank].append((size(share.bytes), share.work_requests))
+    alike: dict[tuple[str, tuple[tuple[str, int], ...]], list[int]] = defaultdict(list)
+    for (role, rank), carried in by_rank.items():
+        alike[role, tuple(carried)].append(rank)
+    for (role, all_carried), ranks in alike.items():
+        for moved, work_requests in dict.fromkeys(all_carried):
+            numbers = [number for number, carried in enumerate(all_carried) if carried == (moved, work_requests)]
+            whose = f"NIC{'s' * (len(numbers) > 1)} {ranges(numbers)} of {role} rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+            yield f"{whose}: {moved} {'sent' if role == 'prefill' else 'received'} by each, {work_requests} work requests"
 
 
 def predicted(found: Summary) -> str:
