@@ -184,7 +184,7 @@ class RankProcess:
         sender, request = started.sender, started.request
         poll = sender.poll()
         if poll == KVPoll.WaitingForInput and not started.is_begun:
-            started.is_begun = True
+            started.is_begun, reserved_s = True, time.monotonic()
             started.next_token = request.prefix = sender.pop_decode_prefix_len()
             started.aux = self.free_aux.pop()
             size = self.memory.page_size
@@ -192,7 +192,7 @@ class RankProcess:
             started.chunks = [stop for stop in started.chunks if stop > request.prefix or stop == request.num_tokens]
             if started.event is None:
                 self.memory.fill(request, started.seed)
-            say(room=started.room, status="reserved", prefix=request.prefix)
+            say(room=started.room, status="reserved", prefix=request.prefix, reserved_s=reserved_s)
         if started.is_begun and not started.held and started.chunks:
             self._send(started, started.chunks.pop(0))
         if poll in (KVPoll.Success, KVPoll.Failed):
