@@ -19,7 +19,7 @@ TESTS = (
     "--numprocesses",
     "2",
     "--dist",
-    "loadfile",
+    "loadgroup",
     "-m",
     "not nightly",
     "--durations=20",

@@ -24,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
             RdmaLink(number, rails=RAILS).create()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, tests on the link of one engine run one after the other, and those of other files together."""
+    for item in items if IN_GUEST else ():
+        assert isinstance(item, pytest.Function)
+        on_link = "link" in item.fixturenames
+        item.add_marker(pytest.mark.xdist_group(f"link-{item.callspec.params['engine']}" if on_link else item.path.name))
+
+
 @pytest.fixture
 def link(engine: str, rails: int) -> Iterator[RdmaLink]:
     """A link with `rails` devices on each side; each engine has its own, since tests of both run at once."""

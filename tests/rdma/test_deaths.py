@@ -18,6 +18,7 @@ from tests.support.rdma_pair import (
     PATIENCE_S,
     TOKENS,
     begin,
+    check_next_request,
     pair,
     proved_or_quarantined,
     send_first_half,
@@ -27,7 +28,6 @@ from tests.support.rdma_pair import (
 )
 
 ENGINES = (("mooncake", 1), ("nixl", 1))
-ATTEMPTS = 3
 CUT_OFF_S = 10.0
 """Deadline of a request whose packets vanish."""
 
@@ -97,18 +97,3 @@ def send_half(own: Rank, link: RdmaLink, pipe: Connection, *, deadline_s: float 
     send_second_half(own, sender)
     wait_until(lambda: link.lost_packets > 0)
     return sender
-
-
-def check_next_request(own: Rank, pipe: Connection) -> None:
-    """Send requests, as a server would, until one succeeds: every byte of it must be right."""
-    failures = []
-    for number in range(1, ATTEMPTS + 1):
-        request = new_request_id()
-        pipe.send((request, number))
-        sent = begin("prefill", own, request, number).wait(timeout_s=PATIENCE_S)
-        received, num_wrong = pipe.recv()
-        if sent.ok and received:
-            assert num_wrong == 0
-            return
-        failures.append(str(sent.error))
-    pytest.fail(f"no request succeeded: {failures}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from disagg.backends.base import BackendOptions, Transport
+from harness.rdma.link import RdmaLink
 
 DEVICES = {"nixl": "rxe0", "mooncake": "rxe1"}
 """Each engine has a device of its own, so that tests of both may run at once and their packets are told apart."""
@@ -27,6 +28,12 @@ def device_names(backend: str) -> tuple[str, ...]:
 def rdma_options(backend: str) -> BackendOptions:
     """Options under which `backend` uses its device and nothing else."""
     return BackendOptions(host=HOSTS[backend], require=Transport.RDMA, devices=device_names(backend))
+
+
+def link_options(backend: str, link: RdmaLink, side: int) -> BackendOptions:
+    """Options under which `backend` uses the devices of that side of a link and nothing else."""
+    names = tuple(f"{device.name}:1" if backend == "nixl" else device.name for device in link.side(side))
+    return BackendOptions(host="127.0.0.1", require=Transport.RDMA, devices=names)
 
 
 def sent_packets(backend: str) -> int:

@@ -28,6 +28,8 @@ from tests.support.rdma import MTU
 PATIENCE_S = 90.0
 TOKENS, NUM_LAYERS = 160, 4
 HALF = TOKENS // 2
+ATTEMPTS = 3
+"""Of a server to send a request to a peer that was restarted."""
 MODEL = KVModel(num_kv_heads=4, dims={"k": 128, "v": 128}, dtype="uint16")
 NBYTES_PER_TOKEN = NUM_LAYERS * 4 * (128 + 128) * 2
 PATIENT = ConnectionLimits(hello_retry_s=0.2, heartbeat_s=1.0, heartbeat_timeout_s=20.0)
@@ -83,6 +85,21 @@ def send_second_half(own: Rank, sender: Sender) -> None:
     """Send the rest of request 0."""
     sender.send({"kv": Pages(np.array(pages_of(own, 0).ids, dtype=np.int32))}, tokens=(HALF, TOKENS))
     sender.finish()
+
+
+def check_next_request(own: Rank, pipe: Connection) -> None:
+    """Send requests, as a server would, until one succeeds: every byte of it must be right."""
+    failures = []
+    for number in range(1, ATTEMPTS + 1):
+        request = new_request_id()
+        pipe.send((request, number))
+        sent = begin("prefill", own, request, number).wait(timeout_s=PATIENCE_S)
+        received, num_wrong = pipe.recv()
+        if sent.ok and received:
+            assert num_wrong == 0
+            return
+        failures.append(str(sent.error))
+    raise AssertionError(f"no request succeeded: {failures}")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
