@@ -43,9 +43,7 @@ def test_lost_packets_are_sent_again(engine: str, link: RdmaLink) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("engine", "rails"), [("nixl", 1)])
 def test_the_only_device_of_the_peer_goes_down_and_up(engine: str, link: RdmaLink) -> None:
-    """UCX ends the peer's process. The request fails, and nothing proves that its bytes are at rest. The next peer on that device
-    works.
-    """
+    """UCX ends the peer's process, and nothing proves that the bytes are at rest. The next peer on that device works."""
     with pair("decode", engine, link) as (own, start_peer):
         decode = start_peer()
         sender = send_first_half(own, link, decode.pipe)
