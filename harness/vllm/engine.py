@@ -259,7 +259,18 @@ def _start(model: str, connector: Mapping[str, Any], blocks: int, options: Mappi
     os.environ.update(ENVIRONMENT)  # vLLM has replaced some
     if config.parallel_config.world_size == 1:
         config.parallel_config.distributed_executor_backend = "uni"
-    return EngineCore(config, Executor.get_class(config), log_stats=True)
+    core = EngineCore(config, Executor.get_class(config), log_stats=True)
+    if config.parallel_config.pipeline_parallel_size > 1:
+        core.model_executor.collective_rpc(_make_intermediate_tensors)
+    return core
+
+
+def _make_intermediate_tensors(worker: Any) -> None:
+    """What a pipeline stage gets from the one before. On the CPU vLLM makes them in a warm-up, which takes a compiled model."""
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
 
 
 def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:

@@ -14,15 +14,12 @@ import pytest
 from harness.vllm.engine import Engine
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
-# vLLM's CPU runner needs the compiled model for pipeline parallelism.
-PP_2: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": False}
-
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama, TP 1 to 2, blocks 32 to 64": ("llama", {"block_size": 32}, {"tensor_parallel_size": 2, "block_size": 64}),
     "llama, TP 2 to 1, blocks 64 to 32": ("llama", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
-    "llama, PP 2 to TP 2": ("llama", PP_2, {"tensor_parallel_size": 2}),
-    "gemma3, PP 2 to 1": ("gemma3", PP_2, {"block_size": 64}),
-    "falcon-h1, PP 2 to 1": ("falcon-h1", PP_2, {"block_size": 128}),
+    "llama, PP 2 to TP 2": ("llama", {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}),
+    "gemma3, PP 2 to 1": ("gemma3", {"pipeline_parallel_size": 2}, {"block_size": 64}),
+    "falcon-h1, PP 2 to 1": ("falcon-h1", {"pipeline_parallel_size": 2}, {"block_size": 128}),
     "gemma3, TP 2 to 1, blocks 64 to 32": ("gemma3", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 32}),
     "falcon-h1, TP 2 to 1, blocks 64 to 128": ("falcon-h1", {"tensor_parallel_size": 2, "block_size": 64}, {"block_size": 128}),
     "deepseek-v2, TP 1 to 2": ("deepseek-v2", {}, {"tensor_parallel_size": 2}),
