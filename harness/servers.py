@@ -231,10 +231,14 @@ def _cores(num_ranks: int) -> str:
 
 @contextlib.contextmanager
 def vllm_pair(model: Path) -> Iterator[tuple[Server, Server, Server]]:
-    """Prefill at TP 1 with blocks of 32, decode at TP 2 with blocks of 64, and the proxy, all ready."""
+    """Prefill at TP 1 with blocks of 32, decode at TP 2 with blocks of 64, and the proxy, all ready.
+
+    A small machine may stop a server for 9 s at its first request, which must not look like its loss.
+    """
+    patient = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
     with (
-        Server.vllm(model, "--block-size", "32") as prefill,
-        Server.vllm(model, "--tensor-parallel-size", "2", "--block-size", "64") as decode,
+        Server.vllm(model, "--block-size", "32", extra=patient) as prefill,
+        Server.vllm(model, "--tensor-parallel-size", "2", "--block-size", "64", extra=patient) as decode,
         Server.proxy(prefill, decode) as proxy,
     ):
         yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
