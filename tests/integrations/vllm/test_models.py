@@ -55,22 +55,22 @@ QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("case", QWEN)
 def test_gated_delta_nets(case: str, start: Callable[..., Engine]) -> None:
-    """In bfloat16, which vLLM's CPU kernels need: another TP rounds otherwise, so only the next token is compared there.
+    """In bfloat16, which vLLM's CPU kernels need. Another TP rounds differently, so undivided servers at TP 1 and 2 also differ
+    before long: there answers are short, to prompts whose first tokens are not tied.
 
     Both sides prefill the same number of tokens: the prompt is what the undivided server was asked, and its first token.
     """
     prefill_options, decode_options, tolerance = QWEN[case]
     prefill, decode = start("qwen3-next", **prefill_options), start("qwen3-next", **decode_options)
-    max_tokens = 16 if tolerance < 0.01 else 1
-    asked = prompts((3, 33, 64, 65, 200, 500))
+    asked, max_tokens = prompts((3, 33, 64, 65, 200, 500)), 32
+    if tolerance > 0.01:
+        max_tokens = 8
+        del asked[1]  # two tokens are tied at the fourth
     expected = [decode.wait_ready().generate([prompt], max_tokens=max_tokens + 1)[0] for prompt in asked]
     longer = [[*prompt, answer.tokens[0]] for prompt, answer in zip(asked, expected, strict=True)]
     found = [hand_over(prefill.wait_ready(), decode, [prompt], max_tokens=max_tokens)[0] for prompt in longer]
     for answer in expected:
         del answer.tokens[0], answer.logprobs[0]
     assert num_external(found) == [len(prompt) - 1 for prompt in longer]
-    if max_tokens > 1:
-        check_equal(expected, found, tolerance=tolerance)
-    for one, other in zip(expected, found, strict=True):
-        assert other.logprobs[0][other.tokens[0]] == pytest.approx(one.logprobs[0][one.tokens[0]], abs=tolerance)
+    check_equal(expected, found, tolerance=tolerance)
     wait_empty(prefill, decode)
