@@ -1,19 +1,18 @@
-"""Several clients of SGLang servers at once, for `sglang_clients.py`.
-
-One event loop notes when each event arrives and reads its tokens later, so that the clients do not wait for each other.
-"""
+"""Several clients of SGLang servers at once, for `sglang_clients.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import aiohttp
 
 from benchmarks.gpu.sglang_requests import body, fill, where
 from benchmarks.gpu.vllm_clients import Pair
-from benchmarks.gpu.vllm_requests import Broken, Reply
+from benchmarks.gpu.vllm_load import run_clients
+from benchmarks.gpu.vllm_requests import Reply
 
 PATIENCE_S = 60.0
 
@@ -30,27 +29,18 @@ def ask_many(
     """The answers to prompts. Each client has one request at a time, and begins none after `at_most_s` or when the pair is
     not usable any more. Failures are passed to `on_failure`.
     """
-    waiting, replies, until = iter(prompts), [], time.monotonic() + at_most_s
-
-    async def client(session: aiohttp.ClientSession) -> None:
-        for prompt in waiting:
-            try:
-                replies.append(await _ask(session, pair, prompt, max_tokens))
-            except (*Broken, aiohttp.ClientError, TimeoutError) as error:
-                on_failure(error)
-            if time.monotonic() > until or not pair.is_usable:
-                break
-
-    async def run() -> None:
-        patience = aiohttp.ClientTimeout(total=PATIENCE_S)
-        async with aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0)) as session:
-            await asyncio.gather(*(client(session) for _ in range(clients)))
-
-    asyncio.run(run())
-    return replies
+    until = time.monotonic() + at_most_s
+    return run_clients(
+        partial(_ask, pair, max_tokens),
+        prompts,
+        clients=clients,
+        patience_s=PATIENCE_S,
+        on_failure=on_failure,
+        goes_on=lambda: time.monotonic() <= until and pair.is_usable,
+    )
 
 
-async def _ask(session: aiohttp.ClientSession, pair: Pair, prompt: Sequence[int], max_tokens: int) -> Reply:
+async def _ask(pair: Pair, max_tokens: int, session: aiohttp.ClientSession, prompt: Sequence[int]) -> Reply:
     assert pair.prefill is not None
     place, reply = where(pair.prefill), Reply()
     prefilled = asyncio.create_task(_compute(session, pair.prefill.url, body(prompt, place, max_tokens=1, stream=False)))

@@ -15,7 +15,6 @@ end. The file is written after each figure.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import signal
 import sys
@@ -30,7 +29,7 @@ from benchmarks.gpu.sglang_clients import measure_all, warm_up
 from benchmarks.gpu.vllm_clients import Pair, Plan
 from benchmarks.gpu.vllm_servers import running, terminate
 from benchmarks.gpu.vllm_tables import show
-from benchmarks.gpu.vllm_weights import write_large_model
+from benchmarks.gpu.vllm_weights import model_writer
 from harness.conditions import conditions
 from harness.ports import free_ports
 from harness.servers import Server
@@ -153,10 +152,7 @@ def main() -> None:
     table = {**conditions(), "gpus": given.gpus, "engine": engine, "staging": given.staging}
     table["load_before"] = table.pop("load")  # of the machine; `load` is that of the servers
     with tempfile.TemporaryDirectory() as folder:
-        if given.gpus:
-            model = write_large_model("llama", Path(folder))
-        else:
-            model = importlib.import_module("harness.vllm.models").write_model("llama", Path(folder))
+        model = model_writer(given.gpus)("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
         servers = wanted(backends, sizes, engine, staging=given.staging)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}

@@ -1,4 +1,4 @@
-"""Several clients at once, for `vllm_clients.py`.
+"""Several clients at once, for `vllm_clients.py` and `sglang_load.py`.
 
 One event loop notes when each event arrives and reads its tokens later, so that the clients do not wait for each other.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -31,17 +32,33 @@ def ask_many(
     """The answers to all prompts, in the order in which they ended. Each client has one request at a time. Failures are passed
     to `on_failure`.
     """
+    ask = partial(_ask, prefill, decode, connector, max_tokens)
+    return run_clients(ask, prompts, clients=clients, patience_s=PATIENCE_S, on_failure=on_failure)
+
+
+def run_clients(
+    ask: Callable[[aiohttp.ClientSession, Sequence[int]], Awaitable[Reply]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    clients: int,
+    patience_s: float,
+    on_failure: Callable[[Exception], None],
+    goes_on: Callable[[], bool] = lambda: True,
+) -> list[Reply]:
+    """The answers that `ask` gets, as `ask_many` returns them. After each request a client ends unless `goes_on()`."""
     waiting, replies = iter(prompts), []
 
     async def client(session: aiohttp.ClientSession) -> None:
         for prompt in waiting:
             try:
-                replies.append(await _ask(session, prefill, decode, connector, prompt, max_tokens))
+                replies.append(await ask(session, prompt))
             except (*Broken, aiohttp.ClientError, TimeoutError) as error:
                 on_failure(error)
+            if not goes_on():
+                break
 
     async def run() -> None:
-        patience = aiohttp.ClientTimeout(total=PATIENCE_S)
+        patience = aiohttp.ClientTimeout(total=patience_s)
         async with aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0)) as session:
             await asyncio.gather(*(client(session) for _ in range(clients)))
 
@@ -50,7 +67,7 @@ def ask_many(
 
 
 async def _ask(
-    session: aiohttp.ClientSession, prefill: Server, decode: Server, connector: str, prompt: Sequence[int], max_tokens: int
+    prefill: Server, decode: Server, connector: str, max_tokens: int, session: aiohttp.ClientSession, prompt: Sequence[int]
 ) -> Reply:
     sent, begun_s = exchange(connector, prefill, decode), time.monotonic()
     body = completion(prompt, max_tokens=1, logprobs=None, kv_transfer_params=sent.prefill or None)

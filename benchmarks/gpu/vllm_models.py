@@ -23,7 +23,6 @@ without a prefill server. `failed_loads` is the connector's own count.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import random
@@ -47,7 +46,7 @@ from benchmarks.gpu.vllm_connectors import PREFILL
 from benchmarks.gpu.vllm_requests import Broken, Reply, hand_over, num_external, prompt_of, stream
 from benchmarks.gpu.vllm_servers import Wanted, running, start, terminate
 from benchmarks.gpu.vllm_tables import show
-from benchmarks.gpu.vllm_weights import MODELS, write_large_model
+from benchmarks.gpu.vllm_weights import MODELS, model_writer
 from harness.conditions import conditions
 from harness.servers import Server
 
@@ -273,7 +272,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
     chunk, num_chunks = (CHUNK, MOST_CHUNKS) if given.gpus else (SMALL_CHUNK, MOST_SMALL_CHUNKS)
-    write = write_large_model if given.gpus else importlib.import_module("harness.vllm.models").write_model
+    write = model_writer(given.gpus)
     prefills = PREFILLS[:1] if given.no_spare else PREFILLS
     table: dict[str, Any] = {**conditions(), "gpus": given.gpus, "chunk": chunk}
     with tempfile.TemporaryDirectory() as folder:

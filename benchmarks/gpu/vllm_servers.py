@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import signal
 import sys
@@ -32,7 +31,7 @@ from pathlib import Path
 from benchmarks.gpu.vllm_clients import Pair, Plan, measure_all
 from benchmarks.gpu.vllm_connectors import CONNECTORS, DECODE_ONLY, OTHERS, environment, options
 from benchmarks.gpu.vllm_tables import show
-from benchmarks.gpu.vllm_weights import write_large_model
+from benchmarks.gpu.vllm_weights import model_writer
 from harness.conditions import conditions
 from harness.ports import free_ports
 from harness.servers import Server
@@ -189,10 +188,7 @@ def main() -> None:
     plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
     table = {**conditions(), "gpus": given.gpus}
     with tempfile.TemporaryDirectory() as folder:
-        if given.gpus:
-            model = write_large_model("llama", Path(folder))
-        else:
-            model = importlib.import_module("harness.vllm.models").write_model("llama", Path(folder))
+        model = model_writer(given.gpus)("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
         servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536, sizes)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}

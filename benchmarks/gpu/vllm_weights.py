@@ -48,6 +48,12 @@ MODELS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 """Makers of models by name."""
 
 
+def model_writer(gpus: int) -> Callable[[str, Path], Path]:
+    """What writes a model of a name to a folder: a large one for GPUs, a small one for the CPU."""
+    small: Callable[[str, Path], Path] = importlib.import_module("harness.vllm.models").write_model
+    return write_large_model if gpus else small
+
+
 def write_large_model(name: str, folder: Path) -> Path:
     """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
