@@ -161,8 +161,8 @@ class Loop:
         now = time.monotonic()
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
-        elif not arrived and self._is_awake(now) and now < self._next_due() and not self._dispatch.not_ready:
-            self._busy_poll(min(max(self._awake_until, self._early_completion.spins_until), self._next_due()) - now)
+        elif not arrived and now < self._spins_until and now < self._next_due() and not self._dispatch.not_ready:
+            self._busy_poll(min(self._spins_until, self._next_due()) - now)
             return
         self._commands.run_all(now)
         if self._dispatch.not_ready:
@@ -219,14 +219,15 @@ class Loop:
         if self._worker.step():
             self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 
-    def _is_awake(self, now: float) -> bool:
-        """Whether to poll without a sleep."""
-        return now < max(self._awake_until, self._early_completion.spins_until)
+    @property
+    def _spins_until(self) -> float:
+        """Until when to poll without a sleep, by `time.monotonic`."""
+        return max(self._awake_until, self._early_completion.spins_until)
 
     def _idle_s(self) -> float:
         """Seconds until the next timer."""
         now = time.monotonic()
-        if self._commands.pending or self._is_awake(now):
+        if self._commands.pending or now < self._spins_until:
             return 0.0
         idle_s = self._next_due() - now
         return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s
