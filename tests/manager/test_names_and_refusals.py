@@ -100,7 +100,7 @@ def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:
 
 
 def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked again and again, in case it is replaced by another process."""
+    """The manager keeps asking it, because another process may replace it."""
     caplog.set_level(logging.WARNING)
     with ExitStack() as stack:
         prefill, decode = opened(stack, "prefill"), opened(stack, "decode", model=ModelId("another"))

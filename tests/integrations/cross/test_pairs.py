@@ -44,7 +44,7 @@ USED = "vllm:kv_cache_usage_perc"
 
 @dataclass
 class Servers:
-    """The servers of a pair, and the proxies by what is behind them."""
+    """The servers of a pair, and a proxy for each choice of servers."""
 
     folder: Path
     pair: Pair
