@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from disagg.backends.base import BackendOptions, Transport
@@ -14,6 +17,7 @@ CERTAIN = {Transport.TCP: "tcp", Transport.RDMA: "rdma"}
 """Transports that leave UCX no choice."""
 NOT_TRANSPORTS = frozenset({"UCX_MODULES", "UCX_USE_MT_MUTEX", "UCX_MAX_RMA_RAILS"})
 """Settings that leave UCX all of the requested transports, whatever their value."""
+_SIOCGIFFLAGS, _IFF_LOOPBACK = 0x8913, 0x8  # linux/sockios.h, linux/if.h
 
 
 def has_rdma() -> bool:
@@ -66,8 +70,11 @@ def conflicts(settings: Mapping[str, str], environ: Mapping[str, str]) -> list[s
 
 
 def _loopback_device() -> str:
-    for name in sorted(name for _, name in socket.if_nameindex()):
-        flags = int(Path(f"/sys/class/net/{name}/flags").read_text(), 16)
-        if flags & 0x8:  # IFF_LOOPBACK
-            return name
+    """Asks the kernel and not `/sys`, which may show another network namespace's devices."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in sorted(name for _, name in socket.if_nameindex()):
+            with suppress(OSError):  # it has just been removed
+                asked = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
+                if struct.unpack_from("h", asked, 16)[0] & _IFF_LOOPBACK:
+                    return name
     raise BackendUnavailable("backend 'nixl': this host has no loopback network device")
