@@ -28,7 +28,8 @@ MAX_STOPPED = 16
 
 @dataclass
 class Waiting:
-    """A request in progress: the ranks that have not reported its end, and the time by which they must.
+    """A request in progress: the ranks that have not reported its end, and the time by which they must. That time is put off
+    while one of them is stopped, since it may find the request only afterwards.
 
     `sent_to`: the only instance that may receive it.
     """
@@ -82,6 +83,9 @@ class Load:
         if self.running and now >= self._next_at and sum(not one.has_stopped for one in self._waiting.values()) < WINDOW:
             self._next_at = now + INTERVAL_S
             self._begin()
+        for waiting in self._waiting.values():
+            if waiting.has_stopped:
+                waiting.late_at = now + waiting.job.deadline_s + self.grace_s
         for key in [key for key, waiting in self._waiting.items() if now > waiting.late_at]:
             silent = sorted(rank.name for rank in self._waiting.pop(key).ranks)
             self._report.stuck.append(f"{key[0]}#{key[1]} at {', '.join(silent)}")

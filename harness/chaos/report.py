@@ -13,18 +13,22 @@ from disagg.commands.shell.text import plain_table, table_text
 
 @dataclass
 class Healing:
-    """How long it took, in seconds, until all ranks were connected again after a kind of fault was over."""
+    """How long it took, in seconds, until all ranks were connected again after a kind of fault was over. `seconds` has each
+    time in ascending order, so that several runs can be counted together.
+    """
 
     times: int
     median: float
     p95: float
     max: float
+    seconds: list[float]
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Healing:
         """The figures of at least one time; `p95` by nearest rank."""
         ordered = sorted(seconds)
-        return cls(len(ordered), statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1], ordered[-1])
+        p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+        return cls(len(ordered), statistics.median(ordered), p95, ordered[-1], [round(one, 3) for one in ordered])
 
 
 @dataclass

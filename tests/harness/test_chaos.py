@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import queue
+import random
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 from harness.chaos import command
 from harness.chaos.jobs import RankSettings
 from harness.chaos.launcher import Launcher
+from harness.chaos.load import Load
 from harness.chaos.places import OTHER_USER, Hosts, Place, missing_for_places, missing_for_resets
 from harness.chaos.processes import INSTANCES, NHD, Inbox, RankProcess
 from harness.chaos.report import Healing, Report
@@ -63,6 +65,7 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
         ("nixl", ["give-up"]),
         pytest.param("nixl", ["reset", "reset"], marks=needs_resets),
         pytest.param("mooncake", ["reset", "reset"], marks=needs_resets),
+        ("mooncake", ["descriptors"]),
         ("mooncake", ["many-peers"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(dict.fromkeys(value)),
@@ -127,8 +130,9 @@ def test_a_schedule_has_each_kind_once_before_it_repeats_any() -> None:
 
 
 def test_healing_times_are_ranked() -> None:
-    assert Healing.of([3.0]) == Healing(1, 3.0, 3.0, 3.0)
-    assert Healing.of([float(n) for n in range(100, 0, -1)]) == Healing(100, 50.5, 95.0, 100.0)
+    assert Healing.of([3.0]) == Healing(1, 3.0, 3.0, 3.0, [3.0])
+    hundred = [float(n) for n in range(1, 101)]
+    assert Healing.of(hundred[::-1]) == Healing(100, 50.5, 95.0, 100.0, hundred)
 
 
 @pytest.mark.parametrize("trouble", ["wrong", "stuck", "unhealed", "relapses", "dead_threads", "crashed"])
@@ -254,6 +258,44 @@ def test_lines_of_engines_are_skipped(tmp_path: Path) -> None:
     assert inbox.get(timeout=30) == (rank, {"op": "gone"})
     assert inbox.empty()
     assert rank.wait() == -signal.SIGKILL
+
+
+# ----------------------------------------------------------------------------------------------------------------- load
+
+
+class Recording:
+    """A rank that records what is sent to it. `stopped` is as `RankProcess` has it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.address, self.stopped = name, "tcp://127.0.0.1:1", False
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+def test_a_request_is_late_only_while_its_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("harness.chaos.load.time.monotonic", lambda: now)
+    ranks = {(i.name, rank): Recording(f"{i.name}/{rank}") for i in INSTANCES for rank in range(i.tp)}
+    report = Report("nixl", "tcp", 1, 1, 1, "on")
+    load = Load(random.Random(1), report, cast("dict[tuple[str, int], RankProcess]", ranks))
+    load.running = True
+    load.step()
+    load.running = False
+    asked = [rank for rank in ranks.values() if rank.sent]
+    asked[0].stopped = True
+    for now in (20.0, 40.0, 60.0):  # longer than any deadline and grace
+        load.step()
+    asked[0].stopped = False
+    now += load.grace_s - 1
+    load.step()
+    assert report.requests == 1
+    assert not report.stuck
+    now += load.deadline_s + 2
+    load.step()
+    assert len(report.stuck) == 1
+    assert asked[0].name in report.stuck[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- places
