@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -275,8 +276,8 @@ class Recording:
 
 
 def test_a_request_is_late_only_while_its_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("harness.chaos.load.time.monotonic", lambda: now)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("harness.chaos.load.time.monotonic", lambda: clock.now)
     ranks = {(i.name, rank): Recording(f"{i.name}/{rank}") for i in INSTANCES for rank in range(i.tp)}
     report = Report("nixl", "tcp", 1, 1, 1, "on")
     load = Load(random.Random(1), report, cast("dict[tuple[str, int], RankProcess]", ranks))
@@ -285,14 +286,14 @@ def test_a_request_is_late_only_while_its_ranks_run(monkeypatch: pytest.MonkeyPa
     load.running = False
     asked = [rank for rank in ranks.values() if rank.sent]
     asked[0].stopped = True
-    for now in (20.0, 40.0, 60.0):  # longer than any deadline and grace
+    for clock.now in (20.0, 40.0, 60.0):  # longer than any deadline and grace
         load.step()
     asked[0].stopped = False
-    now += load.grace_s - 1
+    clock.now += load.grace_s - 1
     load.step()
     assert report.requests == 1
     assert not report.stuck
-    now += load.deadline_s + 2
+    clock.now += load.deadline_s + 2
     load.step()
     assert len(report.stuck) == 1
     assert asked[0].name in report.stuck[0]
