@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from disagg.core.errors import (
     ConfigError,
     DisaggError,
     LocalProtocolError,
+    PeerUnreachable,
     RemoteProtocolError,
 )
 from disagg.machine.rdma import rdma_refusal
@@ -160,6 +163,31 @@ def test_a_peer_that_was_disconnected_can_still_write(stack: ExitStack) -> None:
     while not (arena.view(0) == 0xA5).all():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_an_agent_is_unloaded_although_its_first_read_once_took_too_long(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an agent that is loaded anew gets a new connection of UCX, in place of one that broke."""
+    target = target_process(NixlBackend, TCP, stack)
+    backend, _ = opened(NixlBackend, TCP, stack)
+    assert isinstance(backend, NixlBackend)
+    process = target.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("disagg.backends.nixl.backend.WARM_UP_S", 0.3)
+            with pytest.raises(PeerUnreachable, match=r"nothing in 0\.3 s"):
+                backend.connect(target.endpoint, process=process, epoch=1)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE_S
+    for epoch in itertools.count(2):
+        backend.disconnect(backend.connect(target.endpoint, process=process, epoch=epoch))
+        if not backend._remote:
+            break
+        assert time.monotonic() < deadline
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

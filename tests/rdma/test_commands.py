@@ -30,7 +30,7 @@ def bench(*arguments: str, rows: Path) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["mooncake"])
+@pytest.mark.parametrize("engine", ["mooncake", "nixl"])
 def test_running_ranks_serve_the_benchmark(engine: str, tmp_path: Path) -> None:
     same = ("--model", "tiny", "--backend", engine, "--require", "rdma", "--driver", "tcp://127.0.0.1:0")
     devices = [option for name in device_names(engine) for option in ("--device-nic", name)]

@@ -112,6 +112,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._registered: list[Any] = []
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and number of users
+        self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded until it ends
         self._transports: set[str] = set()
         self._neighbours: set[ProcessWatch | None] = set()  # every process that this engine has connected to
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
@@ -206,6 +207,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         """Make the agent known to NIXL, once for all its peers."""
         with self._lock:
             self.check_open()
+            self._unanswered = [read for read in self._unanswered if read.poll() is TransferStatus.PENDING]
             metadata, users = self._remote.get(descriptor.agent, (descriptor.metadata, 0))
             if descriptor.agent == self._agent_name or metadata != descriptor.metadata:
                 raise RemoteProtocolError(
@@ -264,6 +266,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             time.sleep(0.0005)
         if transfer.poll() is not TransferStatus.DONE:
             # The request stays with the engine, and so does the scratch byte: it may still arrive.
+            with self._lock:
+                self._unanswered.append(transfer)
             cause = transfer.error or f"nothing in {WARM_UP_S} s"
             raise PeerUnreachable(f"backend 'nixl': no byte from peer {peer.agent!r}: {cause}")
         transfer.close()
