@@ -29,7 +29,7 @@ MAX_STOPPED = 16
 @dataclass
 class Waiting:
     """A request in progress: the ranks that have not reported its end, and the time by which they must. That time is put off
-    while one of them is stopped, since it may find the request only afterwards.
+    while one of them is stopped, since it may read the request only when it goes on.
 
     `sent_to`: the only instance that may receive it.
     """
@@ -85,7 +85,7 @@ class Load:
             self._begin()
         for waiting in self._waiting.values():
             if waiting.has_stopped:
-                waiting.late_at = now + waiting.job.deadline_s + self.grace_s
+                waiting.late_at = self._late_at(waiting.job)
         for key in [key for key, waiting in self._waiting.items() if now > waiting.late_at]:
             silent = sorted(rank.name for rank in self._waiting.pop(key).ranks)
             self._report.stuck.append(f"{key[0]}#{key[1]} at {', '.join(silent)}")
@@ -172,9 +172,13 @@ class Load:
                 if contested and instance is destination:
                     rank.send({"op": "rival", "job": msgspec.to_builtins(job)})
         if ranks:
-            late_at = time.monotonic() + first_job.deadline_s + self.grace_s
+            waiting = Waiting(first_job, ranks, self._late_at(first_job), destination, contested)
             self._report.requests += 1
-            self._waiting[first_job.request_id, first_job.attempt] = Waiting(first_job, ranks, late_at, destination, contested)
+            self._waiting[first_job.request_id, first_job.attempt] = waiting
+
+    def _late_at(self, job: Job) -> float:
+        """The time by which a request that begins now must have ended on every rank."""
+        return time.monotonic() + job.deadline_s + self.grace_s
 
     def _job(self, retry: Job | None) -> Job:
         """A random request, without what differs between its ranks; `retry`: another attempt of that one."""

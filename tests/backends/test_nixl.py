@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -172,19 +171,15 @@ def test_an_agent_is_unloaded_although_its_first_read_once_took_too_long(
     target = target_process(NixlBackend, TCP, stack)
     backend, _ = opened(NixlBackend, TCP, stack)
     assert isinstance(backend, NixlBackend)
-    process = target.process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr("disagg.backends.nixl.backend.WARM_UP_S", 0.3)
-            with pytest.raises(PeerUnreachable, match=r"nothing in 0\.3 s"):
-                backend.connect(target.endpoint, process=process, epoch=1)
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
+    target.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr("disagg.backends.nixl.backend.WARM_UP_S", 0.3)
+        with pytest.raises(PeerUnreachable, match=r"nothing in 0\.3 s"):
+            backend.connect(target.endpoint, process=target.process, epoch=1)
+    target.go_on()
     deadline = time.monotonic() + PATIENCE_S
     for epoch in itertools.count(2):
-        backend.disconnect(backend.connect(target.endpoint, process=process, epoch=epoch))
+        backend.disconnect(backend.connect(target.endpoint, process=target.process, epoch=epoch))
         if not backend._remote:
             break
         assert time.monotonic() < deadline

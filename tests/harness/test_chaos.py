@@ -265,7 +265,7 @@ def test_lines_of_engines_are_skipped(tmp_path: Path) -> None:
 
 
 class Recording:
-    """A rank that records what is sent to it. `stopped` is as `RankProcess` has it."""
+    """Stands in for a `RankProcess`, and keeps the messages that it is sent."""
 
     def __init__(self, name: str) -> None:
         self.name, self.address, self.stopped = name, "tcp://127.0.0.1:1", False

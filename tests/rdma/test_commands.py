@@ -17,7 +17,7 @@ CASE = ("--model", "tiny", "--prefill", "tp=1,page=8", "--decode", "tp=1", "--to
 """A request of 256 KiB: 64 tokens of 4 KiB."""
 BENCH_S = 240.0
 pytestmark = pytest.mark.nightly
-"""The guest takes two minutes to start these processes."""
+"""The guest takes up to two minutes to start these processes."""
 
 
 def bench(*arguments: str, rows: Path) -> list[dict[str, object]]:
