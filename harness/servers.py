@@ -174,6 +174,13 @@ class Server:
             raise KeyError(name)
         return sum(map(float, found))
 
+    def metric_from(self, name: str, least: float, *, timeout_s: float = 20.0) -> float:
+        """`metric`, once it is at least `least`, or what it is after a while. A server may answer before it counts."""
+        until = time.monotonic() + timeout_s
+        while (found := self.metric(name)) < least and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
     def num_queued(self, queue: str) -> int:
         """How many requests of an SGLang server are in a queue of its disaggregation, such as `decode_transfer`."""
         with urllib.request.urlopen(f"{self.url}/v1/loads?include=disagg", timeout=10) as answer:
