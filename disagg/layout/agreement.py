@@ -8,7 +8,7 @@ from functools import cached_property
 
 import msgspec
 
-from disagg.core.errors import LayoutError, RemoteProtocolError
+from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.core.memory import RemoteRegion
 from disagg.core.rows import TokenRange
 from disagg.core.topology import Topology
@@ -56,6 +56,11 @@ class LocalRank:
 
     @classmethod
     def of(cls, topology: Topology, components: Sequence[Component]) -> LocalRank:
+        """Raises `ConfigError` for a component that describes one pipeline stage only."""
+        for component in components:
+            if not component.joined:
+                expected = "layers_by_stage, the layer ids of each pipeline stage, or what join_stages returns"
+                raise ConfigError(f"component {component.name!r}: expected {expected}, found stage {topology.pp_rank} only")
         table = layout_table(topology, [component.layouts for component in components])
         placements = {c.name: c.placement for c in components if c.placement is not None}
         return cls(topology, tuple(components), table, placements)

@@ -114,7 +114,8 @@ class Component:
     """A component for `KVManager`: the layouts of all ranks of the group, and this rank's memory.
 
     `layouts` are by group rank, with `None` for a rank that owns none of the component. `placement` is `None` if this rank
-    owns none. `topology` is that of this rank.
+    owns none. `topology` is that of this rank. While `joined` is false, the layouts are those of this rank's pipeline stage
+    only: `join_stages` gives the whole component.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Component:
     placement: Placement | None
     regions: tuple[MemoryRegion, ...]
     topology: Topology
+    joined: bool = True
 
 
 ORDERS = {"nhd": "page token kv_head dim", "hnd": "page kv_head token dim"}
@@ -177,35 +179,3 @@ def tensor_placement(
     row_stride = strides.pop(row_axis)
     placement = TensorPlacement(role, tuple(tensors), tuple(t.pointer for t in tensors.values()), row_stride, strides)
     return placement, first.shape[list(axes).index(row_axis)], tuple(t.region for t in tensors.values())
-
-
-def group_layers(
-    topology: Topology, own_layers: Sequence[int], layers_by_stage: Sequence[Sequence[int]] | None, *, what: str
-) -> tuple[tuple[int, ...], ...]:
-    """The layer ids of every pipeline stage, in memory order.
-
-    Without pipeline parallelism they are this rank's own layers. With it the caller must give `layers_by_stage`, because the
-    layout table covers every rank. Raises `ConfigError` if it is missing, overlaps, or contradicts this rank's own layers.
-    """
-    own = tuple(own_layers)
-    if layers_by_stage is None:
-        if topology.pp > 1:
-            raise ConfigError(
-                f"{what}: expected layers_by_stage, the layer ids of each stage, with pp={topology.pp}, found none"
-            )
-        return (own,)
-    stages = tuple(tuple(stage) for stage in layers_by_stage)
-    if len(stages) != topology.pp:
-        raise ConfigError(f"{what}: expected {topology.pp} stages in layers_by_stage, found {len(stages)}")
-    for number, stage in enumerate(stages):
-        if len(set(stage)) != len(stage):
-            raise ConfigError(f"{what}: layers_by_stage lists a layer twice in stage {number}: {stage}")
-    ids = [layer for stage in stages for layer in stage]
-    if len(set(ids)) != len(ids):
-        raise ConfigError(f"{what}: layers_by_stage lists a layer in two stages: {stages}")
-    if stages[topology.pp_rank] != own:
-        raise ConfigError(
-            f"{what}: expected tensors of layers {stages[topology.pp_rank]} on stage {topology.pp_rank} by layers_by_stage, "
-            f"found tensors of {own}"
-        )
-    return stages

@@ -14,7 +14,8 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import ITEMSIZE, MemoryRegion, RawTensor, raw_tensor
 from disagg.core.topology import Topology
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Owned, Periodic, Share, positions_to_intervals, split
-from disagg.layout.placement import ORDERS, Component, Placement, TensorPlacement, group_layers, parse_axes, tensor_placement
+from disagg.layout.placement import ORDERS, Component, Placement, TensorPlacement, parse_axes, tensor_placement
+from disagg.layout.stages import group_layers
 from disagg.layout.tables import LAYER, TOKEN, Axis, ComponentLayout, RowKind, TensorLayout
 from disagg.state.overlap import first_overlap, overlaps_itself
 
@@ -146,8 +147,9 @@ def declare(
 ) -> Component:
     """The component of `roles`: what each rank of the group owns, and where this rank's rows lie.
 
-    `layers_by_stage` is required with pipeline parallelism. A stage without layers of this component gives no tensors. Raises
-    `ConfigError`, with the layer, the axis and both values, if tensors contradict the declaration.
+    With pipeline parallelism `layers_by_stage` has the layer ids of each stage, and a stage without layers of this component
+    gives no tensors. Without it the component is this stage's part, for `join_stages`. Raises `ConfigError`, with the layer,
+    the axis and both values, if tensors contradict the declaration.
     """
     what = f"component {name!r}"
     row_axis = "page" if rows == "pages" else "slot"
@@ -184,7 +186,8 @@ def declare(
         for rank in topology.group()
     )
     placement = Placement(name, found[0][1], found[0][0], tuple(placements)) if found else None
-    return Component(name, layouts, placement, tuple(regions), topology)
+    joined = layers_by_stage is not None or topology.pp == 1
+    return Component(name, layouts, placement, tuple(regions), topology, joined)
 
 
 def last_tokens(num_tokens: int, *, window: int, prefix: int = 0) -> tuple[int, int]:

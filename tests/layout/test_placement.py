@@ -10,9 +10,8 @@ import pytest
 
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.core.memory import MemoryRegion, RawTensor, RemoteRegion
-from disagg.core.topology import Topology
 from disagg.layout.ownership import EVERYTHING, Interval, Intervals, Periodic, Share, interval
-from disagg.layout.placement import Placement, TensorPlacement, check_placement, group_layers, parse_axes, tensor_placement
+from disagg.layout.placement import Placement, TensorPlacement, check_placement, parse_axes, tensor_placement
 from disagg.layout.tables import Axis, ComponentLayout, TensorLayout
 
 BASE = 4096
@@ -156,30 +155,6 @@ def test_a_tensors_placement_is_its_strides_in_bytes() -> None:
 def test_layers_of_one_role_must_have_one_form(other: RawTensor, message: str) -> None:
     with pytest.raises(ConfigError, match=f"component 'kv', tensor 'k', {message}"):
         place({0: RawTensor(BASE, (4, 5, 3), (40, 8, 2), "int8"), 1: other}, {"token": 4, "dim": 3})
-
-
-def test_stages_default_to_this_ranks_layers() -> None:
-    assert group_layers(Topology(tp=4), [3, 1], None, what="kv") == ((3, 1),)
-    stages = [[0, 1], [5, 4]]
-    assert group_layers(Topology(pp=2, pp_rank=1), (5, 4), stages, what="kv") == ((0, 1), (5, 4))
-    assert stages == [[0, 1], [5, 4]]
-
-
-@pytest.mark.parametrize(
-    ("topology", "own", "stages", "message"),
-    [
-        (Topology(pp=2), [0], None, "expected layers_by_stage, .* with pp=2, found none"),
-        (Topology(pp=2), [0], [[0], [1], [2]], "expected 2 stages .*, found 3"),
-        (Topology(), [0], [[0], [1]], "expected 1 stages .*, found 2"),
-        (Topology(pp=2), [0], [[0], [0]], "a layer in two stages"),
-        (Topology(pp=2), [0, 0], [[0, 0], [1]], r"a layer twice in stage 0: \(0, 0\)"),
-        (Topology(pp=2, pp_rank=1), [0], [[0], [1]], r"tensors of layers \(1,\) on stage 1 .*, found tensors of \(0,\)"),
-        (Topology(pp=2), [1, 0], [[0, 1], [2]], "found tensors of"),
-    ],
-)
-def test_stages_that_do_not_fit_are_rejected(topology: Topology, own: list[int], stages: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        group_layers(topology, own, stages, what="component 'kv'")
 
 
 def test_the_checked_extent_is_that_of_a_numpy_array() -> None:

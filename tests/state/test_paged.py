@@ -108,7 +108,6 @@ def test_usual_orders_have_names() -> None:
         ({0: pair(5, 16, 2, 8), 1: pair(5, 16, 2, 9)}, {}, "layer 1, axis 'dim': expected 8 positions, found 9"),
         ({0: pair(5, 16, 2, 8), 1: pair(6, 16, 2, 8)}, {}, "layer 1, axis 'page': expected 5 positions, found 6"),
         ({0: ["a", "b"]}, {}, "tensor: expected a torch tensor"),
-        ({0: pair(5, 16, 2, 8)}, {"topology": Topology(tp=2, pp=2)}, "expected layers_by_stage"),
     ],
 )
 def test_tensors_that_contradict_the_declaration_are_rejected(tensors: Any, changes: dict[str, Any], message: str) -> None:

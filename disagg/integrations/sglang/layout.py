@@ -53,25 +53,24 @@ class _Entry:
         return self.nbytes // self.row_nbytes
 
 
-def components(kv_args: KVArgs, stages: Sequence[Facts], *, pp_rank: int = 0) -> list[Component]:
-    """The components of one rank: `stages[pp_rank]` describes it, the others the other stages of its pipeline.
+def components(kv_args: KVArgs, own: Facts) -> list[Component]:
+    """The components of one rank, with the layers of its own pipeline stage.
 
     Raises `ConfigError` that names the field of `KVArgs` for a kind of state that cannot be moved, and where sizes contradict
     the facts.
     """
-    own = stages[pp_rank]
     states = _state_entries(kv_args)
     num_draft = kv_args.num_draft_entries
     entries = _entries("kv", kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
     split = len(entries) - num_draft
     found: list[Component | None] = [
-        *_kv(stages, own, entries[:split], kv_args.page_size),
-        _pages("draft", [s.draft for s in stages], own.draft, entries[split:], kv_args.page_size, own, optional=True),
-        _pages("window", [s.window_kv for s in stages], own.window_kv, states.pop("swa", []), kv_args.page_size, own),
-        _slots([s.slots for s in stages], own, states.pop("mamba", [])),
-        *_index(stages, own, states.pop("dsa", []), kv_args.page_size),
-        _index_tail([s.index for s in stages], own, states.pop("dsa_tail", [])),
-        _ring([s.ring for s in stages], own, states.pop("swa_ring", [])),
+        *_kv(own, entries[:split], kv_args.page_size),
+        _pages("draft", own.draft, entries[split:], kv_args.page_size, own, optional=True),
+        _pages("window", own.window_kv, states.pop("swa", []), kv_args.page_size, own),
+        _slots(own, states.pop("mamba", [])),
+        *_index(own, states.pop("dsa", []), kv_args.page_size),
+        _index_tail(own.index, states.pop("dsa_tail", []), own),
+        _ring(own.ring, states.pop("swa_ring", []), own),
     ]
     return [component for component in found if component is not None]
 
@@ -95,78 +94,52 @@ def _state_entries(kv_args: KVArgs) -> dict[str, list[_Entry]]:
     return found
 
 
-def _stages(facts: Sequence[Any]) -> tuple[Any, list[tuple[int, ...]]]:
-    """The facts of any stage that has some, and the layers of each stage."""
-    return next((each for each in facts if each is not None), None), [each.layers if each is not None else () for each in facts]
-
-
 def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
     if len(entries) != expected:
         raise ConfigError(f"component {name!r}: expected {expected} buffers in KVArgs, found {len(entries)}")
 
 
-def _kv(stages: Sequence[Facts], own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
+def _kv(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
     """The pages of full attention: one component, or one for each layer of a model with several kinds of layers."""
     if not own.windows:
-        name = next((stage for stage in stages if stage.kv is not None), own).kv_name(0)
-        return [_pages(name, [stage.kv for stage in stages], own.kv, entries, page_size, own)]
+        return [_pages(own.kv_name(0), own.kv, entries, page_size, own)]
     layers = own.kv.layers if own.kv is not None else ()
     _check_count("kv", entries, 2 * len(layers))
     found = []
-    for layer in sorted(layer for stage in stages if stage.kv is not None for layer in stage.kv.layers):
-        cut = [_only(stage.kv, layer) for stage in stages]
-        at = [i for i, each in enumerate((*layers, *layers)) if each == layer]
-        chosen = [entries[i] for i in at]
-        found.append(_pages(own.kv_name(layer), cut, _only(own.kv, layer), chosen, page_size, own))
+    for layer in sorted(layers):
+        assert own.kv is not None
+        chosen = [entry for entry, each in zip(entries, (*layers, *layers), strict=True) if each == layer]
+        found.append(_pages(own.kv_name(layer), replace(own.kv, layers=(layer,)), chosen, page_size, own))
     return found
 
 
-def _only(facts: PageFacts | None, layer: int) -> PageFacts | None:
-    return None if facts is None else replace(facts, layers=tuple(each for each in facts.layers if each == layer))
-
-
 def _pages(
-    name: str,
-    stages: Sequence[PageFacts | None],
-    own: PageFacts | None,
-    entries: Sequence[_Entry],
-    page_size: int,
-    rank: Facts,
-    *,
-    optional: bool = False,
+    name: str, facts: PageFacts | None, entries: Sequence[_Entry], page_size: int, rank: Facts, *, optional: bool = False
 ) -> Component | None:
     """Paged K and V, or latents."""
-    any_facts, layers = _stages(stages)
-    own_layers = own.layers if own is not None else ()
-    if any_facts is None:
+    if facts is None:
         _check_count(name, entries, 0)
         return None
-    given: dict[str, Any] = {"layers_by_stage": layers, "name": name, "topology": rank.topology, "optional": optional}
-    if any_facts.num_kv_heads is None:
-        _check_count(name, entries, len(own_layers))
-        (dim,) = any_facts.dims
+    given: dict[str, Any] = {"name": name, "topology": rank.topology, "dtype": facts.dtype, "optional": optional}
+    if facts.num_kv_heads is None:
+        _check_count(name, entries, len(facts.layers))
+        (dim,) = facts.dims
         tensors = {
-            layer: _paged(entry, (page_size, dim), any_facts.dtype, rank)
-            for layer, entry in zip(own_layers, entries, strict=True)
+            layer: _paged(entry, (page_size, dim), facts.dtype, rank)
+            for layer, entry in zip(facts.layers, entries, strict=True)
         }
-        return paged.mla(tensors, dim=dim, dtype=any_facts.dtype, **given)
-    _check_count(name, entries, 2 * len(own_layers))
-    heads = by_tp(any_facts.num_kv_heads).local_size(rank.topology)
+        return paged.mla(tensors, dim=dim, **given)
+    _check_count(name, entries, 2 * len(facts.layers))
+    k_dim, v_dim = facts.dims
+    heads = by_tp(facts.num_kv_heads).local_size(rank.topology)
     pairs = {
         layer: tuple(
-            _paged(entry, (page_size, heads, dim), any_facts.dtype, rank)
-            for entry, dim in zip((entries[i], entries[len(own_layers) + i]), any_facts.dims, strict=True)
+            _paged(entry, (page_size, heads, dim), facts.dtype, rank)
+            for entry, dim in zip((entries[i], entries[len(facts.layers) + i]), facts.dims, strict=True)
         )
-        for i, layer in enumerate(own_layers)
+        for i, layer in enumerate(facts.layers)
     }
-    return paged.gqa(
-        pairs,
-        axes="nhd",
-        num_kv_heads=any_facts.num_kv_heads,
-        dims=any_facts.dims,
-        dtype=any_facts.dtype,
-        **given,
-    )
+    return paged.gqa(pairs, axes="nhd", num_kv_heads=facts.num_kv_heads, dims=(k_dim, v_dim), **given)
 
 
 def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> RawTensor:
@@ -178,23 +151,20 @@ def _paged(entry: _Entry, shape: tuple[int, ...], dtype: str, rank: Facts) -> Ra
     return RawTensor(entry.pointer, (rows, *shape), tuple(reversed(strides)), dtype, rank.device)
 
 
-def _slots(stages: Sequence[Sequence[SlotFacts]], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+def _slots(own: Facts, entries: Sequence[_Entry]) -> Component | None:
     """Recurrent state: the facts are in the order of the buffers."""
     _check_count("ssm", entries, len(own.slots))
-    all_facts = [slot for stage in stages for slot in stage]
-    if not all_facts:
+    if not own.slots:
         return None
     roles: dict[str, Role] = {}
     tensors: dict[str, dict[int, RawTensor]] = {}
-    for slot in all_facts:
+    for slot, entry in zip(own.slots, entries, strict=True):
         if slot.role not in roles:
             roles[slot.role] = _slot_role(slot)
             tensors[slot.role] = {}
-    for slot, entry in zip(own.slots, entries, strict=True):
         tensors[slot.role][slot.layer] = _paged(entry, slot.shape, slot.dtype, own)
-    layers = [tuple(dict.fromkeys(slot.layer for slot in stage)) for stage in stages]
     state = State(name="ssm", rows="slot", layers=(), roles=tuple(roles.values()))
-    return state.component(tensors, topology=own.topology, layers_by_stage=layers)
+    return state.component(tensors, topology=own.topology)
 
 
 def _slot_role(slot: SlotFacts) -> Role:
@@ -204,68 +174,58 @@ def _slot_role(slot: SlotFacts) -> Role:
     return Role(name=slot.role, axes=" ".join(("slot", *slot.axes)), inner=inner, dtype=slot.dtype)
 
 
-def _index(stages: Sequence[Facts], own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
+def _index(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component]:
     """Index keys of the model, and of its draft layers."""
     num_own = len(own.index.layers) if own.index is not None else 0
-    parts = (
-        ("index", [s.index for s in stages], own.index, entries[:num_own]),
-        ("draft_index", [s.draft_index for s in stages], own.draft_index, entries[num_own:]),
-    )
+    parts = (("index", own.index, entries[:num_own]), ("draft_index", own.draft_index, entries[num_own:]))
     found = []
-    for name, by_stage, facts, buffers in parts:
-        any_facts, layers = _stages(by_stage)
-        own_layers = facts.layers if facts is not None else ()
-        _check_count(name, buffers, len(own_layers))
-        if any_facts is None:
+    for name, facts, buffers in parts:
+        _check_count(name, buffers, len(facts.layers) if facts is not None else 0)
+        if facts is None:
             continue
-        shape = (page_size // any_facts.tokens_per_key * (any_facts.key_dim + 4),)
+        shape = (page_size // facts.tokens_per_key * (facts.key_dim + 4),)
         found.append(
             sparse.index_keys(
-                {layer: _paged(buffer, shape, "uint8", own) for layer, buffer in zip(own_layers, buffers, strict=True)},
+                {layer: _paged(buffer, shape, "uint8", own) for layer, buffer in zip(facts.layers, buffers, strict=True)},
                 page_size=page_size,
                 topology=own.topology,
-                key_nbytes=any_facts.key_dim,
-                tokens_per_key=any_facts.tokens_per_key,
+                key_nbytes=facts.key_dim,
+                tokens_per_key=facts.tokens_per_key,
                 name=name,
-                layers_by_stage=layers,
             )
         )
     return found
 
 
-def _index_tail(stages: Sequence[IndexFacts | None], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+def _index_tail(facts: IndexFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
     """The rings of tokens that have no index key yet: all keys, then all scores."""
-    facts, layers = _stages(stages)
     if facts is None or not facts.tail:
         _check_count("index_tail", entries, 0)
         return None
-    own_layers = own.index.layers if own.index is not None else ()
-    _check_count("index_tail", entries, 2 * len(own_layers))
+    _check_count("index_tail", entries, 2 * len(facts.layers))
     roles = [
         Role(name=name, axes="page token dim", inner={"dim": whole(facts.key_dim)}, dtype=facts.tail_dtype)
         for name in ("key", "score")
     ]
-    halves = entries[: len(own_layers)], entries[len(own_layers) :]
+    halves = entries[: len(facts.layers)], entries[len(facts.layers) :]
     tensors = {
         role.name: {
             layer: _paged(entry, (facts.tail, facts.key_dim), facts.tail_dtype, own)
-            for layer, entry in zip(own_layers, half, strict=True)
+            for layer, entry in zip(facts.layers, half, strict=True)
         }
         for role, half in zip(roles, halves, strict=True)
     }
     state = State(name="index_tail", rows="pages", layers=(), roles=tuple(roles))
-    return state.component(tensors, topology=own.topology, layers_by_stage=layers)
+    return state.component(tensors, topology=own.topology)
 
 
-def _ring(stages: Sequence[RingFacts | None], own: Facts, entries: Sequence[_Entry]) -> Component | None:
+def _ring(facts: RingFacts | None, entries: Sequence[_Entry], own: Facts) -> Component | None:
     """Rows of one token each, addressed by request and position."""
-    facts, layers = _stages(stages)
-    own_layers = own.ring.layers if own.ring is not None else ()
-    _check_count("ring", entries, len(own_layers))
+    _check_count("ring", entries, len(facts.layers) if facts is not None else 0)
     if facts is None:
         return None
     role = Role(name="row", axes="page token byte", inner={"byte": whole(facts.row_nbytes)}, dtype="uint8")
     shape = (1, facts.row_nbytes)
-    tensors = {layer: _paged(entry, shape, "uint8", own) for layer, entry in zip(own_layers, entries, strict=True)}
+    tensors = {layer: _paged(entry, shape, "uint8", own) for layer, entry in zip(facts.layers, entries, strict=True)}
     state = State(name="ring", rows="pages", layers=(), roles=(role,))
-    return state.component({"row": tensors}, topology=own.topology, layers_by_stage=layers)
+    return state.component({"row": tensors}, topology=own.topology)

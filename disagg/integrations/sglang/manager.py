@@ -26,6 +26,7 @@ from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
 from disagg.integrations.sglang.rows import request_id
+from disagg.layout.stages import join_stages
 from disagg.manager import KVManager
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             tp_rank=self.attn_tp_rank,
         )
         self.facts = host.read_facts(topology)
-        parts = components(args, host.gather(self.facts), pp_rank=self.pp_rank)
+        parts = join_stages(lambda: components(args, self.facts), topology=topology, gather=host.gather)
         config = ServerConfig.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")

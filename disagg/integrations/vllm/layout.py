@@ -7,7 +7,7 @@ with its states one after the other. Blocks may be divided into several kernel b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,6 @@ from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
 from disagg.state import paged
 from disagg.state.declare import Role, State
-
-Stages = Sequence[Sequence[int]] | None
-
-Gather = Callable[[Any], list[Any]]
-"""Returns what the worker of each pipeline stage gives, in order. All of them call it."""
 
 NULL_BLOCK = 0
 """The block id that vLLM puts where a request has no block."""
@@ -58,23 +53,14 @@ class Cache:
         return Pages(pages.reshape(-1), start // self.group.block_size * self.group.block_size)
 
 
-@dataclass(frozen=True)
-class Caches:
-    """The KV cache of one worker. `components` are those of `own`, and those whose layers are on other pipeline stages only."""
-
-    own: tuple[Cache, ...]
-    components: tuple[Component, ...]
-
-
 def read_caches(
     config: VllmConfig,
     kv: KVCacheConfig,
     tensors: Mapping[str, torch.Tensor],
     topology: Topology,
     model: Mapping[str, Any],
-    gather: Gather,
-) -> Caches:
-    """Describe a worker's KV cache. `model` is the `config.json`, which describes recurrent states.
+) -> tuple[Cache, ...]:
+    """Describe a worker's KV cache, of its own pipeline stage. `model` is the `config.json`, which describes recurrent states.
 
     Raises `ConfigError` for an engine whose cache cannot be moved, or whose worker's tensors are not as expected.
     """
@@ -82,36 +68,24 @@ def read_caches(
     spec: ModelSpec | None = None
     if any(group.kind is Kind.STATE for group in groups):  # KV comes from the tensors, so its dtype in the file does not matter
         spec = from_config(model, name=str(config.model_config.model), kv_dtype="bfloat16")
-    named = list(component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()))
-    layers_by_name = gather({name: tuple(layers) for _, name, layers in named})
     caches = []
-    for group, name, layers in named:
-        stages = [each.get(name, ()) for each in layers_by_name] if topology.pp > 1 else None
+    for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
         given = {layer: tensors[layer_name] for layer, layer_name in layers.items()}
         shape = group.specs[next(iter(layers.values()))]
         if group.kind is Kind.STATE:
             assert spec is not None
-            component = _state(spec, name, given, shape, topology=topology, layers_by_stage=stages)
+            component = _state(spec, name, given, shape, topology=topology)
         elif group.kind is Kind.LATENT:
             latents = {layer: tensor.squeeze(1) for layer, tensor in given.items()}
-            component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name, layers_by_stage=stages)
+            component = paged.mla(latents, dim=shape.head_size, topology=topology, name=name)
         else:
             heads = _total_heads(config, shape, topology)
-            component = _attention(name, given, shape, num_kv_heads=heads, topology=topology, layers_by_stage=stages)
+            component = _attention(name, given, shape, num_kv_heads=heads, topology=topology)
         pages_per_block, rest = divmod(next(iter(given.values())).shape[0], kv.num_blocks)
         if rest:
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
         caches.append(Cache(group, component, pages_per_block))
-    return Caches(tuple(caches), tuple(_with_other_stages([cache.component for cache in caches], topology, gather)))
-
-
-def _with_other_stages(own: Sequence[Component], topology: Topology, gather: Gather) -> list[Component]:
-    """The components of all pipeline stages, in the same order on each. Of those of other stages a worker has no memory."""
-    here = {component.name: component for component in own}
-    layouts = {
-        name: each for stage in gather({name: part.layouts for name, part in here.items()}) for name, each in stage.items()
-    }
-    return [here.get(name) or Component(name, each, None, (), topology) for name, each in layouts.items()]
+    return tuple(caches)
 
 
 def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
@@ -123,7 +97,7 @@ def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
 
 
 def _attention(
-    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology, layers_by_stage: Stages
+    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
 ) -> Component:
     """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU.
 
@@ -138,7 +112,7 @@ def _attention(
         axes, views = "nhd", {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
-    return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name, layers_by_stage=layers_by_stage)
+    return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name)
 
 
 def _gpu_views(tensor: torch.Tensor, spec: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,9 +135,7 @@ def _cpu_views(tensor: torch.Tensor, spec: Any, name: str) -> tuple[torch.Tensor
     )
 
 
-def _state(
-    spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology, layers_by_stage: Stages
-) -> Component:
+def _state(spec: ModelSpec, name: str, tensors: Mapping[int, torch.Tensor], shape: Any, *, topology: Topology) -> Component:
     """The convolution window and the recurrent state of a layer, which lie one after the other in a block."""
     (layer,) = tensors
     found = [state for state in spec.states if state.rows == "slot" and layer in state.layers]
@@ -194,4 +166,4 @@ def _state(
         roles.append(replace(role, dtype=kind))
         offset += math.prod(sizes) * itemsize
     state = State(name=name, rows="slot", layers=(layer,), roles=tuple(roles))
-    return state.component(tensors_by_role, topology=topology, axes=axes, layers_by_stage=layers_by_stage)
+    return state.component(tensors_by_role, topology=topology, axes=axes)

@@ -7,7 +7,7 @@ import math
 import select
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, 
 from disagg.integrations.vllm.metrics import TransferStats
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
+from disagg.layout.stages import join_stages
 from disagg.manager import KVManager
 from disagg.protocol.types import Event
 from disagg.requests import Receiver, Sender
@@ -92,7 +93,6 @@ class WorkerHalf:
         self._manager: KVManager | None = None
         self._peers: Peers
         self._caches: tuple[Cache, ...] = ()
-        self._components: tuple[Component, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
         self._sends: dict[str, _Send] = {}
@@ -122,21 +122,27 @@ class WorkerHalf:
             pp_rank=pp.rank_in_group,
         )
         model = read_config(_config_file(self._config))
-        found = read_caches(self._config, self._kv, tensors, topology, model, _from_stages)
-        self._caches, self._components = found.own, found.components
+
+        def describe() -> list[Component]:
+            self._caches = read_caches(self._config, self._kv, tensors, topology, model)
+            return [cache.component for cache in self._caches]
+
+        components = join_stages(describe, topology=topology, gather=_from_stages)
         self._is_cuda = next(iter(tensors.values())).is_cuda
         identity = model_id(model, CONVENTIONS) if self._options.model is None else ModelId(self._options.model)
-        leader = self._start(topology, identity, None) if topology.rank == 0 else None
+        leader = self._start(components, topology, identity, None) if topology.rank == 0 else None
         leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
         if topology.rank != 0:
-            self._start(topology, identity, leader)
+            self._start(components, topology, identity, leader)
         self._leader = leader
 
-    def _start(self, topology: Topology, model: ModelId, leader: RankAddress | None) -> RankAddress:
+    def _start(
+        self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None
+    ) -> RankAddress:
         """Start the manager of this rank. Returns the address of its instance, if this is rank 0."""
         listen = self._options.listen_on(rank=topology.rank, dp_rank=self._config.parallel_config.data_parallel_index)
         settings = self._options.rank_settings(listen=listen, leader=None if leader is None else leader.address)
-        self._manager = manager = KVManager(topology=topology, components=self._components, model=model, **settings)
+        self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
         self._peers = Peers(manager, frozenset(settings["peer_keys"].values()))
         keys = settings["keys"]
         return RankAddress(manager.name, manager.address, None if keys is None else keys.public)

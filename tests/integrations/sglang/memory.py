@@ -6,7 +6,7 @@ shares no code with the package under test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,10 +159,9 @@ class Memory:
 
     # -- what SGLang says of it --------------------------------------------------------------------------------------
 
-    def facts(self, pp_rank: int | None = None) -> Facts:
-        """The facts of this rank, or of the rank at the same place in another stage."""
-        model = self.model
-        rank = self.topology if pp_rank is None else self.topology.at(pp_rank * self.topology.tp + self.topology.tp_rank)
+    def facts(self) -> Facts:
+        """The facts of this rank."""
+        model, rank = self.model, self.topology
 
         def pages(layers: tuple[int, ...], heads: int | None) -> PageFacts | None:
             return PageFacts(layers=layers, dtype="float32", dims=model.dims, num_kv_heads=heads) if layers else None
@@ -196,8 +195,10 @@ class Memory:
             ring=RingFacts(layers=ring, row_nbytes=48) if ring else None,
         )
 
-    def stages(self) -> list[Facts]:
-        return [self.facts(stage) for stage in range(self.topology.pp)]
+    def stages(self) -> list[Memory]:
+        """The ranks at this one's place in every pipeline stage."""
+        stages = (replace(self.topology, pp_rank=stage) for stage in range(self.topology.pp))
+        return [self if each == self.topology else Memory(self.model, each, page_size=self.page_size) for each in stages]
 
     def kv_args(self, **changes: Any) -> SimpleNamespace:
         """`KVArgs` over these pools: K of all layers, then V, then draft layers; states in SGLang's order."""

@@ -17,6 +17,7 @@ from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import bind
 from disagg.layout.election import elect
 from disagg.layout.plan import make_plan
+from disagg.layout.stages import join_stages
 from disagg.state.declare import Block
 from tests.integrations.sglang.memory import Memory, Model, Request
 
@@ -47,7 +48,13 @@ def request(memory: Memory, num_tokens: int, *, seed: int, prefix: int = 0) -> R
 
 
 def rank(memory: Memory) -> LocalRank:
-    return LocalRank.of(memory.topology, components(memory.kv_args(), memory.stages(), pp_rank=memory.topology.pp_rank))
+    """What a manager knows of this rank and of the others."""
+
+    def gather(_: object) -> list[object]:
+        return [{part.name: part.layouts for part in components(each.kv_args(), each.facts())} for each in memory.stages()]
+
+    own = join_stages(lambda: components(memory.kv_args(), memory.facts()), topology=memory.topology, gather=gather)
+    return LocalRank.of(memory.topology, own)
 
 
 def copy(sources: Sequence[Memory], destinations: Sequence[Memory], at: Sequence[Request], to: Sequence[Request]) -> None:
@@ -107,7 +114,7 @@ def test_two_pipeline_stages_to_one() -> None:
 def test_components_have_the_names_of_other_servers() -> None:
     """A model with several kinds of layers has one component for each, whatever the number of pools."""
     names = {
-        name: [part.name for part in components(memory.kv_args(), memory.stages())]
+        name: [part.name for part in components(memory.kv_args(), memory.facts())]
         for name, memory in ((name, Memory(MODELS[name], Topology())) for name in ("heads", "latents", "window in whole pages"))
     }
     assert names == {"heads": ["kv"], "latents": ["mla"], "window in whole pages": ["kv.0", "kv.1", "kv.2"]}
@@ -146,4 +153,4 @@ def test_what_contradicts_the_facts_is_refused(changes: dict[str, object], messa
     lists = [[*args.kv_data_ptrs], [*args.kv_data_lens], [*args.kv_item_lens]]
     states = {f"state_{name}": [each] * 2 for name, each in zip(("data_ptrs", "data_lens", "item_lens"), lists, strict=True)}
     with pytest.raises(ConfigError, match=message):
-        components(SimpleNamespace(**{**vars(args), **states, **changes}), memory.stages())
+        components(SimpleNamespace(**{**vars(args), **states, **changes}), memory.facts())
