@@ -44,16 +44,25 @@ def run(
     grace_s: float = GRACE_S,
     requests: int = 0,
     slow: float = 1.0,
+    sysctls: Sequence[str] = (),
 ) -> Report:
     """Run once and return the report. Ends early once a rank has crashed, lost a thread or not started.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
     `grace_s`: how long rows may take to be released at the end. `requests`: how many are started at least, spread over the
-    rounds. Deadlines and intervals are multiplied by `slow`.
+    rounds. Deadlines and intervals are multiplied by `slow`. `sysctls`: settings of two hosts, as `NAME=VALUE`.
     """
-    report = Report(engine, transport or TRANSPORTS.get(engine, "auto"), hosts, seed, rounds, "on" if fencing else "off")
+    report = Report(
+        engine,
+        transport or TRANSPORTS.get(engine, "auto"),
+        hosts,
+        seed,
+        rounds,
+        "on" if fencing else "off",
+        sysctls=list(sysctls),
+    )
     report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
-    between = Hosts() if hosts == 2 else None
+    between = Hosts(sysctls) if hosts == 2 else None
     link = RdmaLink(0) if report.transport == "rdma" else None
     if link is not None:
         link.create()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from disagg.commands.doctor import children, engines, network
 from disagg.commands.doctor.environment import environment
 from disagg.commands.doctor.examination import examine, worst
-from disagg.commands.doctor.machine import congestion, gpus, ptrace, shared_memory
+from disagg.commands.doctor.machine import congestion, gpus, ptrace, retransmission, shared_memory
 from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, Machine
 from disagg.machine.rdma import memlock, rdma, rdma_refusal
@@ -318,6 +319,28 @@ def test_ptrace_scope_and_congestion_control(tmp_path: Path) -> None:
     assert "kernel.yama.ptrace_scope is 1" in ptrace(machine).cause
     assert congestion(machine).fix == "sysctl -w net.ipv4.tcp_congestion_control=reno"
     assert congestion(put(tmp_path, {"proc/sys/net/ipv4/tcp_congestion_control": "cubic"})).level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("longest", "attempts", "level", "cause"),
+    [
+        ("120000", "15", Level.OK, "as long again as the cut; at most 1 s with sysctl"),
+        ("1000", "120", Level.OK, r"waits at most 1 s, and keeps its connections for 119 s"),
+        (
+            "1000",
+            "15",
+            Level.WARNING,
+            r"after 14 s without an answer \(net.ipv4.tcp_rto_max_ms=1000, net.ipv4.tcp_retries2=15\)",
+        ),
+        ("120000", "5", Level.WARNING, "after 13 s without an answer"),
+        ("", "15", Level.OK, "Linux 6.15 and newer can shorten that"),
+    ],
+)
+def test_how_long_tcp_waits_after_a_cut(tmp_path: Path, longest: str, attempts: str, level: Level, cause: str) -> None:
+    files = {"proc/sys/net/ipv4/tcp_rto_max_ms": longest, "proc/sys/net/ipv4/tcp_retries2": attempts}
+    found = retransmission(put(tmp_path, {name: value for name, value in files.items() if value}))
+    assert found.level is level
+    assert re.search(cause, found.cause)
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
