@@ -10,7 +10,7 @@ from typing import Any
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
-from disagg.core.errors import DisaggError, LayoutError, PeerUnreachable, RemoteProtocolError
+from disagg.core.errors import LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rings import Ring
 from disagg.core.thread_log import ThreadLog
@@ -247,7 +247,7 @@ class Handshake:
             prepared = prepare(self._backend, engine, plan)
             pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)
             unpack = stream_maker(self._memory if self._packs else None, incoming, source=False)
-        except DisaggError:
+        except BaseException:
             self._backend.disconnect(engine)
             raise
         gathers_from = self._backend.gathers_from(engine) if isinstance(self._backend, Gathering) else None
@@ -306,8 +306,8 @@ class Handshake:
         """Close the engine's connection to a rank."""
         try:
             self._backend.disconnect(rank.engine)
-        except DisaggError as error:
-            logger.warning("%s: disconnecting %s: %s", self.me, peer, error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it concerns this peer only)
+            logger.warning("%s: disconnecting %s: %s: %s", self.me, peer, type(error).__name__, error)
 
     def disconnect(self, peer: PeerRank, epoch: int) -> RemoteRank | None:
         """Forget a rank at an epoch. Returns the rank, whose engine is to be fenced, or `None` if it was not connected."""

@@ -140,18 +140,24 @@ class ActiveJob:
         return settled
 
     def _poll_transfer(self, transfer: Transfer) -> bool:
-        """Whether a transfer has settled; its error becomes the job's."""
-        status = transfer.poll()
+        """Whether a transfer has settled; its error becomes the job's. An engine that raises does not say that it has."""
+        try:
+            status, error = transfer.poll(), transfer.error
+        except Exception as raised:  # noqa: BLE001 (of an engine that breaks its contract: other jobs go on)
+            status, error = TransferStatus.UNSETTLED, f"{type(raised).__name__}: {raised}"
         if status is TransferStatus.PENDING:
             return False
         if status is not TransferStatus.DONE:
-            self._report.error = self._report.error or transfer.error or "the transfer failed"
+            self._report.error = self._report.error or error or "the transfer failed"
         if status is TransferStatus.UNSETTLED:
             if not self.is_unsettled:
                 self.is_unsettled = True
                 self._reports.append(Settled(ticket=self.job.ticket, error=self._report.error, unsettled=True))
             return False
-        transfer.close()
+        try:
+            transfer.close()
+        except Exception:
+            logger.exception("a settled transfer could not be closed")
         return True
 
     def _end(self) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Op, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
-from disagg.core.errors import DisaggError
 from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled
 from disagg.transfer.staging import RemoteRing, SlotPool
 
@@ -120,7 +119,7 @@ class PackedWrite:
                 write.packing = self._stream.gather(self._offset, nbytes, local)
                 if write.packing is None:
                     write.transfer = self._post(write)
-        except DisaggError as error:
+        except Exception as error:  # noqa: BLE001 (other jobs go on, whatever the engine raises)
             self._drop(write, error)
             return False
         self._offset += nbytes
@@ -188,7 +187,7 @@ class PackedWrite:
                 self._drop(write)
             else:
                 write.transfer = self._post(write)
-        except DisaggError as error:
+        except Exception as error:  # noqa: BLE001 (as above)
             write.packing = None
             self._drop(write, error)
         return True

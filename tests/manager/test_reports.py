@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from disagg import Pages, RequestTimeout, new_request_id
+from disagg.backends.base import Op, RemotePeer, Transfer, TransferStatus
+from disagg.core.copies import CopyBatch
 from disagg.core.leases import LeaseState
 from disagg.runtime import paths
 from disagg.testing import reference
@@ -202,6 +204,60 @@ def test_a_failed_ready_event_ends_its_request_only(side: str, verify: str, engi
         assert not sender.wait(timeout_s=DEADLINE_S).ok
         assert (instances.decode[0].pools[0][0].view(np.uint8) == reference.CANARY).all()
         assert all(event.ok for event in instances.transfer(20))
+
+
+class RaisingTransfer:
+    """A transfer whose method `broken` raises; the engine's own is in `inner`."""
+
+    completion = None
+
+    def __init__(self, inner: Transfer, broken: str) -> None:
+        self._inner, self._broken = inner, broken
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def poll(self) -> TransferStatus:
+        if self._broken == "poll":
+            raise ZeroDivisionError("a fault of the engine")
+        return self._inner.poll()
+
+    def close(self) -> None:
+        self._inner.close()
+        if self._broken == "close":
+            raise ZeroDivisionError("a fault of the engine")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["direct", "packed"])
+@pytest.mark.parametrize("broken", ["submit", "poll", "close"])
+def test_an_engine_that_raises_costs_its_request_only(
+    broken: str, packed: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a status it is not known that a write has ended, so its rows stay."""
+    options = {"backend": inject(engine, BackendFaults()), "pack_below": 1 << 20 if packed else 0}
+    with cluster(Side(), Side(page=8, num_pages=16), settings=options) as instances:
+        backend, request = instances.prefill[0].manager.backend, new_request_id()
+        submit = backend.submit
+
+        def break_once(op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+            monkeypatch.undo()
+            if broken == "submit":
+                raise ZeroDivisionError("a fault of the engine")
+            return RaisingTransfer(submit(op, peer, copies), broken)
+
+        monkeypatch.setattr(backend, "submit", break_once)
+        receiver = receive(instances.decode[0], request, PageList((9, 10, 11)), need=(0, 20))
+        sender = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20, deadline_s=2.0)
+        received, sent = (each.wait(timeout_s=DEADLINE_S) for each in (receiver, sender))
+        assert received.ok == sent.ok == (broken == "close")
+        assert received.lease.released == sent.lease.released == (broken != "poll")
+        if broken != "close":
+            assert "a fault of the engine" in str(received.error)
+        other = new_request_id()
+        receiver = receive(instances.decode[0], other, PAGES, need=(0, 20))
+        assert send(instances.prefill[0], other, PageList((0, 1, 2, 3, 4)), 20).wait(timeout_s=DEADLINE_S).ok
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
 
 
 def test_rows_are_bound_before_their_ready_event(monkeypatch: pytest.MonkeyPatch) -> None:
