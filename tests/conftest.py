@@ -21,6 +21,8 @@ settings.register_profile("nightly", max_examples=500, deadline=None, print_blob
 settings.load_profile(os.environ.get("TEST_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
 
 COVERED_FOLDERS = ("core", "layout", "models", "protocol", "state")
+RUN_MODELS = ("test_equal_tokens.py", "test_real_caches.py")
+"""Tests of real models, where tracing would slow down the models and not this package."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -35,12 +37,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Trace only the pure core's own tests, and none that use Hypothesis.
+    """Trace only the pure core's own tests, and none that use Hypothesis or run a model.
 
     A traced test takes twice as long, and the coverage of random examples varies between runs.
     """
     folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
-    is_covered = folder in COVERED_FOLDERS and not is_hypothesis_test(getattr(item, "obj", None))
+    is_covered = folder in COVERED_FOLDERS and item.path.name not in RUN_MODELS
+    is_covered = is_covered and not is_hypothesis_test(getattr(item, "obj", None))
     tracers = sys.gettrace(), threading.gettrace()
     if is_covered or not type(tracers[0]).__module__.startswith("coverage"):  # keep a debugger's tracer, too
         return (yield)
