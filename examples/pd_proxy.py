@@ -31,6 +31,8 @@ logger = logging.getLogger("pd_proxy")
 
 ONE_TOKEN = {"stream": False, "max_tokens": 1, "n": 1}
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
+FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
 PASSED_ON = ("Authorization", "X-Request-Id")
 RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
@@ -202,7 +204,7 @@ class Proxy:
             yield
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = {name: value for name, value in (await request.json()).items() if name not in FOR_SERVERS_ONLY}
         until = time.monotonic() + self._retry_s
         while True:
             try:

@@ -99,7 +99,7 @@ class EtcdPeers:
             name = entry.key.removeprefix(first).decode(errors="replace")
             try:
                 found[name] = msgspec.json.decode(entry.value, type=Found)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._warnings.warning("discovery: %s%s in %s is no announcement: %s", self._prefix, name, self._client, error)
         return found
 

@@ -44,12 +44,15 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         """The settings of an engine, from `kv_connector_extra_config` and variables `DISAGG_*`."""
         return cls.load(environ=os.environ, **{"name": engine_id, **extra})
 
-    def rank_settings(self, *, listen: str, leader: str | None) -> dict[str, Any]:
-        """The keyword arguments of one rank's `KVManager`. Only rank 0 serves metrics.
+    def rank_settings(self, *, listen: str, leader: str | None, dp_rank: int = 0) -> dict[str, Any]:
+        """The keyword arguments of one rank's `KVManager`. Only rank 0 of a data-parallel replica serves metrics, at the
+        configured port plus the replica's number.
 
         A rank admits peers that nobody configured: with keys those whose key is known, else whoever reaches it.
         """
         metrics_port = self.metrics_port if leader is None else None
+        if metrics_port:
+            metrics_port += dp_rank
         return {
             **self.manager_arguments(),
             "listen": listen,

@@ -75,7 +75,9 @@ def _refuses(address: str) -> bool:
         with socket.socket(family, kind, protocol) as probe:
             probe.setblocking(False)
             error = probe.connect_ex(where)
-            if error == errno.EINPROGRESS and select.select([], [probe], [], PROBE_S)[1]:
+            poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
+            poll.register(probe, select.POLLOUT)
+            if error == errno.EINPROGRESS and poll.poll(PROBE_S * 1000):
                 error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     except OSError:
         return False

@@ -57,7 +57,10 @@ def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topolo
     `ConfigError` if it failed on another stage, or if two stages describe the same layer.
     """
     try:
-        own = {component.name: component for component in describe()}
+        described = list(describe())
+        own = {component.name: component for component in described}
+        if len(own) != len(described):
+            raise ConfigError(f"expected each component once, found {[component.name for component in described]}")  # noqa: TRY301
     except Exception as error:
         gather(f"{type(error).__name__}: {error}")  # the other stages wait for this one
         raise

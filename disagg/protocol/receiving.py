@@ -289,18 +289,18 @@ class Receives:
         """Its requests end. Rows that it may still write stay leased until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
-            if writer.state.quiet:
-                continue
+            if writer.state.quiet or writer.state is WriterState.LOST:
+                continue  # what an earlier process of the peer may still write, no loss of a later one proves
             if writer.reserve is not None:
                 writer.state, writer.lost_at = WriterState.LOST, epoch
                 self._effects.append(QuarantineLease(session.lease, f"{peer} is gone and may still write: {cause}"))
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
 
-    def peer_back(self, peer: PeerRank, now: float) -> None:
-        """A lost peer's process is connected again: resend the abort, to get its proof."""
+    def peer_back(self, peer: PeerRank, now: float, *, epoch: int = 0) -> None:
+        """The process of a peer that was lost at that epoch is connected again: resend the abort, to get its proof."""
         for session in self.sessions.values():
             writer = session.writers.get(peer)
-            if writer is not None and writer.state is WriterState.LOST:
+            if writer is not None and writer.state is WriterState.LOST and writer.lost_at == epoch:
                 writer.state = WriterState.ABORTING
                 self._send_abort(session, peer, writer, now)
 

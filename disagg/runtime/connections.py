@@ -78,7 +78,7 @@ class Connections:
         self._connecting: dict[PeerRank, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
         self._semaphore = threading.BoundedSemaphore(MAX_CONNECTING)
-        self._lost: dict[PeerRank, int] = {}
+        self._lost: dict[tuple[PeerRank, int], None] = {}  # by epoch
         self._fencing: dict[tuple[PeerRank, int], _Fencing] = {}
         self._next_check = 0.0
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -166,9 +166,10 @@ class Connections:
             return
         self._handshake.add(ready.peer, rank)
         self.check_soon()
-        if self._lost.pop(ready.peer, None) == ready.epoch:
+        if (ready.peer, ready.epoch) in self._lost:
+            del self._lost[ready.peer, ready.epoch]
             self._fencing.pop((ready.peer, ready.epoch), None)
-            self._sessions.receives.peer_back(ready.peer, now)
+            self._sessions.receives.peer_back(ready.peer, now, epoch=ready.epoch)
         self._on_connected(ready.peer)
 
     # -- losing ------------------------------------------------------------------------------------------------------
@@ -178,7 +179,10 @@ class Connections:
         level = logging.INFO if lost.announced else logging.WARNING
         logger.log(level, "%s: lost %s: %s", self._handshake.me, lost.peer, lost.cause)
         self.num_losses[lost.peer.instance] += 1
-        self._lost[lost.peer] = lost.epoch
+        self._lost.pop((lost.peer, lost.epoch), None)
+        if len(self._lost) >= MAX_FENCING:
+            del self._lost[next(iter(self._lost))]
+        self._lost[lost.peer, lost.epoch] = None
         self._connecting.pop(lost.peer, None)
         self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
         rank = self._handshake.disconnect(lost.peer, lost.epoch)

@@ -92,10 +92,12 @@ class RequestTable:
 
     def take_events(self) -> list[Event]:
         """Every event since the last call."""
-        with self._lock, contextlib.suppress(OSError):  # nothing to read
-            if self._event_fd >= 0:
-                os.eventfd_read(self._event_fd)
-        return [self._ended.popleft().take() for _ in range(len(self._ended))]
+        with self._lock:  # several threads may ask
+            with contextlib.suppress(OSError):  # nothing to read
+                if self._event_fd >= 0:
+                    os.eventfd_read(self._event_fd)
+            ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        return [each.take() for each in ended]
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""

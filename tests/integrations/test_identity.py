@@ -103,6 +103,7 @@ def test_only_rank_0_serves_metrics() -> None:
     options = Options.read({"metrics_port": 9400}, engine_id="a")
     assert options.rank_settings(listen="tcp://127.0.0.1:0", leader=None)["metrics_port"] == 9400
     assert options.rank_settings(listen="tcp://127.0.0.1:0", leader="tcp://127.0.0.1:1")["metrics_port"] is None
+    assert options.rank_settings(listen="tcp://127.0.0.1:0", leader=None, dp_rank=2)["metrics_port"] == 9402
 
 
 @pytest.mark.parametrize("wrong", [{"hold_s": 0}, {"load_timeout_s": "soon"}, {"no_such_key": 1}])

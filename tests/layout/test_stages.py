@@ -116,6 +116,11 @@ def test_a_stage_that_fails_ends_the_others() -> None:
         assert str(other) == "pipeline stage 1 could not describe its layers: OSError: no memory is left"
 
 
+def test_two_components_of_one_name_are_refused() -> None:
+    for found in Stages(Topology(pp=2)).join(lambda rank: latents(rank) * 2):
+        assert "expected each component once, found ['mla', 'mla']" in str(found)
+
+
 def latents(rank: Topology) -> list[Component]:
     return [paged.mla({3: np.zeros((5, 16, 6))}, dim=6, topology=rank)]
 

@@ -187,6 +187,21 @@ def test_a_lost_writer_that_reconnects_gets_an_abort_for_its_proof() -> None:
     assert not other.lease.released
 
 
+def test_a_later_process_of_a_peer_proves_nothing_for_an_earlier_one() -> None:
+    """The first process is cut off and may still write; the second one of that name connects, and dies."""
+    sessions = Sessions()
+    session = receive(sessions, expected=ONE)
+    sessions.peer_lost(P0, "cut off", 1.0, epoch=1)
+    take_messages(sessions)
+    sessions.receives.peer_back(P0, 2.0, epoch=2)
+    assert take_messages(sessions) == []
+    sessions.peer_lost(P0, "killed", 3.0, epoch=2)
+    sessions.receives.peer_quiet(P0, epoch=2)
+    assert session.lease.state is LeaseState.QUARANTINED
+    sessions.receives.peer_quiet(P0, epoch=1)
+    assert session.lease.released
+
+
 def test_an_ended_request_is_dropped_before_its_deadline() -> None:
     """Otherwise 1,000 requests a second with deadlines of a minute would keep 60,000 ended sessions."""
     sessions = Sessions()

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from disagg.core.errors import LayoutError
+from disagg.core.errors import LayoutError, LocalProtocolError
 from disagg.core.rows import Pages, Rows, Slot, TokenRange
 from disagg.integrations.sglang.facts import Facts
 from disagg.state.window import ring_rows
 
 
 def request_id(room: int) -> bytes:
-    """The request id of a room."""
+    """The request id of a room. Raises `LocalProtocolError` for a number that a room cannot have: clients may give any."""
+    if not 0 <= room < 2**128:
+        raise LocalProtocolError(f"bootstrap_room: expected 0 to 2**128 - 1, found {room}")
     return room.to_bytes(16, "big")
 
 

@@ -95,6 +95,7 @@ class WorkerHalf:
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
+        self._clears_blocks = bool(getattr(kv, "needs_kv_cache_zeroing", False))
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._results = TransferResults()
@@ -140,8 +141,10 @@ class WorkerHalf:
         self, components: Sequence[Component], topology: Topology, model: ModelId, leader: RankAddress | None
     ) -> RankAddress:
         """Start the manager of this rank. Returns the address of its instance, if this is rank 0."""
-        listen = self._options.listen_on(rank=topology.rank, dp_rank=self._config.parallel_config.data_parallel_index)
-        settings = self._options.rank_settings(listen=listen, leader=None if leader is None else leader.address)
+        replica = self._config.parallel_config.data_parallel_index
+        listen = self._options.listen_on(rank=topology.rank, dp_rank=replica)
+        to_join = None if leader is None else leader.address
+        settings = self._options.rank_settings(listen=listen, leader=to_join, dp_rank=replica)
         self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
         self._peers = Peers(manager, frozenset(settings["peer_keys"].values()))
         keys = settings["keys"]
@@ -190,7 +193,9 @@ class WorkerHalf:
         self._end_late_sends()
         waits, self._was_idle = idle and self._was_idle, idle
         if waits and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
-            select.select([manager], [], [], IDLE_WAIT_S)
+            poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
+            poll.register(manager, select.POLLIN)
+            poll.poll(IDLE_WAIT_S * 1000)
         for event in manager.events():
             if isinstance(event.tag, _Send):
                 self._sent(event.tag, event)
@@ -291,6 +296,7 @@ class WorkerHalf:
             attempt=load.hand_off.remote_attempt,
             rows=self._rows(load.blocks, start=0, incremental=None),
             need={cache.name: cache.group.needed(load.start, load.stop) for cache in self._caches},
+            ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
             deadline_s=self._options.load_timeout_s,
             tag=receive,
             label=load.req_id,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from disagg import ConfigError, Topology
+from disagg import ConfigError, LocalProtocolError, Topology
 from disagg.integrations.sglang.layout import components
-from disagg.integrations.sglang.rows import full_pages, needs, state_rows
+from disagg.integrations.sglang.rows import full_pages, needs, request_id, state_rows
 from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import bind
 from disagg.layout.election import elect
@@ -118,6 +118,12 @@ def test_components_have_the_names_of_other_servers() -> None:
         for name, memory in ((name, Memory(MODELS[name], Topology())) for name in ("heads", "latents", "window in whole pages"))
     }
     assert names == {"heads": ["kv"], "latents": ["mla"], "window in whole pages": ["kv.0", "kv.1", "kv.2"]}
+
+
+@pytest.mark.parametrize("room", [-1, 2**128])
+def test_a_room_that_cannot_be_is_refused(room: int) -> None:
+    with pytest.raises(LocalProtocolError, match=f"bootstrap_room: expected 0 to .*, found {room}"):
+        request_id(room)
 
 
 def test_pages_that_later_requests_use_are_needed_whole() -> None:
