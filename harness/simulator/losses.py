@@ -72,7 +72,7 @@ class Losses:
             return
         ended, host.epochs[peer] = host.epochs[peer], epoch
         self._world.act(host, partial(host.sessions.peer_lost, peer, "connection reset", self._world.now, epoch=ended))
-        host.unproved.add(peer)
+        host.unproved.add((peer, ended))
         if proved:
             self._prove(host, peer, epoch, ended)
 
@@ -83,6 +83,5 @@ class Losses:
         if unaware or any({f.source.name, f.destination.name} == pair and f.epoch < epoch for f in world.flights):
             world.at(world.now + PROOF_RETRY_S, partial(self._prove, host, peer, epoch, ended), of=host)
         else:
-            if host.epochs[peer] == epoch:
-                host.unproved.discard(peer)
+            host.unproved.discard((peer, ended))
             world.act(host, partial(host.sessions.peer_quiet, peer, epoch=ended))

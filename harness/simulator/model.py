@@ -122,7 +122,7 @@ class Host:
         self.free = list(range(NUM_ROWS))
         self.opened: list[OpenSession] = []
         self.events: dict[int, Event] = {}
-        self.unproved: set[PeerRank] = set()
+        self.unproved: set[tuple[PeerRank, int]] = set()  # by the epoch that was lost
 
     @property
     def process(self) -> int:
