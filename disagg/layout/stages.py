@@ -57,10 +57,7 @@ def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topolo
     `ConfigError` if it failed on another stage, or if two stages describe the same layer.
     """
     try:
-        described = list(describe())
-        own = {component.name: component for component in described}
-        if len(own) != len(described):
-            raise ConfigError(f"expected each component once, found {[component.name for component in described]}")  # noqa: TRY301
+        own = _by_name(describe())
     except Exception as error:
         gather(f"{type(error).__name__}: {error}")  # the other stages wait for this one
         raise
@@ -76,6 +73,14 @@ def join_stages(describe: Callable[[], Sequence[Component]], *, topology: Topolo
         known = own.get(name) or Component(name, layouts, None, (), topology)
         joined.append(replace(known, layouts=layouts, joined=True))
     return joined
+
+
+def _by_name(components: Sequence[Component]) -> dict[str, Component]:
+    """Raises `ConfigError` if two have the same name."""
+    found = {component.name: component for component in components}
+    if len(found) != len(components):
+        raise ConfigError(f"expected each component once, found {[component.name for component in components]}")
+    return found
 
 
 def _join(name: str, stages: Sequence[Mapping[str, Layouts]], topology: Topology) -> Layouts:

@@ -290,7 +290,7 @@ class Receives:
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet or writer.state is WriterState.LOST:
-                continue  # what an earlier process of the peer may still write, no loss of a later one proves
+                continue  # the loss of a later process proves nothing about an earlier one
             if writer.reserve is not None:
                 writer.state, writer.lost_at = WriterState.LOST, epoch
                 self._effects.append(QuarantineLease(session.lease, f"{peer} is gone and may still write: {cause}"))

@@ -143,7 +143,7 @@ class Channel:
     def _set_up(self, socket: zmq.Socket[bytes], public_key: str | None, *, ipv6: bool) -> None:
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)  # TCP repeats a lost SYN ever later, up to 16 s
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)  # TCP waits up to 16 s before it retransmits a SYN
         socket.setsockopt(zmq.IPV6, int(ipv6))
         if self._keys is not None and public_key is not None:
             socket.curve_serverkey = public_key.encode()

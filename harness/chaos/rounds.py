@@ -285,6 +285,6 @@ def _cpu_share(chaos: Chaos, rank: RankProcess) -> float:
     for seconds in (IDLE_S, 0.0):
         chaos.pump(chaos.states_satisfy(bool, [rank]), chaos.load.grace_s, f"{rank.name}: no answer")
         times.append((time.monotonic(), rank.state["cpu_s"]))
-        time.sleep(seconds)  # and ask for no state meanwhile
+        time.sleep(seconds)  # `chaos.wait` asks for the state, which takes CPU time
     (began, cpu_before), (ended, cpu_after) = times
     return float(cpu_after - cpu_before) / (ended - began)

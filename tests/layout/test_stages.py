@@ -100,8 +100,8 @@ def test_stages_that_describe_themselves_have_the_table_of_stages_that_know_all(
         assert isinstance(found, list), found
         assert [part.name for part in found] == ["kv", "ssm"]
         assert {part.name: part.layouts for part in found} == expected
-        own = ("kv" if KV_LAYERS[stage] else "", "ssm" if SLOT_LAYERS[stage] else "")
-        assert LocalRank.of(replace(TOPOLOGY, pp_rank=stage), found).placements.keys() == set(own) - {""}
+        rank = replace(TOPOLOGY, pp_rank=stage)
+        assert LocalRank.of(rank, found).placements.keys() == {part.name for part in hybrid(rank, whole=False)}
 
 
 def test_a_stage_that_fails_ends_the_others() -> None:

@@ -108,7 +108,7 @@ FIRST_WAIT_S, SHORTEST_LIFE_S = 0.2, 60.0
 
 
 def retransmission(machine: Machine) -> Finding:
-    """How long TCP waits between two attempts to repeat what was lost, and when it gives a connection up.
+    """How long TCP waits before it retransmits, and when it drops a connection.
 
     The wait begins at 0.2 s and doubles up to `tcp_rto_max_ms` (Linux 6.15), so after a cut it lasts up to as long again as the
     cut did. The connection ends after `tcp_retries2` attempts (both: `Documentation/networking/ip-sysctl.rst` of Linux).
