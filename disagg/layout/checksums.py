@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.core import _native
+from disagg.core.errors import LayoutError
 from disagg.core.memory import ITEMSIZE
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.layout.binding import token_runs
@@ -158,10 +159,28 @@ def page_range(plan: ChecksumPlan, need: tuple[int, int], *, sample: bytes | Non
     """
     if plan.destination.tokens is None:
         return PageRange(0, 1, np.ones(1, dtype=np.bool_))
-    size = plan.destination.page_size
-    start, stop = (count_tokens(plan.destination, token, need[1]) for token in need)
-    first, stop = start // size, -(-stop // size) if stop > start else start // size
+    first, stop = _pages_of(plan.destination, need)
     return PageRange(first, stop, _choose(plan, stop - first, sample))
+
+
+def _pages_of(space: RowSpace, need: tuple[int, int]) -> tuple[int, int]:
+    """The pages that hold tokens of `need`, by index among the pages of the request."""
+    size = space.page_size
+    start, stop = (count_tokens(space, token, need[1]) for token in need)
+    return start // size, -(-stop // size) if stop > start else start // size
+
+
+def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
+    """Check that the destination, a peer, lists as many pages as its `need` spans: each of them gets a checksum.
+
+    Raises `LayoutError`.
+    """
+    if plan.destination.tokens is None or not isinstance(rows, Pages):
+        return
+    first, stop = _pages_of(plan.destination, need)
+    if stop - first > len(rows.ids):
+        what = f"component {plan.name!r}, destination: tokens [{need[0]}, {need[1]}) need {stop - first} pages"
+        raise LayoutError(f"{what}, {len(rows.ids)} are listed")
 
 
 def _choose(plan: ChecksumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from collections import deque
 from disagg.protocol.messages import Abort, Complete, Drained
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.timers import Timers, back_off
-from disagg.protocol.types import Effect, Limits, PeerRank, SendMessage, StartTransfer, Ticket
+from disagg.protocol.types import CancelTransfers, Effect, Limits, PeerRank, SendMessage, StartTransfer, Ticket
 
 
 class DestinationSteps:
@@ -74,6 +74,8 @@ class DestinationSteps:
         destination.knows_failure = knows
         if not knows:
             self.send(session, peer, destination, session.abort(destination), now)
+        if destination.in_flight:
+            self._effects.append(CancelTransfers(peer, session.key))
         self.progress(session, peer, destination, now)
 
     def resend(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:

@@ -106,6 +106,10 @@ class Parked:
         for key, parked in [found for found in self._order if found[1] == peer]:
             self.drop(parked, key)
 
+    def forget(self, instance: str) -> None:
+        for key, parked in [found for found in self._order if found[1].instance == instance]:
+            self.drop(parked, key)
+
     @property
     def next_expiry(self) -> float:
         return next(iter(self._order.values()), NEVER)

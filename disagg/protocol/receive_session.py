@@ -17,6 +17,7 @@ from disagg.protocol.messages import (
     Reserve,
     TokenRange,
     Verify,
+    Written,
     pack_rows,
 )
 from disagg.protocol.types import (
@@ -61,6 +62,12 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveStep], ReceiveState] = {
 }
 
 
+MAX_STEPS = 1 << 16
+"""Steps to account for one complete message: ranges, times the layers that each names. Honest writers join their ranges."""
+MAX_NAMED = 8
+"""Missing ranges that an error names."""
+
+
 class Coverage:
     """Which tokens of which layers one writer has accounted for, of one component."""
 
@@ -71,21 +78,25 @@ class Coverage:
         """Missing ranges of every layer, until layers are tracked one by one."""
         self._by_layer: dict[int, list[TokenRange]] | None = None
 
-    def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
-        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored."""
+    def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> int:
+        """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored. Returns the number of steps
+        that this took.
+        """
         if start >= stop:
-            return
+            return 1
         if self._by_layer is None:
             if layers is None or layers == self._layers:
                 _take_away(self._missing, start, stop)
-                return
+                return 1
             self._by_layer = {layer: self._missing.copy() for layer in self._layers} if self._missing else {}
-        for layer in tuple(self._by_layer) if layers is None else layers:
+        found = tuple(self._by_layer) if layers is None else layers
+        for layer in found:
             left = self._by_layer.get(layer)
             if left is not None:
                 _take_away(left, start, stop)
                 if not left:
                     del self._by_layer[layer]
+        return 1 + len(found)
 
     @property
     def complete(self) -> bool:
@@ -101,8 +112,9 @@ class Coverage:
     def __str__(self) -> str:
         missing = self.missing
         layer, left = next(iter(missing.items()))
-        tokens = ", ".join(f"[{a}, {b})" for a, b in left)
-        return f"tokens {tokens} of layer {layer} ({len(missing)} layers incomplete)"
+        tokens = ", ".join(f"[{a}, {b})" for a, b in left[:MAX_NAMED])
+        more = f" and {len(left) - MAX_NAMED} more ranges" if len(left) > MAX_NAMED else ""
+        return f"tokens {tokens}{more} of layer {layer} ({len(missing)} layers incomplete)"
 
 
 def _take_away(left: list[TokenRange], start: int, stop: int) -> None:
@@ -145,6 +157,17 @@ class Writer:
     retry_s: float = 0.0
     reserve: Reserve | None = None
     lost_at: int | None = None
+
+    def account(self, written: Iterable[Written]) -> bool:
+        """Account for what it has written. Returns whether that took no more than `MAX_STEPS`."""
+        steps = 0
+        for each in written:
+            coverage = self.coverage.get(each.component)
+            if coverage is not None:
+                steps += coverage.add(each.layers, each.start, each.stop)
+            if steps > MAX_STEPS:
+                return False
+        return True
 
     @property
     def waiting(self) -> bool:

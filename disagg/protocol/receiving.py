@@ -23,6 +23,7 @@ from disagg.protocol.messages import (
     Verify,
 )
 from disagg.protocol.receive_session import (
+    MAX_STEPS,
     RECEIVE_TABLE,
     Coverage,
     Expected,
@@ -194,13 +195,14 @@ class Receives:
         if session is None or writer is None:
             self._answer_ended(peer, message)
             return
-        for written in message.written:
-            coverage = writer.coverage.get(written.component)
-            if coverage is not None:
-                coverage.add(written.layers, written.start, written.stop)
         if session.state is ReceiveState.ABORTING:
             writer.state = WriterState.QUIET
             self._settle(session)
+            return
+        if not writer.account(message.written):
+            writer.state = WriterState.COMPLETE
+            what = f"the complete message of {peer}: expected at most {MAX_STEPS} ranges, counted for each layer, found more"
+            self.abort(session, RequestAborted(what, cause=Cause.INCOMPLETE), now)
             return
         writer.payload, writer.owed, writer.sums = message.payload, dict(message.packed), message.sums
         self._conclude(session, peer, writer, now)

@@ -73,15 +73,22 @@ class SendTable:
         self.ended.put(session.peer, session.key, Tombstone(None, reason=reason))
         return True
 
+    def forget(self, instance: str) -> set[PeerRank]:
+        """Forget what is parked of an instance, and its ended attempts. Returns its ranks that are destinations."""
+        self.parked.forget(instance)
+        self.ended.forget(instance)
+        return {peer for session in self.sessions.values() for peer in session.destinations if peer.instance == instance}
+
     def has_ended(self, peer: PeerRank, key: RequestKey) -> Tombstone | None:
         """How an attempt has ended, towards that rank or towards all of its instance."""
         return self.ended.get(peer, key) or self.ended.get(peer.instance, key)
 
     def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
         """The peer and the attempt of an offered request are known."""
+        readers = self._readers_of(peer)
         del self.offers[_offer_of(session)]
         session.peer, session.key, session.any_attempt = peer, key, False
-        session.expected, session.peer_group_size = self._readers_of(peer)
+        session.expected, session.peer_group_size = readers
         return self._serve(session)
 
     def _serve(self, session: SendSession) -> list[tuple[PeerRank, Early]]:

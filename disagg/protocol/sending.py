@@ -268,6 +268,11 @@ class Sends:
                 destination.unsettled.clear()
                 self._settle(session)
 
+    def forget(self, instance: str) -> None:
+        """An instance is not known any more. A rank of it that was never connected may have reserved, and was not lost."""
+        for peer in self.table.forget(instance):
+            self.peer_lost(peer, f"{instance!r} was removed")
+
     def tick(self, session: SendSession, now: float) -> None:
         """Enforce the deadline of a session, and resend unanswered messages."""
         if now >= session.deadline and not session.reported:
@@ -319,14 +324,10 @@ class Sends:
         if not session.is_read and not session.released and (session.finished or session.error is not None):
             session.released = True
             self._effects.append(ReleaseLease(session.lease))
-        if session.reported and ended and session.released:
-            self._bury(session)
+        if session.reported and ended and session.released and self.table.remove(session, brief(session.error)):
+            self._timers.disarm(session)
 
     def _report(self, session: SendSession) -> None:
         session.reported = True
         ok, payload = session.error is None, session.payload
         self._effects.append(Event(session.key, session.peer, "send", ok, payload, session.error, session.lease, session.tag))
-
-    def _bury(self, session: SendSession) -> None:
-        if self.table.remove(session, brief(session.error)):
-            self._timers.disarm(session)

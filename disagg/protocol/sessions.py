@@ -135,9 +135,9 @@ class Sessions:
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def forget(self, instance: str) -> None:
-        """Forget the ended attempts of an instance."""
+        """Forget the attempts of an instance that is not known any more."""
         self.receives.forget(instance)
-        self.sends.table.ended.forget(instance)
+        self.sends.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""

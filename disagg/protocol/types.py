@@ -128,6 +128,13 @@ class StartTransfer(msgspec.Struct, frozen=True):
         return self.reserve.epoch in (0, epoch)
 
 
+class CancelTransfers(msgspec.Struct, frozen=True):
+    """Effect: a request has failed towards `peer`. Its transfers that were started and have not begun settle at once."""
+
+    peer: PeerRank
+    key: RequestKey
+
+
 class UnpackSlot(msgspec.Struct, frozen=True):
     """Effect: scatter the `filled` slot at `address` into the rows of `session`, a `ReceiveSession`, then call
     `Sessions.unpacked`. `grant` is the `GrantedRing` of the slot.
@@ -185,7 +192,17 @@ class StartVerify(msgspec.Struct, frozen=True):
     sums: Mapping[PeerRank, tuple[PartialChecksums, ...]]
 
 
-Effect = SendMessage | StartTransfer | StartVerify | UnpackSlot | CreditSlots | ReleaseLease | QuarantineLease | Event
+Effect = (
+    SendMessage
+    | StartTransfer
+    | CancelTransfers
+    | StartVerify
+    | UnpackSlot
+    | CreditSlots
+    | ReleaseLease
+    | QuarantineLease
+    | Event
+)
 
 
 def key_of(message: RequestMessage) -> RequestKey:

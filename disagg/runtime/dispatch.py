@@ -38,6 +38,7 @@ from disagg.protocol.peers import PeerTable
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
+    CancelTransfers,
     CreditSlots,
     Effect,
     Event,
@@ -282,6 +283,8 @@ class Dispatch:
                 self.send(peer, message)
             case StartTransfer() as start:
                 self._transfers.start(start, now)
+            case CancelTransfers() as cancelled:
+                self._transfers.cancel(cancelled, now)
             case UnpackSlot() as slot:
                 self._transfers.unpack(slot, now)
             case CreditSlots() as credited:

@@ -349,8 +349,7 @@ class Runtime:
         return self.directory.readers(name)
 
     def _on_connected(self, peer: PeerRank) -> None:
-        writing = self.handshake.writing(peer)
-        if writing is not None:
+        if (writing := self.handshake.writing(peer)) is not None:
             self._send(peer, writing)
         self.transfers.connected(peer, time.monotonic())
         self._on_peers_changed()
@@ -363,6 +362,7 @@ class Runtime:
         """A peer instance is not known any more."""
         self.openings.fail_all(name, f"peer {name!r} was removed")
         self.handshake.forget(name)
+        self.transfers.forget(name, time.monotonic())
         self.sessions.forget(name)
         self.connections.forget(name)
         self.directory.forgotten(name)

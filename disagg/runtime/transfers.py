@@ -11,7 +11,7 @@ from disagg.core.rows import Pages, Rows
 from disagg.protocol.messages import Filled, Message
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import CreditSlots, PeerRank, StartTransfer, Ticket, UnpackSlot
+from disagg.protocol.types import CancelTransfers, CreditSlots, PeerRank, StartTransfer, Ticket, UnpackSlot
 from disagg.runtime.accounting import Stats
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
@@ -135,10 +135,25 @@ class Transfers:
         for start in self._unconnected.pop(peer, []):
             self.start(start, now)
 
+    def cancel(self, cancelled: CancelTransfers, now: float) -> None:
+        """A request has failed: what waits for its rank to be connected never begins. The worker finds out by itself."""
+        waiting = self._unconnected.pop(cancelled.peer, [])
+        kept = [start for start in waiting if start.ticket.key != cancelled.key]
+        if kept:
+            self._unconnected[cancelled.peer] = kept
+        for start in waiting:
+            if start.ticket.key == cancelled.key:
+                self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
+
     def lost(self, peer: PeerRank, cause: str, now: float) -> None:
         """Fail what waited for this rank."""
         for start in self._unconnected.pop(peer, []):
             self._sessions.sends.settled(start.ticket, now=now, error=f"{peer} is gone: {cause}")
+
+    def forget(self, instance: str, now: float) -> None:
+        """Fail what waited for the ranks of an instance that is not known any more."""
+        for peer in [peer for peer in self._unconnected if peer.instance == instance]:
+            self.lost(peer, "it was removed", now)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

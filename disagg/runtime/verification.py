@@ -18,8 +18,17 @@ from disagg.core.errors import DisaggError, VerificationFailed
 from disagg.core.events import ReadyEvent
 from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import LocalRank
-from disagg.layout.checksums import ChecksumFunction, ChecksumPlan, Checksums, Words, checksum_rows, difference, page_range
-from disagg.protocol.messages import PartialChecksums, Verify
+from disagg.layout.checksums import (
+    ChecksumFunction,
+    ChecksumPlan,
+    Checksums,
+    Words,
+    check_listed,
+    checksum_rows,
+    difference,
+    page_range,
+)
+from disagg.protocol.messages import PartialChecksums, Verify, unpack_rows
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import RequestKey, StartTransfer, StartVerify, Ticket
 from disagg.runtime.accounting import Stats
@@ -35,12 +44,15 @@ MAX_THREADS = 4
 def checksum_sent(
     plans: Mapping[str, ChecksumPlan], start: StartTransfer, digest: ChecksumFunction
 ) -> tuple[PartialChecksums, ...]:
-    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools."""
+    """A writer's checksums of one chunk. Raises `LayoutError` for rows outside its pools, and for a reserve of fewer pages than
+    it needs.
+    """
     found = []
     for written in start.written:
         plan, rows = plans.get(written.component), start.chunk.rows.get(written.component)
         if plan is None or rows is None:
             continue
+        check_listed(plan, unpack_rows(start.reserve.rows[written.component]), start.reserve.need[written.component])
         sums = checksum_rows(
             plan,
             rows,

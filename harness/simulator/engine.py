@@ -8,7 +8,7 @@ from functools import partial
 from disagg.core.rows import Slot
 from disagg.protocol.messages import encode, unpack_rows
 from disagg.protocol.send_session import SendSession
-from disagg.protocol.types import PeerRank, StartTransfer
+from disagg.protocol.types import CancelTransfers, PeerRank, StartTransfer
 from harness.simulator.faults import TransferResult
 from harness.simulator.model import PAGE_TOKENS, Flight, Holding, Host, Move, Violation, cell
 from harness.simulator.network import Network
@@ -23,6 +23,7 @@ class Engine:
         self.num_transfers = 0
         self._world, self._network, self._rings = world, network, rings
         world.on(StartTransfer, self.start)
+        world.on(CancelTransfers, lambda *_: None)  # every transfer begins at once
 
     def start(self, host: Host, start: StartTransfer) -> None:
         """Start a transfer; the faults decide how it goes."""

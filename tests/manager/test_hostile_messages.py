@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
-from disagg import KVManager, new_request_id
-from disagg.protocol.messages import Abort, Complete, Drained, Message, Outcome, encode
+import pytest
+
+from disagg import KVManager, Pages, new_request_id
+from disagg.protocol.messages import Abort, Complete, Drained, Message, Outcome, Reserve, encode, pack_rows
 from disagg.protocol.types import PeerRank
 from tests.manager.test_metrics import scrape
 from tests.manager.test_peers import INVALID, MODEL, until
@@ -58,6 +61,22 @@ def test_invalid_and_forged_messages_of_an_accepted_peer_cost_no_other_peers_req
             assert all(rank.manager.health().ok for rank in victims.values())
         finally:
             hostile.manager.close()
+
+
+@pytest.mark.parametrize("log2_tokens", [29, 40])
+def test_a_reserve_that_needs_more_than_it_lists_costs_no_memory_for_checksums(log2_tokens: int) -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        request = new_request_id()
+        sender = send(prefill, request, instances.pages(prefill, 20), 20)
+        rows, need = {"kv": pack_rows(Pages([0, 1, 2]))}, {"kv": (0, 1 << log2_tokens)}
+        about: dict[str, Any] = {"request_id": request, "attempt": 0, "nonce": 7, "source_group": 0, "destination_group": 0}
+        data = encode(Reserve(**about, rows=rows, need=need, verify="full"))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        send_raw(decode.manager, PeerRank("prefill-0", 0), [data])
+        event = sender.wait(timeout_s=DEADLINE_S)
+        assert "pages, 3 are listed" in str(event.error)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_a_stranger_adds_no_label_to_the_metrics() -> None:

@@ -100,9 +100,14 @@ def test_success_needs_all_data_from_every_writer() -> None:
         ((Written(0, "kv", (2,), 16, 40), Written(1, "kv", (2,), 16, 40), ALL_OF_P1[1]), "layer 3"),
         ((Written(0, "kv", (0, 1, 3), 0, 40), ALL_OF_P1[1]), "layer 2"),
         ((Written(0, "kv", None, 16, 40), Written(1, "conv", None, 0, 40)), "without component 'ssm'"),
+        (
+            tuple(Written(0, "kv", None, token, token + 1) for token in range(16, 40, 2)) + ALL_OF_P1[1:],
+            r"\[31, 32\) and 4 more ranges of layer 2",
+        ),
+        (tuple(Written(0, "kv", (2,), 16, 17) for _ in range(40_000)), "expected at most 65536 ranges, counted for each layer"),
         ((Written(0, "kv", None, 40, 16), Written(1, "kv", None, 16, 16), ALL_OF_P1[1]), "'kv'"),
     ],
-    ids=["no data", "last token", "gap", "layer twice", "layer", "component", "empty range"],
+    ids=["no data", "last token", "gap", "layer twice", "layer", "component", "many gaps", "many ranges", "empty range"],
 )
 def test_a_writer_that_completes_without_needed_data_fails_the_request(written: tuple[Written, ...], missing: str) -> None:
     sessions = Sessions()

@@ -70,7 +70,7 @@ def test_an_abort_during_writes_is_sent_at_once_and_rows_are_released_when_the_w
     sessions = Sessions()
     session = sending(sessions, finished=False)
     sessions.sends.abort(session, FAILED, 0.5)
-    assert set(take_kinds(sessions)) == {"Event", "Abort"}
+    assert set(take_kinds(sessions)) == {"Event", "Abort", "CancelTransfers"}
     assert session.lease.state is LeaseState.HELD
     sessions.sends.send(session, chunk(1, 0, 20), 0.6)
     assert "StartTransfer" not in take_kinds(sessions)

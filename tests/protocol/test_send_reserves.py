@@ -132,6 +132,6 @@ def test_a_failed_outcome_during_writes_aborts_them_and_a_successful_one_does_no
     sessions.on_message(D0, Outcome(**IDS, ok=False, reason="the receiver does not know this attempt"), 0.5)
     assert session.destinations[D0].state is SendState.ABORTING
     settle(sessions)
-    assert take_kinds(sessions) == ["Drained"]
+    assert take_kinds(sessions) == ["CancelTransfers", "Drained"]
     sessions.on_message(D0, Outcome(**IDS, ok=False), 1.0)
     assert [str(e.error) for e in take_effects(sessions)] == ["the receiver does not know this attempt"]

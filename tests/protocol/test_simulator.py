@@ -319,11 +319,12 @@ def a_lost_peer_is_quiescent(patch: pytest.MonkeyPatch) -> None:
 def success_by_count(patch: pytest.MonkeyPatch) -> None:
     """Succeed once enough tokens were sent, without checking which tokens."""
 
-    def add(self: Coverage, layers: tuple[int, ...] | None, start: int, stop: int) -> None:
+    def add(self: Coverage, layers: tuple[int, ...] | None, start: int, stop: int) -> int:
         left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self.missing))
         self.__dict__["left"] = left - (stop - start) * len(self.missing if layers is None else layers)
         if self.__dict__["left"] <= 0:
             self._missing.clear()
+        return 1
 
     patch.setattr(Coverage, "add", add)
 

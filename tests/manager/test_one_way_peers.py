@@ -1,0 +1,95 @@
+"""Peers that reach this rank while this rank does not reach them: a wrong `advertise`, or a firewall."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from disagg import Pages, new_request_id
+from disagg.core.errors import RequestTimeout
+from disagg.testing.reference import KVModel
+from tests.manager.test_peers import until
+from tests.support.cluster import DEADLINE_S, FAST_LINKS, Rank, Side, start_side
+
+MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
+LINKS = dataclasses.replace(FAST_LINKS, forget_s=0.5)
+NOBODY = "tcp://127.0.0.1:9"
+
+
+@contextmanager
+def ranks(*advertised: str | None) -> Iterator[list[Rank]]:
+    """A prefill rank that admits everybody, and a decode rank for each address that is advertised (`None`: its own)."""
+    started = start_side(MODEL, Side(), "prefill-0", num_layers=2, settings={"admit": "any", "connection_limits": LINKS})
+    try:
+        for number, advertise in enumerate(advertised):
+            settings = {"advertise": advertise, "connection_limits": LINKS}
+            started += start_side(MODEL, Side(), f"decode-{number}", num_layers=2, settings=settings)
+            started[-1].manager.add_peer("prefill-0", address=started[0].manager.address)
+            started[-1].manager.wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        yield started
+    finally:
+        for rank in started:
+            rank.manager.close()
+
+
+def want(rank: Rank, request: bytes, **more: Any) -> Any:
+    rows = {"kv": Pages([0, 1])}
+    return rank.manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 8)}, **more)
+
+
+def reserved(prefill: Rank) -> bool:
+    return prefill.manager._runtime.queue_depths()["parked_reserves"] == 1
+
+
+def forget(prefill: Rank, name: str, how: str) -> None:
+    """Have prefill forget a peer: by a call, or since it has been away."""
+    if how == "removed":
+        prefill.manager.remove_peer(name)
+    until(lambda: prefill.manager.peer(name).state == "unknown")
+
+
+@pytest.mark.parametrize("ended_by", ["deadline", "abort", "removed", "away"])
+def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by: str) -> None:
+    with ranks(NOBODY) as (prefill, decode):
+        request = new_request_id()
+        receiver = want(decode, request)
+        until(lambda: reserved(prefill))
+        sender = prefill.manager.sender(request, deadline_s=0.5 if ended_by == "deadline" else None)
+        sender.finish({"kv": Pages([0, 1])})
+        until(lambda: prefill.manager._runtime.transfers.num_unconnected == 1)
+        if ended_by == "deadline":
+            assert isinstance(sender.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+        elif ended_by == "abort":
+            receiver.abort("the client is gone")
+        else:
+            decode.manager.close()
+            forget(prefill, "decode-0", ended_by)
+        assert not sender.wait(timeout_s=DEADLINE_S).ok
+        until(lambda: sender.lease.released)
+        assert prefill.manager._runtime.transfers.num_unconnected == 0
+        decode.manager.close()
+        forget(prefill, "decode-0", "removed")
+        until(lambda: not prefill.manager._runtime.sessions.sends.sessions)
+
+
+def test_a_reserve_of_a_forgotten_peer_does_not_fail_the_request_of_another() -> None:
+    with ranks(NOBODY, None) as (prefill, gone, decode):
+        request = new_request_id()
+        want(gone, request)
+        until(lambda: reserved(prefill))
+        gone.manager._runtime.loop._stopping = True  # it ends without a word
+        time.sleep(0.1)
+        gone.manager.close()
+        forget(prefill, "decode-0", "removed")
+        until(lambda: not reserved(prefill))
+        receiver = want(decode, request, deadline_s=DEADLINE_S)
+        until(lambda: reserved(prefill))
+        sender = prefill.manager.sender(request, deadline_s=DEADLINE_S)
+        sender.finish({"kv": Pages([0, 1])})
+        assert sender.wait(timeout_s=DEADLINE_S).ok
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
