@@ -1,10 +1,14 @@
 """What prefill tells decode about a request besides its state, whichever servers the two are.
 
-It travels as the payload of `Sender.finish`. vLLM's decode computes the last prompt token itself and reads none of it. SGLang's
+It travels as the payload of `Sender.finish`. vLLM's decode computes the last prompt token itself, and reads only `prompt`. SGLang's
 decode starts from prefill's first token: another SGLang gives it with its own rows, any other server with `first_token`.
 """
 
 from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,18 +17,25 @@ from disagg.core.errors import RemoteProtocolError
 VERSION = 1
 
 
+def prompt_digest(token_ids: Iterable[int]) -> str:
+    """A name of these tokens: 128 bits of BLAKE2b, in hexadecimal digits. State is of use to a request with equal tokens only."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """One prefilled request.
 
     `engine` is the server and its version. `num_tokens` is the number of prompt tokens whose state was handed over.
     `first_token` is the token that prefill has drawn after them; its log-probability is in prefill's own answer. `native`
-    are rows that only the same engine reads. Fields may be added with a default; unknown ones are ignored.
+    are rows that only the same engine reads. `prompt` is the `prompt_digest` of the tokens that were handed over, without the
+    last one of the prompt; empty if prefill does not tell. Fields may be added with a default; unknown ones are ignored.
     """
 
     engine: str
     num_tokens: int
     first_token: int | None = None
     native: tuple[bytes, ...] = ()
+    prompt: str = ""
     version: int = VERSION
 
     def encode(self) -> bytes:

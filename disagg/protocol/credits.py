@@ -27,6 +27,8 @@ from disagg.protocol.types import (
     ids,
 )
 
+MAX_RINGS = 4
+"""Rings of one peer rank, so that a rank that connects anew without end does not take those of others."""
 USES_BITS = 32
 """Uses of one grant's slots are numbered from a multiple of 2 to this power."""
 
@@ -89,7 +91,7 @@ class Credits:
 
     def grant(self, peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
         """The ring of a rank's connection, or `None` if no ring is left. A new epoch or generation gets a new ring, since late
-        writes may still hit the old one.
+        writes may still hit the old one. A rank has `MAX_RINGS` at most, counting those that are not proved quiet.
         """
         self._epochs[peer] = epoch
         if self._without.get(peer) == (epoch, generation):
@@ -98,7 +100,8 @@ class Credits:
         if granted is None or (granted.epoch, granted.generation) != (epoch, generation):
             if granted is not None:
                 self._retired.setdefault((peer, granted.epoch), []).append(granted)
-            ring = self._rings.take() if self._rings is not None else None
+            retired = sum(len(grants) for (whose, _), grants in self._retired.items() if whose == peer)
+            ring = self._rings.take() if self._rings is not None and retired < MAX_RINGS else None
             if ring is None:
                 self._granted.pop(peer, None)
                 self._without[peer] = epoch, generation

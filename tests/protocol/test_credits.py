@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from disagg.core.rings import Ring
-from disagg.protocol.credits import Credits
+from disagg.protocol.credits import MAX_RINGS, Credits
 from disagg.protocol.messages import Credit, Filled, Part, RingGrant, SlotsFilled
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.types import CreditSlots, Effect, Limits, PeerRank, RequestKey, SendMessage, UnpackSlot
@@ -111,6 +111,20 @@ def test_all_rings_of_a_dead_process_are_granted_again() -> None:
     assert ledger.grant(PEER, 8, 0) is None, "the peer has been told that this connection has no ring"
     again = [ledger.grant(PEER, 8, 1), ledger.grant(SIBLING, 1, 0)]
     assert {ring.address for ring in again if ring} == {ring.address for ring in rings if ring}
+
+
+@pytest.mark.parametrize("again", ["generation", "process"])
+def test_a_rank_that_connects_again_and_again_leaves_rings_for_others(again: str) -> None:
+    rings = TwoFreeRings()
+    rings.free = [Ring(4096 * number, 512, 2) for number in range(1, MAX_RINGS + 2)]
+    ledger = Credits(limits=Limits(), effects=deque(), rings=rings)
+    granted = [ledger.grant(PEER, *((7, number) if again == "generation" else (number, 0))) for number in range(20)]
+    assert sum(grant is not None for grant in granted) == MAX_RINGS
+    assert ledger.grant(SIBLING, 1, 0) is not None
+    for epoch in range(20):
+        ledger.peer_quiet(PEER, epoch)
+    assert len(rings.free) == MAX_RINGS
+    assert ledger.grant(PEER, 21, 0) is not None
 
 
 def test_the_ring_of_a_renewed_connection_stays_granted() -> None:

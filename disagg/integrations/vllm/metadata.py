@@ -23,7 +23,8 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     """Where decode finds a prefilled request: `kv_transfer_params` in prefill's answer and in the request to decode.
 
     `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
-    whose state prefill hands over; without it all but the last one.
+    whose state prefill hands over; without it all but the last one. `remote_prompt` is their `prompt_digest`, without the last
+    one of the prompt: vLLM gives the parameters of one prompt to every request of a list of prompts.
     """
 
     remote_engine_id: str
@@ -32,6 +33,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     remote_public_key: str | None = None
     remote_num_tokens: int | None = None
     remote_attempt: int = 0
+    remote_prompt: str = ""
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
@@ -56,13 +58,14 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Load:
-    """Receive the tokens `[start, stop)` of a request into its blocks."""
+    """Receive the tokens `[start, stop)` of a request into its blocks. `prompt` is the `prompt_digest` of the first `stop`."""
 
     req_id: str
     hand_off: HandOff
     blocks: BlockIds
     start: int
     stop: int
+    prompt: str
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from disagg.integrations.handoff import Payload
+from disagg.integrations.handoff import Payload, prompt_digest
 from disagg.integrations.vllm.groups import num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -62,12 +62,14 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 @dataclass
 class Prefill:
     """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
-    the workers. With `first_token` decode starts from the token that this server draws after them.
+    the workers. With `first_token` decode starts from the token that this server draws after them. `prompt` is the
+    `prompt_digest` of a `HandOff`.
     """
 
     request: Request
     request_id: bytes
     num_tokens: int
+    prompt: str
     first_token: bool = False
     attempt: int = 0
     num_sent: int = 0
@@ -85,7 +87,8 @@ class SchedulerHalf:
         self._manager: KVCacheManager | None = None
         self._step = StepMetadata()
         self._prefills: dict[str, Prefill] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, str] = {}
+        """The transfer of each request that the workers load."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
 
@@ -114,6 +117,7 @@ class SchedulerHalf:
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if not params.get("do_remote_decode") or num_tokens == 0:
             return
+        prompt = _digest(request, min(num_tokens, num_handed_over(request.num_prompt_tokens)))
         if self._exact and not first_token:
             if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
                 return
@@ -123,7 +127,7 @@ class SchedulerHalf:
         request.max_tokens = 1
         given = params.get("remote_request_id")
         request_id = bytes.fromhex(given) if given else new_request_id()
-        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, first_token)
+        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, prompt, first_token)
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that the proxy hands over to nobody, whether or not it has been computed.
@@ -139,18 +143,20 @@ class SchedulerHalf:
         """What the workers do in this step."""
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
-        if any(group.is_incremental for group in self._groups):
-            for req_id, num_computed in _computed(output):
-                prefill = self._prefills.get(req_id)
-                if prefill is not None:
-                    self._add_chunk(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
+        sends_chunks = any(group.is_incremental for group in self._groups)
+        for req_id, num_computed in _computed(output):
+            prefill = self._prefills.get(req_id)
+            if prefill is None:
+                continue
+            if prefill.attempt != prefill.request.num_preemptions:  # it has lost its blocks, and starts again
+                prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
+            if sends_chunks:
+                self._add_chunk(step, prefill, num_computed + output.num_scheduled_tokens[req_id])
         return step
 
     def _add_chunk(self, step: StepMetadata, prefill: Prefill, num_computed: int) -> None:
-        """Send the tokens computed since the last step. A preempted request has lost its blocks and starts again."""
+        """Send the tokens computed since the last step."""
         assert self._manager is not None
-        if prefill.attempt != prefill.request.num_preemptions:
-            prefill.attempt, prefill.num_sent = prefill.request.num_preemptions, 0
         start, stop = prefill.num_sent, min(num_computed, prefill.num_tokens)
         if start < stop:
             blocks = self._manager.get_block_ids(prefill.request.request_id)
@@ -175,8 +181,8 @@ class SchedulerHalf:
             self._step.aborts.append(req_id)
             return False, None
         first_token = request.output_token_ids[0] if prefill.first_token else None
-        payload = Payload(engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token).encode()
-        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, payload))
+        payload = Payload(engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prefill.prompt)
+        self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, payload.encode()))
         hand_off = HandOff(
             remote_engine_id=self._leader.engine_id,
             remote_address=self._leader.address,
@@ -184,15 +190,20 @@ class SchedulerHalf:
             remote_request_id=prefill.request_id.hex(),
             remote_num_tokens=prefill.num_tokens,
             remote_attempt=prefill.attempt,
+            remote_prompt=prefill.prompt,
         )
         return True, hand_off.params()
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
     @guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
-        """The tokens to load beyond the first `num_computed`, and that they are loaded between steps."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """The tokens to load beyond the first `num_computed`, and that they are loaded between steps. `None`: ask again, since
+        another request (one more answer to the same prompt) loads them, and vLLM will have them cached.
+        """
         hand_off = self._unresolved(request)
+        if hand_off is not None and hand_off.remote_request_id in self._loading.values():
+            return None, False
         count = 0 if hand_off is None else self._num_loadable(request, hand_off) - num_computed
         return (count, True) if count > 0 else (0, False)
 
@@ -207,21 +218,32 @@ class SchedulerHalf:
             self._step.declines.append(hand_off)
             return
         stop = self._num_loadable(request, hand_off)
-        self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), stop - num_external, stop))
-        self._loading.add(request.request_id)
+        start, prompt = stop - num_external, _digest(request, stop)
+        self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, prompt))
+        self._loading[request.request_id] = hand_off.remote_request_id
 
     def is_loading(self, req_id: str) -> bool:
         """Whether the workers load a request and have not reported its end."""
         return req_id in self._loading
 
     def _unresolved(self, request: Request) -> HandOff | None:
-        """The request's hand-off, unless it was loaded or declined before. A damaged one is logged and removed."""
+        """The request's hand-off, unless it was loaded or declined before. A damaged one, and that of another prompt, is logged
+        and removed. The request that it is of may still come, so it is not declined.
+        """
         try:
-            return HandOff.of(request.kv_transfer_params)
+            hand_off = HandOff.of(request.kv_transfer_params)
+            if hand_off is None or not hand_off.remote_prompt:
+                return hand_off
+            most = num_handed_over(request.num_prompt_tokens)
+            given = most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
+            if hand_off.remote_prompt != _digest(request, given):
+                raise ValueError("they are of another prompt")
         except ValueError as error:  # also msgspec.ValidationError
-            logger.warning("request %s: kv_transfer_params of another connector or version: %s", request.request_id, error)
+            logger.warning("request %s: kv_transfer_params that are not for it: %s", request.request_id, error)
             request.kv_transfer_params["do_remote_prefill"] = False
             return None
+        request.kv_transfer_params["remote_prompt"] = ""  # compared once
+        return hand_off
 
     def _num_loadable(self, request: Request, hand_off: HandOff) -> int:
         """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only."""
@@ -238,7 +260,7 @@ class SchedulerHalf:
         if isinstance(report, WorkerReport):
             self._leases.update(report.leases)
         for req_id in output.finished_recving or ():
-            self._loading.discard(req_id)
+            self._loading.pop(req_id, None)
             if self._leases[req_id] > 0:
                 self._hold(req_id)
         for req_id in [req_id for req_id, count in self._leases.items() if count <= 0]:
@@ -258,6 +280,12 @@ class SchedulerHalf:
         if blocks:
             assert self._manager is not None
             self._manager.block_pool.free_blocks(reversed(blocks))
+
+
+def _digest(request: Request, num_tokens: int) -> str:
+    """The `prompt_digest` of a request's first tokens; empty for a prompt of embeddings."""
+    token_ids = request.prompt_token_ids
+    return "" if token_ids is None else prompt_digest(token_ids[:num_tokens])
 
 
 def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -18,10 +18,11 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, RemoteProtocolError
 from disagg.core.events import ReadyEvent
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
+from disagg.integrations.handoff import Payload
 from disagg.integrations.identity import Conventions, model_id, read_config
 from disagg.integrations.options import Options
 from disagg.integrations.peers import Peers
@@ -80,6 +81,7 @@ class _Receive:
 
     req_id: str
     num_tokens: int
+    prompt: str
     handle: Receiver | None = None
     begun_s: float = field(default_factory=time.monotonic)
 
@@ -171,7 +173,7 @@ class WorkerHalf:
         for hand_off in step.declines:
             self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
         for load in step.loads:
-            self._receives[load.req_id] = receive = _Receive(load.req_id, load.stop - load.start)
+            self._receives[load.req_id] = receive = _Receive(load.req_id, load.stop - load.start, load.prompt)
             if not self._attempt(partial(self._receive, load, receive), load.req_id):
                 self._end_receive(receive, ok=False)
 
@@ -317,7 +319,7 @@ class WorkerHalf:
             if not event.lease.released:
                 self._leases[receive.req_id] += 1
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
-        self._end_receive(receive, ok=event.ok)
+        self._end_receive(receive, ok=event.ok and self._attempt(partial(_check_prompt, receive, event), receive.req_id))
 
     def _end_receive(self, receive: _Receive, *, ok: bool) -> None:
         del self._receives[receive.req_id]
@@ -369,6 +371,15 @@ def _from_stages(own: Any) -> list[Any]:
     found = [None] * stages.world_size
     torch.distributed.all_gather_object(found, own, group=stages.cpu_group)
     return found
+
+
+def _check_prompt(receive: _Receive, event: Event) -> None:
+    """Raise `RemoteProtocolError` if the state that has arrived is of another prompt. Decode may be asked before prefill has
+    told which one it is.
+    """
+    prompt = Payload.decode(event.payload).prompt
+    if prompt and receive.prompt and prompt != receive.prompt:
+        raise RemoteProtocolError("the state that has arrived is of another prompt; vLLM computes the request")
 
 
 def _recorded_event() -> ReadyEvent:

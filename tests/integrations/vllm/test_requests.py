@@ -119,6 +119,38 @@ def test_damaged_parameters_are_computed(pair: tuple[Engine, Engine], damaged: d
     check_equal(decode.generate([prompt], max_tokens=4), [found])
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["the hand-off tells", "the state tells"])
+def test_state_of_another_prompt_is_not_used(pair: tuple[Engine, Engine], at_once: bool) -> None:
+    """VLLM gives the parameters of a list of prompts to the request of each. Decode computes those that they are not of."""
+    prefill, decode = pair
+    right, wrong = prompts((300, 290), seed=30 + at_once)
+    failed = decode.counts["failed_loads"]
+    if at_once:  # before prefill has told of which prompt the state is
+        server, name = connect(prefill, decode, seed=32), new_request_id().hex()
+        params: Any = {"do_remote_prefill": True, **server, "remote_request_id": name}
+        asked = [decode.add(wrong, params=params, max_tokens=6)]
+        prefill.generate([right], params={**PREFILL, "remote_request_id": name})
+    else:
+        (first,) = prefill.generate([right], params=PREFILL)
+        asked = [decode.add(prompt, params=first.params, max_tokens=6) for prompt in (wrong, right)]
+    found = decode.wait(asked)
+    assert num_external(found) == ([0] if at_once else [0, 299])
+    assert decode.counts["failed_loads"] - failed == at_once
+    check_equal(decode.generate([wrong, right][: len(asked)], max_tokens=6), found)
+    wait_empty(prefill, decode)
+
+
+def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine]) -> None:
+    """One of them loads; the others wait, find its blocks in the cache, and compute what is left."""
+    prefill, decode = pair
+    (prompt,) = prompts((300,), seed=33)
+    (first,) = prefill.generate([prompt], params=PREFILL)
+    found = decode.wait([decode.add(prompt, params=first.params, max_tokens=6) for _ in range(3)])
+    assert [(answer.num_local, answer.num_external) for answer in found] == [(0, 299), (256, 0), (256, 0)]
+    check_equal(decode.generate([prompt] * 3, max_tokens=6), found)
+    wait_empty(prefill, decode)
+
+
 def test_requests_that_the_proxy_gives_up(pair: tuple[Engine, Engine]) -> None:
     """One that prefill holds for decode, and one that it still computes. Both are gone long before `hold_s`."""
     prefill, _ = pair
