@@ -122,7 +122,7 @@ class SendSession:
     """One request that this rank sends: to every destination rank that it is an elected writer of.
 
     It is bound to a peer from the start, or by the first message about it. Before, `expected` is `None`, `peer` may be empty
-    (any), and the attempt of `key` counts only unless `any_attempt`.
+    (any), and the attempt of `key` counts only unless `any_attempt`. `for_any`: it was offered to any peer.
     """
 
     key: RequestKey
@@ -142,6 +142,10 @@ class SendSession:
     released: bool = False
     lease: Lease = field(default_factory=Lease)
     armed_at: float = NEVER
+    for_any: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.for_any = not self.peer
 
     @property
     def due(self) -> float:

@@ -12,6 +12,8 @@ from disagg.protocol.types import Limits, PeerRank, RequestKey
 
 Readers = tuple[frozenset[int], int]
 """The group ranks of an instance that this rank writes to, and the size of its groups."""
+ANY = ""
+"""In the place of a peer's name: any peer."""
 Offer = tuple[str, bytes, int | None]
 """The peer (empty: any), the id and the attempt (`None`: any) of a request that waits for its first message."""
 
@@ -42,7 +44,7 @@ class SendTable:
         used = (peer, session.key) in self.sessions or self.ended.get(peer, session.key) is not None
         if used and attempt is not None:
             raise LocalProtocolError(
-                f"request {session.key}: this attempt was already sent to {peer!r}; use a new attempt number"
+                f"request {session.key}: this attempt was already sent to {repr(peer) if peer else 'any peer'}; use a new attempt number"
             )
         if session.is_bound:
             return self._serve(session)
@@ -53,7 +55,7 @@ class SendTable:
     def claim(self, peer: PeerRank, key: RequestKey) -> list[tuple[PeerRank, Early]]:
         """Bind an offer that fits, if there is no session yet. Returns the messages that have come for it before."""
         if self.offers and (peer.instance, key) not in self.sessions:
-            for whose in (peer.instance, ""):
+            for whose in (peer.instance, ANY):
                 for attempt in (key.attempt, None):
                     offered = self.offers.get((whose, key.request_id, attempt))
                     if offered is not None:
@@ -63,6 +65,8 @@ class SendTable:
     def remove(self, session: SendSession, reason: str) -> bool:
         """Forget a session that has ended, for this reason. Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
+            if session.for_any and not session.any_attempt:
+                self.ended.put(ANY, session.key, Tombstone(None, reason=reason))
             return True
         if self.sessions.pop((session.peer, session.key), None) is None:
             return False
@@ -71,6 +75,8 @@ class SendTable:
         if not served:
             del self.served[session.key]
         self.ended.put(session.peer, session.key, Tombstone(None, reason=reason))
+        if session.for_any:
+            self.ended.put(ANY, session.key, Tombstone(None, reason=f"the request has ended; it was served to {session.peer}"))
         return True
 
     def forget(self, instance: str) -> set[PeerRank]:
@@ -82,6 +88,13 @@ class SendTable:
     def has_ended(self, peer: PeerRank, key: RequestKey) -> Tombstone | None:
         """How an attempt has ended, towards that rank or towards all of its instance."""
         return self.ended.get(peer, key) or self.ended.get(peer.instance, key)
+
+    def refusal(self, peer: PeerRank, key: RequestKey) -> str:
+        """Why a reserve that fits no session is refused: others are served, or have been. Empty if it may wait."""
+        if self.served.get(key):
+            return f"the request is not served to {peer.instance}"
+        ended = self.ended.get(ANY, key)
+        return ended.reason if ended is not None else ""
 
     def _bind(self, session: SendSession, peer: str, key: RequestKey) -> list[tuple[PeerRank, Early]]:
         """The peer and the attempt of an offered request are known."""

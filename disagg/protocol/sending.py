@@ -190,8 +190,8 @@ class Sends:
             self._refuse(peer, message, f"expected a reserve of source group {self._group}, found {message.source_group}")
         elif session is not None:
             self._accept(session, peer, message, now)
-        elif self.table.served.get(key):
-            self._refuse(peer, message, f"the request is not served to {peer.instance}")
+        elif reason := self.table.refusal(peer, key):
+            self._refuse(peer, message, reason)
         else:
             self._effects.extend(SendMessage(peer, answer) for answer in self.parked.answer(peer, message, now))
 

@@ -100,6 +100,28 @@ def test_a_second_reader_of_a_bound_request_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attempt", [None, 3])
+@pytest.mark.parametrize("end", ["served", "aborted"])
+def test_others_are_refused_an_attempt_that_has_ended(end: str, attempt: int | None) -> None:
+    """They do not wait in vain. Another attempt, and another sender for them, may still come."""
+    sessions = sessions_of()
+    session = offer(sessions, attempt=attempt)
+    if end == "served":
+        sessions.on_message(D0, decline(3), 0.0)
+        sessions.sends.finish(session, b"", 0.0)
+    else:
+        sessions.sends.abort(session, RequestAborted("the client is gone"), 0.0)
+    take_effects(sessions)
+    sessions.on_message(E0, reserve(3), 0.0)
+    if end == "served" or attempt is not None:
+        reason = "it was served to D" if end == "served" else "the client is gone"
+        assert reason in str(take_effects(sessions)[0])
+    sessions.on_message(E0, reserve(4), 0.0)
+    assert not take_effects(sessions)
+    other = offer(sessions, peer="E", attempt=4)
+    assert other.is_bound
+
+
+@pytest.mark.parametrize("attempt", [None, 3])
 def test_the_same_offer_twice_is_refused(attempt: int | None) -> None:
     sessions = sessions_of()
     offer(sessions, attempt=attempt)
