@@ -103,7 +103,7 @@ def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
         kind = next(layout.rows for layout in layouts if layout is not None)
         expected = Pages if kind == "pages" else Slot
         if kind == "pages" and isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
-            given = Pages(np.asarray(given))  # noqa: PLW2901
+            given = Pages(given)  # type: ignore[arg-type]  # noqa: PLW2901
         elif kind == "slot" and isinstance(given, int | np.integer) and not isinstance(given, bool):
             given = Slot(int(given))  # noqa: PLW2901
         if not isinstance(given, expected):
@@ -125,7 +125,7 @@ def check_needs(
     """
     if not isinstance(need, Mapping):
         raise LocalProtocolError(f"need: expected a mapping from components to tokens, found {type(need).__name__}")
-    unknown = sorted(need.keys() - local.table.components.keys())
+    unknown = sorted(need.keys() - local.table.components.keys(), key=repr)
     if unknown:
         raise LocalProtocolError(f"need: no component {unknown[0]!r} was declared")
     held = local.table.ranks[group_rank].by_name

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from disagg.arguments import check_text
 from disagg.backends.base import BackendOptions, Transport
 from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
-from disagg.core.rows import MAX_NAME
+from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.thread_log import ThreadLog
 from disagg.core.topology import Topology
+from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Verify
 from disagg.protocol.peers import Admit
@@ -88,9 +89,9 @@ def check_known(
 
 
 def check_name(name: object, what: str) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+    if not is_text(name, MAX_NAME):
         raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
-    return name
+    return str(name)
 
 
 def check_topology(topology: Topology | None, components: Sequence[Component], *, leader: str | None) -> Topology:
@@ -108,6 +109,29 @@ def check_topology(topology: Topology | None, components: Sequence[Component], *
     if leader is not None:
         dialable(leader, what="leader")
     return topology
+
+
+def check_peers(
+    peers: Mapping[str, str] | None, peer_keys: Mapping[str, str] | None, *, own: str, keys: KeyPair | None
+) -> dict[str, tuple[str, str | None]]:
+    """The addresses and keys of the configured peers, by name. Raises `ConfigError`."""
+    for what, given in (("peers", peers), ("peer_keys", peer_keys)):
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"{what}: expected a mapping from names, found {type(given).__name__}")
+    found = peer_keys or {}
+    return {name: check_peer(name, address, found.get(name), own=own, keys=keys) for name, address in (peers or {}).items()}
+
+
+def check_model(model: object) -> ModelId:
+    if not isinstance(model, ModelId):
+        raise ConfigError(f"model: expected a ModelId, found {model!r}")
+    return model
+
+
+def check_pack_below(nbytes: object) -> int | None:
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+        raise ConfigError(f"pack_below: expected a number of bytes, or None, found {nbytes!r}")
+    return nbytes
 
 
 def check_verify(value: Verify) -> Verify:

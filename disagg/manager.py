@@ -12,12 +12,24 @@ from disagg.arguments import (
     GivenRows,
     as_rows,
     check_deadline,
+    check_number,
     check_text,
     check_timeout,
     request_key,
 )
 from disagg.backends.base import Backend, BackendOptions, RemotePeer
-from disagg.construction import admission, backend_options, check_known, check_name, check_peer, check_topology, check_verify
+from disagg.construction import (
+    admission,
+    backend_options,
+    check_known,
+    check_model,
+    check_name,
+    check_pack_below,
+    check_peer,
+    check_peers,
+    check_topology,
+    check_verify,
+)
 from disagg.core import _native
 from disagg.core.address import dialable
 from disagg.core.errors import PeerUnreachable
@@ -110,19 +122,19 @@ class KVManager:
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,
-            model=model,
+            model=check_model(model),
             backend=backend,
             options=backend_options(listen, advertise, transport, devices, require, trusted_network),
             listen=listen,
             advertise=advertise,
             leader=leader,
-            peers={n: check_peer(n, a, (peer_keys or {}).get(n), own=name, keys=keys) for n, a in (peers or {}).items()},
+            peers=check_peers(peers, peer_keys, own=name, keys=keys),
             admit=admission(admit, keys),
             any_key=callable(admit) or admit == "any",
             keys=keys,
             peer_keys=frozenset((peer_keys or {}).values()),
             insecure=insecure,
-            pack_below=pack_below,
+            pack_below=check_pack_below(pack_below),
             limits=limits or Limits(),
             connection_limits=connection_limits,
         )
@@ -170,6 +182,7 @@ class KVManager:
         Never blocks.
         """
         check_process(self._runtime)
+        check_text(name, "peer")
         return self._runtime.directory.status(name)
 
     def set_leader(self, address: str) -> None:
@@ -189,9 +202,8 @@ class KVManager:
         """
         check_process(self._runtime)
         check_text(name, "peer")
-        runtime = self._runtime
-        status = runtime.directory.wait(name, check_timeout(timeout_s), has_ended=lambda: runtime.problem)
-        check_alive(runtime)
+        status = self._runtime.directory.wait(name, check_timeout(timeout_s), has_ended=lambda: self._runtime.problem)
+        check_alive(self._runtime)
         if status.state != "ready":
             how = "cannot become ready" if status.state == "refused" else f"is not ready after {timeout_s} s"
             raise PeerUnreachable(f"peer {name!r} {how}: {status.reason}")
@@ -202,7 +214,8 @@ class KVManager:
         Raises `PeerUnreachable` if that rank is not connected.
         """
         check_process(self._runtime)
-        remote = self._runtime.handshake.rank(PeerRank(peer, rank))
+        check_text(peer, "peer")
+        remote = self._runtime.handshake.rank(PeerRank(peer, check_number(rank, "rank", 2**31)))
         if remote is None:
             raise PeerUnreachable(f"peer {peer!r}, rank {rank}: {self._runtime.directory.problem(peer)}")
         return self.backend, remote.engine

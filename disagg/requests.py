@@ -178,7 +178,12 @@ class RequestHandle:
         raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended."""
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended.
+
+        Raises `LocalProtocolError` if it cannot be called.
+        """
+        if not callable(callback):
+            raise LocalProtocolError(f"on_end: expected a function, found {callback!r}")
         self._callbacks.append(callback)
         if self._event is not None:
             self._call_back()

@@ -49,7 +49,7 @@ def is_numeric(host: str) -> bool:
         ipaddress.ip_address(host)
     except ValueError:
         return False
-    return True
+    return host.isascii()  # an IPv6 address may name its interface
 
 
 def bracketed(host: str) -> str:

@@ -31,7 +31,10 @@ class Pages:
     first_token: int = 0
 
     def __post_init__(self) -> None:
-        ids = np.asarray(self.ids)
+        try:
+            ids = np.asarray(self.ids)
+        except ValueError as error:  # lists of unequal lengths
+            raise LayoutError(f"pages: expected one list of integer ids, found {type(self.ids).__name__} ({error})") from error
         if ids.size == 0:
             ids = ids.astype(np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -71,6 +74,17 @@ class Slot:
 
 
 Rows = Pages | Slot
+
+
+def is_text(value: object, most: int, *, least: int = 1) -> bool:
+    """Whether it is a `str` of so many characters that UTF-8 can encode: a message can name it."""
+    if not isinstance(value, str) or not least <= len(value) <= most:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def token_range(given: object) -> tuple[int, int] | None:

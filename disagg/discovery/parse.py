@@ -7,10 +7,13 @@ from urllib.parse import urlsplit
 
 from disagg.core.address import dialable, parse_address
 from disagg.core.errors import ConfigError
+from disagg.core.rows import is_text
 from disagg.discovery.etcd import EtcdClient, EtcdPeers
 from disagg.discovery.source import PeerSource
 
 _ETCD = ("etcd", "etcds")
+MAX_PREFIX = 1024
+"""Limit on the characters of a prefix of keys in etcd."""
 
 
 def peer_source(text: str, *, keys: Mapping[str, str] | None = None) -> PeerSource:
@@ -41,11 +44,15 @@ def check_source(text: str) -> None:
 
 def announced_at(text: str, *, what: str = "announce") -> tuple[EtcdClient, str]:
     """The client and the prefix of `etcd://HOST:PORT[,HOST:PORT]/PREFIX`. Raises `ConfigError`."""
-    parts = urlsplit(text)
+    expected = f"{what}: expected etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds://..., found {text!r}"
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(f"{expected} ({error})") from error
     prefix = parts.path.strip("/")
     hosts = parts.netloc.split(",")
-    if parts.scheme not in _ETCD or not prefix or parts.query or parts.fragment:
-        raise ConfigError(f"{what}: expected etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds://..., found {text!r}")
+    if parts.scheme not in _ETCD or not is_text(prefix, MAX_PREFIX) or parts.query or parts.fragment:
+        raise ConfigError(expected)
     for host in hosts:
         dialable(f"tcp://{host}", what=f"{what} {text!r}")
     scheme = "https" if parts.scheme == "etcds" else "http"
@@ -55,7 +62,7 @@ def announced_at(text: str, *, what: str = "announce") -> tuple[EtcdClient, str]
 def _dns_name(text: str) -> tuple[str, int | None]:
     """The name to look up, and for `dns` the port."""
     scheme, _, rest = text.partition("://")
-    if scheme == "srv" and rest and not set(rest) & set("/:@?#"):
+    if scheme == "srv" and rest.isascii() and rest and not set(rest) & set("/:@?#"):
         return rest, None
     if scheme != "dns":
         raise ConfigError(f"discover: expected dns://NAME:PORT, srv://NAME or etcd://HOST:PORT/PREFIX, found {text!r}")

@@ -1,7 +1,8 @@
 """What prefill tells decode about a request besides its state, whichever servers the two are.
 
-It travels as the payload of `Sender.finish`. vLLM's decode computes the last prompt token itself, and reads only `prompt`. SGLang's
-decode starts from prefill's first token: another SGLang gives it with its own rows, any other server with `first_token`.
+It travels as the payload of `Sender.finish`. vLLM's decode computes the last prompt token itself, and reads only `prompt`.
+SGLang's decode starts from prefill's first token: another SGLang gives it with its own rows, any other server with
+`first_token`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ VERSION = 1
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
-    """A name of these tokens: 128 bits of BLAKE2b, in hexadecimal digits. State is of use to a request with equal tokens only."""
+    """A name of these tokens: 128 bits of BLAKE2b, in hexadecimal. A request with other tokens cannot use their state."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.core.memory import RemoteRegion
-from disagg.core.rows import TokenRange
+from disagg.core.rows import TokenRange, is_text
 from disagg.core.topology import Topology
 from disagg.layout.checksums import ChecksumPlan, reader_plan, writer_plans
 from disagg.layout.election import Election, elect
@@ -20,13 +20,24 @@ from disagg.layout.placement import Component, Placement, check_placement
 from disagg.layout.plan import TransferPlan, make_plan
 from disagg.layout.tables import LayoutTable, layout_table
 
+MAX_MODEL = 4096
+"""Limit on the characters of a model's name, and of its revision."""
+
 
 @dataclass(frozen=True)
 class ModelId:
-    """The model whose state moves. Both sides must give the same `name` and `revision`."""
+    """The model whose state moves. Both sides must give the same `name` and `revision`.
+
+    Raises `ConfigError` for a text that a message cannot hold: it has `MAX_MODEL` characters, and UTF-8 encodes them.
+    """
 
     name: str
     revision: str = ""
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("revision", self.revision)):
+            if not is_text(text, MAX_MODEL, least=0):
+                raise ConfigError(f"model {what}: expected a str of at most {MAX_MODEL} characters, found {text!r:.100}")
 
 
 _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])

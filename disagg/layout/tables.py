@@ -15,7 +15,7 @@ import msgspec
 
 from disagg.core.errors import LayoutError
 from disagg.core.memory import ITEMSIZE
-from disagg.core.rows import MAX_NAME
+from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.topology import Topology
 from disagg.layout.encoding import encode
 from disagg.layout.ownership import Intervals, Owned, Periodic, cuts, positions_to_intervals
@@ -122,7 +122,7 @@ class ComponentLayout(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fie
     optional: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.name) <= MAX_NAME:
+        if not is_text(self.name, MAX_NAME):
             raise LayoutError(f"component: expected a name of 1 to {MAX_NAME} characters, found {self.name[:MAX_NAME]!r}")
         roles = [tensor.role for tensor in self.tensors]
         if len(set(roles)) != len(roles):

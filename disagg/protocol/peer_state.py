@@ -6,13 +6,13 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.errors import DisaggError
 from disagg.protocol.messages import (
     Message,
     RingGrant,
     Welcome,
 )
-from disagg.protocol.types import NEVER, PeerRank
+from disagg.protocol.types import NEVER, PeerRank, check_seconds
 
 
 class Undecided(DisaggError):
@@ -46,8 +46,7 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise ConfigError(f"connection limits {each.name}: expected more than 0, found {getattr(self, each.name)!r}")
+            check_seconds(getattr(self, each.name), f"connection limits {each.name}")
 
 
 @dataclass(frozen=True)

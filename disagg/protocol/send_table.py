@@ -43,8 +43,9 @@ class SendTable:
             raise LocalProtocolError(f"request {session.key}: it is offered to {peer or 'any peer'} already")
         used = (peer, session.key) in self.sessions or self.ended.get(peer, session.key) is not None
         if used and attempt is not None:
+            whom = repr(peer) if peer else "any peer"
             raise LocalProtocolError(
-                f"request {session.key}: this attempt was already sent to {repr(peer) if peer else 'any peer'}; use a new attempt number"
+                f"request {session.key}: this attempt was already sent to {whom}; use a new attempt number"
             )
         if session.is_bound:
             return self._serve(session)

@@ -25,6 +25,8 @@ from disagg.protocol.messages import (
 )
 
 NEVER = float("inf")
+MAX_LIMIT_S = 1_000_000
+"""The longest time of `Limits` and `ConnectionLimits`: libzmq counts milliseconds in 32 bits."""
 
 
 class PeerRank(NamedTuple):
@@ -47,6 +49,12 @@ class RequestKey(NamedTuple):
         return f"{self.request_id.hex()}#{self.attempt}"
 
 
+def check_seconds(given: object, what: str) -> None:
+    """Raise `ConfigError` unless it is a number above 0 and at most `MAX_LIMIT_S`."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_LIMIT_S:
+        raise ConfigError(f"{what}: expected more than 0 and at most {MAX_LIMIT_S} seconds, found {given!r}")
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but
@@ -65,8 +73,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name.endswith("_s") and not getattr(self, field.name) > 0:
-                raise ConfigError(f"limits {field.name}: expected more than 0, found {getattr(self, field.name)!r}")
+            if field.name.endswith("_s"):
+                check_seconds(getattr(self, field.name), f"limits {field.name}")
 
 
 class Chunk(msgspec.Struct, frozen=True):

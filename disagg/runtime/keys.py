@@ -18,14 +18,15 @@ from disagg.core.rate_limited_log import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 
-def check_key(key: str, *, what: str) -> None:
+def check_key(key: object, *, what: str) -> None:
     """Check that `key` is a key: 32 bytes as 40 characters of Z85. Raises `ConfigError`, which does not show the key."""
     try:
-        valid = len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
+        valid = isinstance(key, str) and len(key) == 40 and len(zmq.utils.z85.decode(key.encode())) == 32
     except (ValueError, KeyError, struct.error):
         valid = False
     if not valid:
-        raise ConfigError(f"{what}: expected a key of 40 Z85 characters or 64 hex digits, found {len(key)} other characters")
+        found = f"{len(key)} other characters" if isinstance(key, str) else type(key).__name__
+        raise ConfigError(f"{what}: expected a key of 40 Z85 characters or 64 hex digits, found {found}")
 
 
 def parse_key(text: str, *, what: str) -> str:

@@ -35,7 +35,7 @@ class MetricsServer:
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, ValueError) as error:  # ValueError: a name that IDNA cannot encode
             raise ConfigError(f"metrics: cannot listen at {host!r}, port {port}: {error}") from error
         self.url = f"http://{bracketed(host)}:{self._socket.getsockname()[1]}/metrics"
         self._metrics: Any = make_wsgi_app(registry)

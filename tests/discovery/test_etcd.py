@@ -138,6 +138,7 @@ def test_two_instances_find_each_other_by_their_settings(etcd: Etcd, start: Star
     [
         "decode.default.svc", "etcd://127.0.0.1:2379", "etcd://127.0.0.1/a", "etcd://a:1,/x", "etcd://u:p@h:1/a", "etcd://h:1/a?b=1",
         "dns://decode", "dns://decode:7100/x", "dns://:7100", "srv://", "srv://a:53", "consul://a:1/b", "etcd://h:0/a", "",
+        "etcd://[::1/x", "etcd://a:1/\ud800", "srv://\ud800", "dns://\ud800:1",
     ],
 )  # fmt: skip
 def test_a_source_of_another_form_is_quoted(text: str) -> None:

@@ -101,6 +101,8 @@ def test_the_thread_ends_with_the_manager_and_outlives_a_silent_source(start: St
     source.instances = None
     with caplog.at_level(logging.INFO), PeerFollower(decode, source, interval_s=0.01):
         until(lambda: "nobody answers" in caplog.text)
+        source.instances = {"prefill-0": 5}  # type: ignore[dict-item]
+        until(lambda: "AttributeError" in caplog.text)
         source.instances = {"prefill-0": Found(prefill.address)}
         decode_is_ready = lambda: decode.peer("prefill-0").state == "ready"  # noqa: E731
         until(decode_is_ready)

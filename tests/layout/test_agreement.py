@@ -5,10 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disagg.core.errors import LayoutError, RemoteProtocolError
+from disagg.core.errors import ConfigError, LayoutError, RemoteProtocolError
 from disagg.core.memory import RemoteRegion
 from disagg.core.topology import Topology
-from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements, expected_tokens
+from disagg.layout.agreement import (
+    Agreement,
+    LocalRank,
+    ModelId,
+    decode_placements,
+    encode_placements,
+    expected_tokens,
+)
 from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share
 from disagg.state import paged
 
@@ -24,6 +31,14 @@ def rank_of(tp: int, tp_rank: int, *, num_kv_heads: int = 4) -> LocalRank:
 
 def regions_of(rank: LocalRank) -> list[RemoteRegion]:
     return [RemoteRegion(r.address, r.nbytes) for component in rank.components for r in component.regions]
+
+
+@pytest.mark.parametrize("text", [None, 5, "m" * 4097, "m\ud800"])
+def test_a_model_that_no_message_can_name_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="model name: expected a str of at most 4096 characters"):
+        ModelId(text)
+    with pytest.raises(ConfigError, match="model revision: expected a str of at most 4096 characters"):
+        ModelId("m", text)
 
 
 def test_both_sides_agree_and_have_the_same_plans() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from typing import Any
 
+import numpy as np
 import pytest
 
 from disagg import KVManager, Pages, new_request_id
@@ -69,7 +70,7 @@ def test_a_reserve_that_needs_more_than_it_lists_costs_no_memory_for_checksums(l
         (prefill,), (decode,) = instances.prefill, instances.decode
         request = new_request_id()
         sender = send(prefill, request, instances.pages(prefill, 20), 20)
-        rows, need = {"kv": pack_rows(Pages([0, 1, 2]))}, {"kv": (0, 1 << log2_tokens)}
+        rows, need = {"kv": pack_rows(Pages(np.arange(3)))}, {"kv": (0, 1 << log2_tokens)}
         about: dict[str, Any] = {"request_id": request, "attempt": 0, "nonce": 7, "source_group": 0, "destination_group": 0}
         data = encode(Reserve(**about, rows=rows, need=need, verify="full"))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from disagg import Pages, new_request_id
+from disagg import new_request_id
 from disagg.core.errors import RequestTimeout
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
@@ -38,7 +38,7 @@ def ranks(*advertised: str | None) -> Iterator[list[Rank]]:
 
 
 def want(rank: Rank, request: bytes, **more: Any) -> Any:
-    rows = {"kv": Pages([0, 1])}
+    rows = {"kv": [0, 1]}
     return rank.manager.receiver(request, peer="prefill-0", rows=rows, need={"kv": (0, 8)}, **more)
 
 
@@ -60,7 +60,7 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
         receiver = want(decode, request)
         until(lambda: reserved(prefill))
         sender = prefill.manager.sender(request, deadline_s=0.5 if ended_by == "deadline" else None)
-        sender.finish({"kv": Pages([0, 1])})
+        sender.finish({"kv": [0, 1]})
         until(lambda: prefill.manager._runtime.transfers.num_unconnected == 1)
         if ended_by == "deadline":
             assert isinstance(sender.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
@@ -90,6 +90,6 @@ def test_a_reserve_of_a_forgotten_peer_does_not_fail_the_request_of_another() ->
         receiver = want(decode, request, deadline_s=DEADLINE_S)
         until(lambda: reserved(prefill))
         sender = prefill.manager.sender(request, deadline_s=DEADLINE_S)
-        sender.finish({"kv": Pages([0, 1])})
+        sender.finish({"kv": [0, 1]})
         assert sender.wait(timeout_s=DEADLINE_S).ok
         assert receiver.wait(timeout_s=DEADLINE_S).ok

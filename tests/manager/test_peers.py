@@ -312,6 +312,12 @@ def manager(**settings: Any) -> KVManager:
         ),
         ({"admit": "everyone"}, "admit: expected 'known', 'keys', 'any' or a function, found 'everyone'"),
         ({"admit": "keys"}, "admit: 'keys' needs keys="),
+        ({"pack_below": "4k"}, "pack_below: expected a number of bytes, or None, found '4k'"),
+        ({"peers": ["decode-0"]}, "peers: expected a mapping from names, found list"),
+        ({"peer_keys": "key"}, "peer_keys: expected a mapping from names, found str"),
+        ({"model": None}, "model: expected a ModelId, found None"),
+        ({"metrics_port": 0, "metrics_host": "a" * 70}, "metrics: cannot listen at 'aaa"),
+        ({"metrics_port": 0, "metrics_host": 7}, "metrics: cannot listen at 7"),
         ({"declared": Topology(tp=2)}, "component 'kv': expected Topology(dp=1, pp=1, cp=1, tp=2"),
     ],
 )

@@ -281,7 +281,23 @@ def test_arguments_of_a_wrong_kind_are_refused_in_the_callers_thread(instances: 
     assert all(event.ok for event in instances.transfer(20))
 
 
-@pytest.mark.parametrize("name", [None, 5, "", "x" * 257, ["decode-1"]])
+def test_arguments_that_are_not_looked_up_are_refused(instances: Cluster) -> None:
+    manager: Any = instances.decode[0].manager
+    with pytest.raises(LocalProtocolError, match="need: no component 'a' was declared"):
+        manager.receiver(new_request_id(), peer="prefill-0", rows={"kv": [0]}, need={1: (0, 1), "a": (0, 1)})
+    for call in (manager.peer, lambda peer: manager.engine(peer, 0)):
+        with pytest.raises(LocalProtocolError, match=r"peer: expected a str, found \['prefill-0'\]"):
+            call(["prefill-0"])
+    with pytest.raises(LocalProtocolError, match="rank: expected 0 to 2147483647, found"):
+        manager.engine("prefill-0", [1])
+    with pytest.raises(LocalProtocolError, match="on_end: expected a function, found None"):
+        instances.prefill[0].manager.sender(new_request_id(), peer="decode-0").on_end(None)  # type: ignore[arg-type]
+    for key, found in ((5, "int"), ("\ud800" * 40, "40 other characters"), (b"x" * 40, "bytes")):
+        with pytest.raises(ConfigError, match=f"'prefill-1', public key: expected a key .* found {found}"):
+            manager.add_peer("prefill-1", address="tcp://127.0.0.1:9", public_key=key)
+
+
+@pytest.mark.parametrize("name", [None, 5, "", "x" * 257, ["decode-1"], "\ud800"])
 def test_peers_with_impossible_names_are_refused(instances: Cluster, name: Any) -> None:
     manager = instances.decode[0].manager
     with pytest.raises(ConfigError, match="peer: expected a str of 1 to 256 characters, found"):
@@ -291,7 +307,9 @@ def test_peers_with_impossible_names_are_refused(instances: Cluster, name: Any) 
     assert all(event.ok for event in instances.transfer(20))
 
 
-@pytest.mark.parametrize("address", [f"tcp://{host}:5555" for host in ("a b", "*", "%", "bücher.example", "0.0.0.0", "a_b,c")])
+@pytest.mark.parametrize(
+    "address", [f"tcp://{host}:5555" for host in ("a b", "*", "%", "bücher.example", "0.0.0.0", "a_b,c", "[fe80::1%ö]")]
+)
 def test_peers_at_impossible_hosts_are_refused(instances: Cluster, address: str) -> None:
     with pytest.raises(ConfigError, match="peer 'prefill-1': expected"):
         instances.decode[0].manager.add_peer("prefill-1", address=address)
@@ -311,6 +329,6 @@ def test_plain_sequences_of_ids_are_pages(instances: Cluster) -> None:
     for wrong in ("01", 3, {0, 1}, None):
         with pytest.raises(LocalProtocolError, match="rows of 'kv': expected Pages, found"):
             decode.receiver(new_request_id(), peer="prefill-0", rows={"kv": wrong}, need=given)
-    for ids in ([0.5], [[1]], ["a"]):
+    for ids in ([0.5], [[1]], ["a"], [[1, 2], [3]]):
         with pytest.raises(LayoutError, match="pages: expected one list of integer ids"):
             decode.receiver(new_request_id(), peer="prefill-0", rows={"kv": ids}, need=given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import subprocess
 import sys
@@ -205,6 +206,37 @@ def test_the_file_descriptor_becomes_readable_with_an_event(instances: Cluster) 
     (event,) = manager.events()
     assert (event.tag, event.ok, event.payload) == ("mine", True, b"token")
     assert manager.events() == []
+
+
+def test_two_threads_that_ask_for_events_get_each_of_them_once() -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        manager, found, has_ended = instances.prefill[0].manager, list[list[bytes]](), threading.Event()
+
+        def take() -> None:
+            own: list[bytes] = []
+            while not has_ended.is_set():
+                own += [event.key.request_id for event in manager.events()]
+            found.append(own + [event.key.request_id for event in manager.events()])
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=take) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            asked = [new_request_id() for _ in range(1000)]
+            handles = [manager.sender(request, peer="decode-0") for request in asked]
+            for handle in handles:
+                handle.abort("the test ends it")
+            for handle in handles:
+                handle.wait(timeout_s=DEADLINE_S)
+            has_ended.set()
+            for thread in threads:
+                thread.join()
+        finally:
+            has_ended.set()
+            sys.setswitchinterval(interval)
+        assert sorted(itertools.chain(*found)) == sorted(asked)
 
 
 def test_an_error_of_one_request_fails_only_that_request(instances: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from disagg.protocol.peer_state import (
     Unanswered,
 )
 from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, PeerTable
-from disagg.protocol.types import NEVER
+from disagg.protocol.types import NEVER, Limits
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DECODE,
@@ -474,5 +475,11 @@ def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
 
 
 def test_invalid_limits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="heartbeat_s: expected more than 0, found 0"):
-        ConnectionLimits(heartbeat_s=0)
+    seconds: Any
+    for seconds in (0, -1.0, float("nan"), float("inf"), 1e12, "1", True, None):
+        with pytest.raises(
+            ConfigError, match=f"heartbeat_s: expected more than 0 and at most 1000000 seconds, found {seconds!r}"
+        ):
+            ConnectionLimits(heartbeat_s=seconds)
+        with pytest.raises(ConfigError, match="retry_s: expected more than 0 and at most"):
+            Limits(retry_s=seconds)

@@ -1,7 +1,7 @@
 """`DisaggConnector` for vLLM 0.23, whose hooks differ from those of 0.32.
 
-It saves nothing in steps that compute nothing, computes failed loads again in models with one KV cache group only, gives the
-scheduler's connector no manager of blocks, and clears new blocks of hybrid models while the GPU still runs earlier steps.
+It saves nothing in steps that compute nothing, computes failed loads again in models with one KV cache group only, and gives
+the scheduler's connector no manager of blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class DisaggConnector(connector.DisaggConnector):
             raise ConfigError("recurrent states on vLLM 0.23: expected --no-enable-prefix-caching")
         super().__init__(vllm_config, role, kv_cache_config)
         self._num_cache_blocks = kv_cache_config.num_blocks
-        self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
         self._requests: Requests
         self._ended: set[str] = set()
         self._failed: set[str] = set()
@@ -114,11 +113,6 @@ class DisaggConnector(connector.DisaggConnector):
             return cache
         nbytes = torch.empty(0, dtype=torch.int8, device=cache[0].device).set_(cache[0].untyped_storage())
         return nbytes.view(self._num_cache_blocks, -1)
-
-    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        if self._clears_blocks and self._step.loads and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # vLLM clears the blocks of these loads on the stream
-        super().start_load_kv(forward_context)
 
     def wait_for_save(self) -> None:
         """`get_finished` saves: vLLM calls it in each step, also in those that compute nothing."""

@@ -231,18 +231,18 @@ class SchedulerHalf:
         and removed. The request that it is of may still come, so it is not declined.
         """
         try:
-            hand_off = HandOff.of(request.kv_transfer_params)
-            if hand_off is None or not hand_off.remote_prompt:
-                return hand_off
+            hand_off, problem = HandOff.of(request.kv_transfer_params), ""
+        except ValueError as error:  # also msgspec.ValidationError
+            hand_off, problem = None, f"kv_transfer_params of another connector or version: {error}"
+        if hand_off is not None and hand_off.remote_prompt:
             most = num_handed_over(request.num_prompt_tokens)
             given = most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
+            request.kv_transfer_params["remote_prompt"] = ""  # compared once
             if hand_off.remote_prompt != _digest(request, given):
-                raise ValueError("they are of another prompt")
-        except ValueError as error:  # also msgspec.ValidationError
-            logger.warning("request %s: kv_transfer_params that are not for it: %s", request.request_id, error)
+                hand_off, problem = None, "kv_transfer_params of another prompt"
+        if problem:
+            logger.warning("request %s: %s", request.request_id, problem)
             request.kv_transfer_params["do_remote_prefill"] = False
-            return None
-        request.kv_transfer_params["remote_prompt"] = ""  # compared once
         return hand_off
 
     def _num_loadable(self, request: Request, hand_off: HandOff) -> int:
