@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,8 @@ def asking(address: str, data: bytes, **keys: bytes) -> Iterator[zmq.Socket[byte
             for name, value in keys.items():
                 setattr(dealer, name, value)
             dealer.connect(address)
-            dealer.send(data)
+            with suppress(zmq.Again):  # the connection may have been refused already: libzmq then has nowhere to send it
+                dealer.send(data, zmq.NOBLOCK)
             yield dealer
     finally:
         context.term()
