@@ -38,7 +38,7 @@ WARM_UP, MOST_FAILURES = 2, 3
 @dataclass
 class Plan:
     """What to measure. `load`: tokens of prompt and answer. `checked`: lengths of prompts whose answers are compared, one token
-    more than whole blocks of both sizes.
+    more than whole blocks of both sizes. `clients` are numbers of requests at once.
     """
 
     block: int
@@ -54,10 +54,10 @@ class Plan:
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def on_gpu(cls, limit_s: float) -> Plan:
-        """For the large model."""
+    def on_gpu(cls, limit_s: float, *, clients: int = 32) -> Plan:
+        """For the large model. `clients` is the larger number of requests at once."""
         checked = tuple(length for length in (33, 353, 1025, 2529, 6017, 12001) for _ in range(3))
-        return cls(16, checked, (128, 1024, 4096, 16384), (8, 32), (2048, 64), limit_s)
+        return cls(16, checked, (128, 1024, 4096, 16384), (8, clients), (2048, 64), limit_s)
 
     @classmethod
     def on_cpu(cls, limit_s: float) -> Plan:
@@ -78,8 +78,8 @@ class Plan:
 
 @dataclass
 class Pair:
-    """Servers with one connector. Without `prefill`, decode is asked alone. `other` is decode with another block size, and `tp`
-    prefill's tensor-parallel size.
+    """Servers with one connector. Without `prefill`, decode is asked alone. `other` is decode with another block size, `tp` and
+    `decode_tp` are the tensor-parallel sizes.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Pair:
     decode: Server
     other: Server | None = None
     tp: int = 1
+    decode_tp: int = 1
     num_failures: int = 0
 
     @property
@@ -97,7 +98,7 @@ class Pair:
     @property
     def label(self) -> dict[str, Any]:
         """The first columns of its rows."""
-        return {"pair": self.name, "tp": f"{self.tp} -> 1"}
+        return {"pair": self.name, "tp": f"{self.tp} -> {self.decode_tp}"}
 
 
 def ask(pair: Pair, prompt: Sequence[int], *, max_tokens: int, decode: Server | None = None) -> Reply:

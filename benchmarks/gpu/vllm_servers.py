@@ -1,4 +1,4 @@
-"""vLLM servers with this library's connector beside vLLM's own, on one or two GPUs::
+"""vLLM servers with this library's connector beside vLLM's own, on one GPU or several::
 
     python -m benchmarks.gpu.vllm_servers --gpus 2 --prefill-tp 1 2 --limit-s 540 --json docs/benchmarks/vllm-2xh200.json
 
@@ -8,8 +8,9 @@ Prefill and decode are servers of their own. The model has random weights, and t
 and `floor` goes the way of every connector that loads between steps. `vllm_clients.py` describes the figures. `--gpus 0` tries
 the program on the CPU with a small model.
 
-With two GPUs prefill is on the first one, and decode on the second one. With one GPU all servers share it. A server that does
-not start is reported with the end of its log, and the other ones are measured. All servers are killed in the end.
+Prefill is on the first half of the GPUs, and decode on the second half; a server of more ranks than that takes GPUs of the
+other half too. With one GPU all servers share it. A server that does not start is reported with the end of its log, and the
+other ones are measured. All servers are killed in the end.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ GPU_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 LARGE, SMALL = 9_000_000_000, 3_200_000_000
 """Bytes of KV: for 32 prompts of 2,048 tokens at once, and for one prompt of 16,384 tokens."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server to start. `place` is 0 for prefill, 1 for decode, and the first GPU of the server if there are two. `nbytes` is
-    its KV, and `chunk` the most tokens of a step.
+    """A server to start. `place` is 0 for prefill, 1 for decode. `nbytes` is its KV on each GPU, `chunk` the most tokens of a
+    step, and `clients` the most requests at once.
     """
 
     name: str
@@ -66,21 +67,27 @@ class Wanted:
     nbytes: int
     chunk: int
     tp: int = 1
+    clients: int = 32
 
 
-def wanted(connectors: tuple[str, ...], block: int, chunk: int, sizes: tuple[int, ...]) -> Iterator[Wanted]:
-    """The servers of the pairs: prefill for each tensor-parallel size, decode also with blocks of twice as many tokens."""
+def wanted(
+    connectors: tuple[str, ...], block: int, chunk: int, sizes: tuple[int, ...], decode_tp: int, clients: int
+) -> Iterator[Wanted]:
+    """The servers of the pairs: prefill for each tensor-parallel size (of vLLM's own connectors the first one only), decode
+    also with blocks of twice as many tokens.
+    """
     for connector in connectors:
         if connector in DECODE_ONLY:
-            yield Wanted(connector, connector, 1, block, SMALL, chunk)
+            yield Wanted(connector, connector, 1, block, SMALL, chunk, decode_tp, clients)
         elif connector in OTHERS:
-            yield Wanted(f"{connector} prefill 1", connector, 0, block, SMALL, chunk)
-            yield Wanted(f"{connector} decode", connector, 1, block, SMALL, chunk)
+            yield Wanted(f"{connector} prefill {sizes[0]}", connector, 0, block, SMALL, chunk, sizes[0], clients)
+            yield Wanted(f"{connector} decode", connector, 1, block, SMALL, chunk, decode_tp, clients)
         else:
             for tp in sizes:
-                yield Wanted(f"{connector} prefill {tp}", connector, 0, block, LARGE, chunk, tp)
-            yield Wanted(f"{connector} decode", connector, 1, block, LARGE, chunk)
-            yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL, chunk)
+                yield Wanted(f"{connector} prefill {tp}", connector, 0, block, LARGE, chunk, tp, clients)
+            yield Wanted(f"{connector} decode", connector, 1, block, LARGE, chunk, decode_tp, clients)
+            if decode_tp == 1:
+                yield Wanted(f"{connector} decode {2 * block}", connector, 1, 2 * block, SMALL, chunk, 1, clients)
 
 
 def start(one: Wanted, model: Path, gpus: int) -> Server:
@@ -88,13 +95,14 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     port, side_port = free_ports(2)
     own = environment(one.connector, side_port)
     if gpus:
-        first = one.place % gpus
+        first = one.place * (gpus // 2)
         environ = {
             **GPU_ENVIRONMENT,
             **own,
             "CUDA_VISIBLE_DEVICES": ",".join(str((first + each) % gpus) for each in range(gpus)),
         }
-        size = ["--dtype", "bfloat16", "--compilation-config", json.dumps(GRAPHS), "--max-model-len", "20480"]
+        graphs = {**GRAPHS, "cudagraph_capture_sizes": [1 << power for power in range(one.clients.bit_length())]}
+        size = ["--dtype", "bfloat16", "--compilation-config", json.dumps(graphs), "--max-model-len", "20480"]
         size += ["--kv-cache-memory-bytes", str(one.nbytes)]
     else:
         environ = {**ENVIRONMENT, **own, "VLLM_LOGGING_LEVEL": "INFO"}
@@ -109,7 +117,17 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
         "--served-model-name",
         "model",
     ]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(one.block), "--max-num-seqs", "32", caching]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--block-size",
+        str(one.block),
+        "--max-num-seqs",
+        str(one.clients),
+        caching,
+    ]
     command += ["--max-num-batched-tokens", str(one.chunk), "--tensor-parallel-size", str(one.tp)]
     command += ["--gpu-memory-utilization", "0.02" if gpus else "0.05", *size]
     command += options(one.connector, decodes=one.place == 1, side_port=side_port)
@@ -152,15 +170,17 @@ def end(name: str, server: Server, logs: Path | None) -> None:
     server.stop()
 
 
-def pairs_of(ready: Mapping[str, Server], connectors: tuple[str, ...], block: int, sizes: tuple[int, ...]) -> Iterator[Pair]:
+def pairs_of(
+    ready: Mapping[str, Server], connectors: tuple[str, ...], block: int, sizes: tuple[int, ...], decode_tp: int
+) -> Iterator[Pair]:
     """The complete pairs among the servers that have started. Only those of TP 1 have a decode server with other blocks."""
     for connector in connectors:
         if connector in ready:
-            yield Pair(connector, None, ready[connector])
+            yield Pair(connector, None, ready[connector], decode_tp=decode_tp)
         for tp in sizes:
             if {f"{connector} prefill {tp}", f"{connector} decode"} <= ready.keys():
                 other = ready.get(f"{connector} decode {2 * block}") if tp == 1 else None
-                yield Pair(connector, ready[f"{connector} prefill {tp}"], ready[f"{connector} decode"], other, tp)
+                yield Pair(connector, ready[f"{connector} prefill {tp}"], ready[f"{connector} decode"], other, tp, decode_tp)
 
 
 def terminate(number: int, _: object) -> None:
@@ -171,11 +191,13 @@ def terminate(number: int, _: object) -> None:
 def main() -> None:
     """Start the servers, measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(0, 1, 2), default=1, help="0: a small model on the CPU")
+    parser.add_argument("--gpus", type=int, choices=(0, 1, 2, 4, 8), default=1, help="0: a small model on the CPU")
     parser.add_argument("--connectors", nargs="+", choices=CONNECTORS, default=list(CONNECTORS))
     parser.add_argument(
-        "--prefill-tp", nargs="+", type=int, choices=(1, 2), default=[1], help="tensor-parallel sizes of prefill"
+        "--prefill-tp", nargs="+", type=int, choices=(1, 2, 4), default=[1], help="tensor-parallel sizes of prefill"
     )
+    parser.add_argument("--decode-tp", type=int, choices=(1, 2, 4), default=1, help="tensor-parallel size of decode")
+    parser.add_argument("--clients", type=int, default=32, metavar="N", help="the most requests at once")
     parser.add_argument(
         "--limit-s", type=float, default=540.0, metavar="SECONDS", help="end after this time, with the results so far"
     )
@@ -185,15 +207,15 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, terminate)
     connectors, sizes = tuple(given.connectors), tuple(given.prefill_tp)
-    plan = Plan.on_gpu(given.limit_s) if given.gpus else Plan.on_cpu(given.limit_s)
+    plan = Plan.on_gpu(given.limit_s, clients=given.clients) if given.gpus else Plan.on_cpu(given.limit_s)
     table = {**conditions(), "gpus": given.gpus}
     with tempfile.TemporaryDirectory() as folder:
         model = model_writer(given.gpus)("llama", Path(folder))
         print(f"the model is written after {plan.elapsed_s():.0f} s", flush=True)
-        servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536, sizes)
+        servers = wanted(connectors, plan.block, 20480 if given.gpus else 1536, sizes, given.decode_tp, given.clients)
         starts = {one.name: partial(start, one, model, given.gpus) for one in servers}
         with running(starts, plan, patience_s=given.start_s, logs=given.logs) as ready:
-            for part in measure_all(list(pairs_of(ready, connectors, plan.block, sizes)), plan):
+            for part in measure_all(list(pairs_of(ready, connectors, plan.block, sizes, given.decode_tp)), plan):
                 table.update(part)
                 given.json.write_text(json.dumps({**table, "problems": Counter(plan.problems)}, indent=1) + "\n")
     show(table, plan.problems, elapsed_s=plan.elapsed_s())
