@@ -29,7 +29,7 @@ from harness.conditions import conditions
 
 ENGINES = {"cma": "shm", "nixl": "tcp", "mooncake": "tcp", "local": "auto"}
 """The engines by default, and their transports."""
-SETTINGS = {"tokens": None, "device": "cpu", "warm_up": 1, "repeat": 10, "seed": 0, "timeout_s": 120.0}
+SETTINGS = {"tokens": None, "device": "cpu", "devices": (), "warm_up": 1, "repeat": 10, "seed": 0, "timeout_s": 120.0}
 CASES: tuple[tuple[str, int, int, str, str], ...] = (
     ("tiny", 4, 4096, "tp=1,page=16", "tp=1,page=16"),
     ("llama-3-8b", 4, 1024, "tp=1,page=64", "tp=1,page=16"),

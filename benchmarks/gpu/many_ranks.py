@@ -122,7 +122,7 @@ class Products:
                 event = torch.cuda.Event(blocking=True)
                 event.record()
                 events.append(event)
-                if len(events) > 2:  # the GPU always has two to go on with
+                if len(events) > 24:  # what the GPU goes on with while this thread waits for the interpreter
                     events.pop(0).synchronize()
                     self._times.append(time.monotonic())
 
