@@ -45,12 +45,14 @@ def run(
     requests: int = 0,
     slow: float = 1.0,
     sysctls: Sequence[str] = (),
+    link: RdmaLink | None = None,
 ) -> Report:
     """Run once and return the report. Ends early once a rank has crashed, lost a thread or not started.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
     `grace_s`: how long rows may take to be released at the end. `requests`: how many are started at least, spread over the
-    rounds. Deadlines and intervals are multiplied by `slow`. `sysctls`: settings of two hosts, as `NAME=VALUE`.
+    rounds. Deadlines and intervals are multiplied by `slow`. `sysctls`: settings of two hosts, as `NAME=VALUE`. `link`: the
+    devices of a run over RDMA, which stay; without one the run makes its own.
     """
     report = Report(
         engine,
@@ -63,9 +65,11 @@ def run(
     )
     report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
     between = Hosts(sysctls) if hosts == 2 else None
-    link = RdmaLink(0) if report.transport == "rdma" else None
-    if link is not None:
+    made: list[Hosts | RdmaLink] = [between] if between is not None else []
+    if report.transport == "rdma" and link is None:
+        link = RdmaLink(0)
         link.create()
+        made.append(link)
     chaos = Chaos(report, hosts=between, link=link, silence_s=silence_s, longest_s=longest_s, grace_s=grace_s, slow=slow)
     began = time.monotonic()
     try:
@@ -90,9 +94,8 @@ def run(
         report.seconds = time.monotonic() - began
         chaos.complete_report()
         chaos.close()
-        for made in (between, link):
-            if made is not None:
-                made.close()
+        for each in made:
+            each.close()
     if report.good:
         shutil.rmtree(chaos.folder)
         report.logs = ""
