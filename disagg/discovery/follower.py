@@ -74,6 +74,6 @@ class PeerFollower:
             except LocalProtocolError as error:  # the manager was closed
                 logger.info("%s: discovery ends: %s", self._manager.name, error)
                 return
-            except Exception:  # whatever it is, what a source says later must still be followed
-                logger.exception("%s: discovery", self._manager.name)
+            except Exception as error:  # noqa: BLE001 (whatever it is, what a source says later must still be followed)
+                self._warnings.warning("%s: discovery: %s: %s", self._manager.name, type(error).__name__, error)
             self._stop.wait(self._interval_s)

@@ -171,14 +171,17 @@ def _pages_of(space: RowSpace, need: tuple[int, int]) -> tuple[int, int]:
 
 
 def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
-    """Check that the destination, a peer, lists as many pages as its `need` spans: each of them gets a checksum.
+    """Check that the destination, a peer, lists as many pages as its `need` spans: each of them gets a checksum. It may list
+    one less, since a granule of tokens that is not complete has no place.
 
     Raises `LayoutError`.
     """
-    if plan.destination.tokens is None or not isinstance(rows, Pages):
+    if plan.destination.tokens is None:
         return
+    if not isinstance(rows, Pages):
+        raise LayoutError(f"component {plan.name!r}, destination: expected Pages, found {type(rows).__name__}")
     first, stop = _pages_of(plan.destination, need)
-    if stop - first > len(rows.ids):
+    if stop - first > len(rows.ids) + 1:
         what = f"component {plan.name!r}, destination: tokens [{need[0]}, {need[1]}) need {stop - first} pages"
         raise LayoutError(f"{what}, {len(rows.ids)} are listed")
 

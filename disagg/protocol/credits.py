@@ -28,7 +28,7 @@ from disagg.protocol.types import (
 )
 
 MAX_RINGS = 4
-"""Rings of one peer rank, so that a rank that connects anew without end does not take those of others."""
+"""Rings of one peer rank once they are scarce, so that one that connects anew without end does not take those of others."""
 USES_BITS = 32
 """Uses of one grant's slots are numbered from a multiple of 2 to this power."""
 
@@ -41,6 +41,10 @@ class Rings(Protocol):
 
     def give_back(self, ring: Ring, /) -> None:
         """The ring is free again."""
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether at most half of the rings are free."""
 
 
 @dataclass
@@ -91,7 +95,8 @@ class Credits:
 
     def grant(self, peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
         """The ring of a rank's connection, or `None` if no ring is left. A new epoch or generation gets a new ring, since late
-        writes may still hit the old one. A rank has `MAX_RINGS` at most, counting those that are not proved quiet.
+        writes may still hit the old one. Once rings are scarce, a rank that has `MAX_RINGS` gets no more; those that
+        are not proved quiet count.
         """
         self._epochs[peer] = epoch
         if self._without.get(peer) == (epoch, generation):
@@ -101,7 +106,8 @@ class Credits:
             if granted is not None:
                 self._retired.setdefault((peer, granted.epoch), []).append(granted)
             retired = sum(len(grants) for (whose, _), grants in self._retired.items() if whose == peer)
-            ring = self._rings.take() if self._rings is not None and retired < MAX_RINGS else None
+            has_enough = self._rings is None or (retired >= MAX_RINGS and self._rings.are_scarce)
+            ring = self._rings.take() if self._rings is not None and not has_enough else None
             if ring is None:
                 self._granted.pop(peer, None)
                 self._without[peer] = epoch, generation
@@ -186,6 +192,12 @@ class Credits:
         for granted in grants:
             assert self._rings is not None
             self._rings.give_back(granted.ring)
+
+    def forget(self, instance: str) -> None:
+        """An instance is not known any more. Its rings come back once it is proved quiet."""
+        for peer in [peer for peer in self._epochs if peer.instance == instance]:
+            del self._epochs[peer]
+            self._without.pop(peer, None)
 
     def tick(self, now: float) -> None:
         """Report again the slots whose credit has not come."""

@@ -9,6 +9,9 @@ from disagg.protocol.send_session import Destination, SendSession, SendState, Se
 from disagg.protocol.timers import Timers, back_off
 from disagg.protocol.types import CancelTransfers, Effect, Limits, PeerRank, SendMessage, StartTransfer, Ticket
 
+MAX_RESENT = 20
+"""How often a drained message is sent again: for a minute and a half by default."""
+
 
 class DestinationSteps:
     """Takes the steps of destinations, for every request that this rank sends."""
@@ -79,10 +82,15 @@ class DestinationSteps:
         self.progress(session, peer, destination, now)
 
     def resend(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        """Send the last message again: the destination has not answered it."""
+        """Send the last message again: the destination has not answered it. Nothing is sent any more after `MAX_RESENT` times
+        if nothing is in flight to it: a receiver that still waits asks, and is answered without the session.
+        """
         if destination.state is SendState.COMPLETED:
             self.send_complete(session, peer, destination, now)
         elif destination.state is SendState.ABORTING:
             self.send(session, peer, destination, session.abort(destination), now)
+        elif destination.resent == MAX_RESENT:
+            destination.step(SendStep.UNANSWERED)
         else:
+            destination.resent += 1
             self.send(session, peer, destination, session.drained(destination), now)

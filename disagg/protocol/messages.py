@@ -220,8 +220,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
-    """Checksums modulo 2**64 of one chunk's part of a component, little-endian uint64: one for each layer that the receiver's
-    rank takes, in ascending order, and one for each checked page of its need, in order.
+    """Checksums modulo 2**64 of what a writer has sent of a component, little-endian uint64: one for each layer that the
+    receiver's rank takes, in ascending order, and one for each checked page of its need, in order. Those of parts add up.
     """
 
     component: Name

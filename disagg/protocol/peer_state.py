@@ -23,6 +23,10 @@ class Undecided(DisaggError):
         self.retry_s = retry_s
 
 
+MAX_HEARTBEAT_S = 1_000_000
+"""Limit on the times of heartbeats: libzmq counts milliseconds in 32 bits."""
+
+
 @dataclass(frozen=True)
 class ConnectionLimits:
     """Times of the handshake and of liveness; seconds.
@@ -46,7 +50,8 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            check_seconds(getattr(self, each.name), f"connection limits {each.name}")
+            most = MAX_HEARTBEAT_S if each.name.startswith("heartbeat") else NEVER
+            check_seconds(getattr(self, each.name), f"connection limits {each.name}", most=most)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from disagg.core.errors import Cause, DisaggError, RequestAborted
 from disagg.core.leases import Lease
 from disagg.protocol.messages import MAX_SECONDS, Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
 from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
+
+_SUMS = np.dtype("<u8")
 
 
 class SendState(State):
@@ -32,6 +36,7 @@ class SendStep(State):
     OUTCOME = "the receiver's outcome arrived"
     PEER_LOST = "the peer is gone"
     DECLINED = "the receiver needs nothing"
+    UNANSWERED = "nobody has answered for long"
 
 
 SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
@@ -48,13 +53,15 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
     (SendState.ABORTING, SendStep.PEER_LOST): SendState.LOST,
     (SendState.DRAINED, SendStep.OUTCOME): SendState.CLOSED,
     (SendState.DRAINED, SendStep.PEER_LOST): SendState.LOST,
+    (SendState.DRAINED, SendStep.UNANSWERED): SendState.CLOSED,
 }
 
 
 @dataclass
 class Destination:
     """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished,
-    and `early_outcome` whether it has answered that. `took` is that of the next `Complete`. `knows_failure`: the receiver knows
+    and `early_outcome` whether it has answered that. `sums`
+    are by component, added up over its chunks. `took` is that of the next `Complete`. `knows_failure`: the receiver knows
     that the attempt has failed. `lost_at` is the epoch at which the peer was lost.
     """
 
@@ -64,7 +71,7 @@ class Destination:
     unsettled: set[int] = field(default_factory=set)
     landed: dict[int, tuple[Written, ...]] = field(default_factory=dict)
     packed: dict[int, int] = field(default_factory=dict)
-    sums: dict[int, tuple[PartialChecksums, ...]] = field(default_factory=dict)
+    sums: dict[str, PartialChecksums] = field(default_factory=dict)
     took: tuple[float, ...] = ()
     started: int = 0
     early_complete: Complete | None = None
@@ -75,6 +82,7 @@ class Destination:
     ok: bool = False
     retry_at: float = NEVER
     retry_s: float = 0.0
+    resent: int = 0
     lost_at: int | None = None
 
     def step(self, step: SendStep) -> bool:
@@ -83,6 +91,16 @@ class Destination:
         if state is not None:
             self.state = state
         return state is not None
+
+    def settle(self, chunk: int, *, packed: int, sums: Iterable[PartialChecksums], unsettled: bool) -> None:
+        """Note how the transfer of a chunk has ended. Checksums of chunks add up modulo 2**64."""
+        self.in_flight.discard(chunk)
+        (self.unsettled.add if unsettled else self.unsettled.discard)(chunk)
+        if packed:
+            self.packed[chunk] = packed
+        for part in sums:
+            known = self.sums.get(part.component)
+            self.sums[part.component] = part if known is None else _added(known, part)
 
     @property
     def quiet(self) -> bool:
@@ -122,7 +140,7 @@ class SendSession:
     """One request that this rank sends: to every destination rank that it is an elected writer of.
 
     It is bound to a peer from the start, or by the first message about it. Before, `expected` is `None`, `peer` may be empty
-    (any), and the attempt of `key` counts only unless `any_attempt`. `for_any`: it was offered to any peer.
+    (any), and the attempt of `key` counts only unless `any_attempt`. `names_attempt`: one attempt was offered to any peer.
     """
 
     key: RequestKey
@@ -142,10 +160,10 @@ class SendSession:
     released: bool = False
     lease: Lease = field(default_factory=Lease)
     armed_at: float = NEVER
-    for_any: bool = field(init=False)
+    names_attempt: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.for_any = not self.peer
+        self.names_attempt = not self.peer and not self.any_attempt
 
     @property
     def due(self) -> float:
@@ -222,7 +240,7 @@ class SendSession:
             written=_joined(w for number in sorted(destination.landed) for w in destination.landed[number]),
             payload=self.payload,
             packed=tuple(sorted(destination.packed.items())),
-            sums=tuple(part for number in sorted(destination.sums) for part in destination.sums[number]),
+            sums=tuple(destination.sums.values()),
             took=tuple(min(seconds, MAX_SECONDS) for seconds in destination.took),
         )
 
@@ -245,6 +263,12 @@ class SendSession:
             )
         waiting = [str(peer) for peer, destination in self.destinations.items() if not destination.ended]
         return f"request {self.key}: the deadline passed while waiting for {', '.join(waiting)}"
+
+
+def _added(ours: PartialChecksums, theirs: PartialChecksums) -> PartialChecksums:
+    pairs = (ours.by_layer, theirs.by_layer), (ours.by_page, theirs.by_page)
+    sums = [(np.frombuffer(one, _SUMS) + np.frombuffer(other, _SUMS)).tobytes() for one, other in pairs]
+    return PartialChecksums(ours.component, *sums)
 
 
 def _joined(written: Iterable[Written]) -> tuple[Written, ...]:

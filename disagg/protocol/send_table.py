@@ -66,7 +66,7 @@ class SendTable:
     def remove(self, session: SendSession, reason: str) -> bool:
         """Forget a session that has ended, for this reason. Returns whether it was there."""
         if self.offers.pop(_offer_of(session), None) is not None:
-            if session.for_any and not session.any_attempt:
+            if session.names_attempt:
                 self.ended.put(ANY, session.key, Tombstone(None, reason=reason))
             return True
         if self.sessions.pop((session.peer, session.key), None) is None:
@@ -76,15 +76,18 @@ class SendTable:
         if not served:
             del self.served[session.key]
         self.ended.put(session.peer, session.key, Tombstone(None, reason=reason))
-        if session.for_any:
+        if session.names_attempt:
             self.ended.put(ANY, session.key, Tombstone(None, reason=f"the request has ended; it was served to {session.peer}"))
         return True
 
-    def forget(self, instance: str) -> set[PeerRank]:
-        """Forget what is parked of an instance, and its ended attempts. Returns its ranks that are destinations."""
+    def of(self, instance: str) -> list[SendSession]:
+        """The sessions for one instance."""
+        return [session for session in (*self.sessions.values(), *self.offers.values()) if session.peer == instance]
+
+    def forget(self, instance: str) -> None:
+        """Forget what is parked of an instance, and its ended attempts."""
         self.parked.forget(instance)
         self.ended.forget(instance)
-        return {peer for session in self.sessions.values() for peer in session.destinations if peer.instance == instance}
 
     def has_ended(self, peer: PeerRank, key: RequestKey) -> Tombstone | None:
         """How an attempt has ended, towards that rank or towards all of its instance."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestTimeout
+from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import Lease
 from disagg.protocol.destination_steps import DestinationSteps
 from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve
@@ -157,14 +157,8 @@ class Sends:
             return
         if not known:
             destination.early_complete, destination.took = None, took
-        destination.in_flight.discard(ticket.chunk)
-        destination.unsettled.discard(ticket.chunk)
-        if packed:
-            destination.packed[ticket.chunk] = packed
-        if sums:
-            destination.sums[ticket.chunk] = sums
+        destination.settle(ticket.chunk, packed=packed, sums=sums, unsettled=unsettled)
         if unsettled:
-            destination.unsettled.add(ticket.chunk)
             self._effects.append(QuarantineLease(session.lease, error))
         if error:
             destination.landed.pop(ticket.chunk, None)
@@ -268,10 +262,14 @@ class Sends:
                 destination.unsettled.clear()
                 self._settle(session)
 
-    def forget(self, instance: str) -> None:
-        """An instance is not known any more. A rank of it that was never connected may have reserved, and was not lost."""
-        for peer in self.table.forget(instance):
-            self.peer_lost(peer, f"{instance!r} was removed")
+    def forget(self, instance: str, now: float) -> None:
+        """An instance is not known any more: its requests end. Ranks that were never connected were not lost before."""
+        removed = f"peer {instance!r} was removed"
+        for session in self.table.of(instance):
+            for peer in tuple(session.destinations):
+                self.peer_lost(peer, removed)
+            self.abort(session, RequestAborted(removed, cause=Cause.PEER_LOST), now)
+        self.table.forget(instance)
 
     def tick(self, session: SendSession, now: float) -> None:
         """Enforce the deadline of a session, and resend unanswered messages."""
@@ -281,6 +279,7 @@ class Sends:
             if not destination.waiting or now < destination.retry_at:
                 continue
             self._steps.resend(session, peer, destination, now)
+        self._settle(session)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

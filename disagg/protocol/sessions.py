@@ -134,10 +134,11 @@ class Sessions:
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
-    def forget(self, instance: str) -> None:
+    def forget(self, instance: str, now: float) -> None:
         """Forget the attempts of an instance that is not known any more."""
         self.receives.forget(instance)
-        self.sends.forget(instance)
+        self.sends.forget(instance, now)
+        self.credits.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""

@@ -25,8 +25,6 @@ from disagg.protocol.messages import (
 )
 
 NEVER = float("inf")
-MAX_LIMIT_S = 1_000_000
-"""The longest time of `Limits` and `ConnectionLimits`: libzmq counts milliseconds in 32 bits."""
 
 
 class PeerRank(NamedTuple):
@@ -49,10 +47,11 @@ class RequestKey(NamedTuple):
         return f"{self.request_id.hex()}#{self.attempt}"
 
 
-def check_seconds(given: object, what: str) -> None:
-    """Raise `ConfigError` unless it is a number above 0 and at most `MAX_LIMIT_S`."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= MAX_LIMIT_S:
-        raise ConfigError(f"{what}: expected more than 0 and at most {MAX_LIMIT_S} seconds, found {given!r}")
+def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
+    """Raise `ConfigError` unless it is a number above 0 and at most `most`."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most:
+        limit = "" if most == NEVER else f" and at most {most}"
+        raise ConfigError(f"{what}: expected more than 0{limit} seconds, found {given!r}")
 
 
 @dataclass(frozen=True)

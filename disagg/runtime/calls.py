@@ -54,9 +54,8 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     deadline = receiver.moments.opened_at + call.deadline_s
 
     def open_session(now: float) -> ReceiveSession:
-        agreed = agreement
-        if agreed is None:
-            agreed = runtime.directory.known_agreement(call.peer)
+        agreed = runtime.directory.known_agreement(call.peer)
+        if agreed is not agreement:
             check_number(call.group, f"group of peer {call.peer!r}", agreed.num_groups)
             receiver.need, _ = _needs(runtime, call, agreed)
         return _reserve(runtime, call, agreed, receiver, now, deadline)
@@ -65,9 +64,8 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
         if receiver.session is None:
             decline(runtime, call.key, peer=call.peer, group=call.group)
 
-    runtime.open(receiver, open_session, wait_until=deadline if agreement is None else None)
-    if agreement is None:
-        receiver.on_end(decline_unopened)
+    runtime.open(receiver, open_session, wait_until=deadline)
+    receiver.on_end(decline_unopened)
     return receiver
 
 

@@ -40,6 +40,8 @@ class Directory:
         self._handshake = handshake
         self._local = local
         self._command = command
+        self.carry_out: Callable[[float], None] = lambda _: None
+        """Carries out the effects of the peer table, in the control thread."""
         self._allowed_keys = allowed_keys
         self.admits_unknown = admits_unknown
         self._has_leader = has_leader
@@ -57,9 +59,10 @@ class Directory:
         """Forget an instance: its requests end, and it is not accepted any more."""
         self._added.discard(name)
 
-        def remove(_: float) -> None:
+        def remove(now: float) -> None:
             if name in self._peers.instances:
                 self._peers.remove_peer(name, "it was removed")
+                self.carry_out(now)  # what comes next may add it again
 
         self._command(remove)
 

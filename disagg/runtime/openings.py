@@ -47,11 +47,17 @@ class Openings:
         )
 
     def put_when_ready(self, handle: Receiver, open_session: OpenSession, deadline: float) -> None:
-        """Open the session of a request once its peer is ready. The request ends if that takes longer than `deadline`."""
-        self._commands.put(
-            lambda _: self.wait(handle.peer, handle, lambda: self.put(handle, open_session), deadline),
-            lambda error: self._requests.end_unopened(handle, error),
-        )
+        """Open the session of a request if its peer is ready then, or once it is. The request ends if that takes longer than
+        `deadline`.
+        """
+
+        def open_or_wait(now: float) -> None:
+            if self._directory.is_ready(handle.peer):
+                self._requests.open(handle, lambda: open_session(now))
+            else:
+                self.wait(handle.peer, handle, lambda: self.put_when_ready(handle, open_session, deadline), deadline)
+
+        self._commands.put(open_or_wait, lambda error: self._requests.end_unopened(handle, error))
 
     def wait(self, peer: str, handle: Receiver | None, run: Callable[[], None], deadline: float) -> None:
         """Call `run` once the peer is ready, unless its time is over before."""

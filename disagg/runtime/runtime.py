@@ -234,6 +234,7 @@ class Runtime:
             on_peers_changed=self._on_peers_changed,
             on_forgotten=self._on_forgotten,
         )
+        self.directory.carry_out = self.dispatch.carry_out_peers
         self.loop = Loop(
             name=name,
             channel=self.channel,
@@ -359,11 +360,10 @@ class Runtime:
         self.directory.notify()
 
     def _on_forgotten(self, name: str) -> None:
-        """A peer instance is not known any more."""
         self.openings.fail_all(name, f"peer {name!r} was removed")
         self.handshake.forget(name)
-        self.transfers.forget(name, time.monotonic())
-        self.sessions.forget(name)
+        self.transfers.forget(name, now := time.monotonic())
+        self.sessions.forget(name, now)
         self.connections.forget(name)
         self.directory.forgotten(name)
 

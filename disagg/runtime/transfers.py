@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,7 @@ from disagg.core.rows import Pages, Rows
 from disagg.protocol.messages import Filled, Message
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import CancelTransfers, CreditSlots, PeerRank, StartTransfer, Ticket, UnpackSlot
+from disagg.protocol.types import CancelTransfers, CreditSlots, PeerRank, RequestKey, StartTransfer, Ticket, UnpackSlot
 from disagg.runtime.accounting import Stats
 from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
@@ -54,13 +55,13 @@ class Transfers:
         self._pack_below = pack_below
         self._send = send
         self._on_unreachable = on_unreachable
-        self._unconnected: dict[PeerRank, list[StartTransfer]] = {}
+        self._unconnected: dict[PeerRank, dict[RequestKey, list[StartTransfer]]] = {}
         self._settled: list[tuple[Settled, Any]] = []
 
     @property
     def num_unconnected(self) -> int:
         """Transfers that wait for their peer's engine."""
-        return sum(map(len, tuple(self._unconnected.values())))
+        return sum(len(starts) for waiting in tuple(self._unconnected.values()) for starts in tuple(waiting.values()))
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ class Transfers:
             return
         rank = self._handshake.rank(ticket.peer)
         if rank is None:
-            self._unconnected.setdefault(ticket.peer, []).append(start)
+            self._unconnected.setdefault(ticket.peer, {}).setdefault(ticket.key, []).append(start)
             return
         if not start.is_for(rank.epoch):
             self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} has restarted since it reserved these rows")
@@ -132,22 +133,17 @@ class Transfers:
 
     def connected(self, peer: PeerRank, now: float) -> None:
         """Start what waited for this rank."""
-        for start in self._unconnected.pop(peer, []):
+        for start in itertools.chain(*self._unconnected.pop(peer, {}).values()):
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
         """A request has failed: what waits for its rank to be connected never begins. The worker finds out by itself."""
-        waiting = self._unconnected.pop(cancelled.peer, [])
-        kept = [start for start in waiting if start.ticket.key != cancelled.key]
-        if kept:
-            self._unconnected[cancelled.peer] = kept
-        for start in waiting:
-            if start.ticket.key == cancelled.key:
-                self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
+        for start in self._unconnected.get(cancelled.peer, {}).pop(cancelled.key, []):
+            self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 
     def lost(self, peer: PeerRank, cause: str, now: float) -> None:
         """Fail what waited for this rank."""
-        for start in self._unconnected.pop(peer, []):
+        for start in itertools.chain(*self._unconnected.pop(peer, {}).values()):
             self._sessions.sends.settled(start.ticket, now=now, error=f"{peer} is gone: {cause}")
 
     def forget(self, instance: str, now: float) -> None:

@@ -103,6 +103,12 @@ class RingPool:
         self.region = _region(self._arena) if region is None else region
         starts = (self.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
         self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
+        self._count = len(self._free)
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether at most half of the rings are free."""
+        return 2 * len(self._free) <= self._count
 
     def take(self) -> Ring | None:
         """The largest free ring, or `None` if all are taken: that peer's pieces then travel one by one."""

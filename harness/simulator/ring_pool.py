@@ -44,3 +44,7 @@ class RingPool:
         """The ring may be granted to another writer."""
         del self.owners[ring.address]
         self._free.append(ring)
+
+    @property
+    def are_scarce(self) -> bool:
+        return False

@@ -11,7 +11,7 @@ from disagg.integrations.handoff import VERSION, Payload
 
 def test_payload_of_a_newer_minor_version_is_read() -> None:
     """Golden, so that servers with different versions of this library agree."""
-    golden = {"engine": "vllm 0.32.0", "num_tokens": 7, "first_token": 5, "native": [], "version": 1}
+    golden = {"engine": "vllm 0.32.0", "num_tokens": 7, "first_token": 5, "native": [], "prompt": "", "version": 1}
     payload = Payload(engine="vllm 0.32.0", num_tokens=7, first_token=5)
     assert msgspec.msgpack.decode(payload.encode()) == golden
     assert Payload.decode(msgspec.msgpack.encode({**golden, "a field of later": [1]})) == payload

@@ -77,6 +77,23 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
         until(lambda: not prefill.manager._runtime.sessions.sends.sessions)
 
 
+def test_a_peer_that_is_lost_while_a_receiver_is_opened_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agreement was known in the server's thread, and nothing is reserved at it in the control thread."""
+    with ranks(None) as (prefill, decode):
+        runtime = decode.manager._runtime
+        opened = runtime.open
+
+        def open_late(*arguments: Any, **more: Any) -> None:
+            prefill.manager.close()
+            until(lambda: decode.manager.peer("prefill-0").state != "ready")
+            opened(*arguments, **more)
+
+        monkeypatch.setattr(runtime, "open", open_late)
+        receiver = want(decode, new_request_id(), deadline_s=0.5)
+        assert isinstance(receiver.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
+        assert receiver.lease.released
+
+
 def test_a_reserve_of_a_forgotten_peer_does_not_fail_the_request_of_another() -> None:
     with ranks(NOBODY, None) as (prefill, gone, decode):
         request = new_request_id()

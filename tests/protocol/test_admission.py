@@ -116,6 +116,6 @@ def test_the_ended_attempts_of_a_forgotten_instance_are_forgotten() -> None:
     sessions.receives.open(key, peer="D", nonce=1, source_group=0, rows={}, need={}, expected={}, now=0.0, deadline=9.0)
     sessions.sends.finish(sent, b"", 0.0)
     assert (len(sessions.sends.table.ended), len(sessions.receives._ended)) == (1, 1)
-    sessions.forget("D")
+    sessions.forget("D", 1.0)
     assert (len(sessions.sends.table.ended), len(sessions.receives._ended)) == (0, 0)
     assert sessions.sends.table.has_ended(PeerRank("D", 0), key) is None

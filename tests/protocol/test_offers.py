@@ -112,13 +112,34 @@ def test_others_are_refused_an_attempt_that_has_ended(end: str, attempt: int | N
         sessions.sends.abort(session, RequestAborted("the client is gone"), 0.0)
     take_effects(sessions)
     sessions.on_message(E0, reserve(3), 0.0)
-    if end == "served" or attempt is not None:
+    if attempt is None:  # the next one may be offered under the same number
+        assert not take_effects(sessions)
+        assert offer(sessions).is_bound
+    else:
         reason = "it was served to D" if end == "served" else "the client is gone"
         assert reason in str(take_effects(sessions)[0])
     sessions.on_message(E0, reserve(4), 0.0)
     assert not take_effects(sessions)
     other = offer(sessions, peer="E", attempt=4)
     assert other.is_bound
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_the_requests_of_a_forgotten_peer_end(reserved: bool) -> None:
+    """Also those that some of its ranks have not reserved."""
+    sessions = sessions_of({"D": 2})
+    session = offer(sessions, peer="D", attempt=3)
+    put(sessions, session)
+    if reserved:
+        sessions.on_message(D0, reserve(3), 0.0)
+        (start,) = [effect for effect in take_effects(sessions) if isinstance(effect, StartTransfer)]
+        sessions.sends.settled(start.ticket, now=0.5, error="D/0 is gone")
+    sessions.forget("D", 1.0)
+    assert [effect.ok for effect in take_effects(sessions) if isinstance(effect, Event)] == [False]
+    assert session.lease.released
+    assert not sessions.sends.sessions
+    assert not sessions.sends.table.offers
+    assert not sessions.sends.table.ended
 
 
 @pytest.mark.parametrize("attempt", [None, 3])

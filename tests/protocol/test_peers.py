@@ -476,10 +476,11 @@ def test_close_sends_goodbye_to_every_peer_that_has_answered() -> None:
 
 def test_invalid_limits_are_refused() -> None:
     seconds: Any
-    for seconds in (0, -1.0, float("nan"), float("inf"), 1e12, "1", True, None):
-        with pytest.raises(
-            ConfigError, match=f"heartbeat_s: expected more than 0 and at most 1000000 seconds, found {seconds!r}"
-        ):
+    for seconds in (0, -1.0, float("nan"), "1", True, None):
+        with pytest.raises(ConfigError, match="heartbeat_s: expected more than 0 and at most 1000000 seconds, found"):
             ConnectionLimits(heartbeat_s=seconds)
-        with pytest.raises(ConfigError, match="retry_s: expected more than 0 and at most"):
+        with pytest.raises(ConfigError, match="retry_s: expected more than 0 seconds, found"):
             Limits(retry_s=seconds)
+    with pytest.raises(ConfigError, match="heartbeat_timeout_s: expected more than 0 and at most 1000000 seconds, found inf"):
+        ConnectionLimits(heartbeat_timeout_s=NEVER)
+    assert ConnectionLimits(forget_s=NEVER).forget_s == NEVER

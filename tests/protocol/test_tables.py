@@ -14,6 +14,7 @@ import pytest
 
 from disagg.core.errors import ConfigError, RequestAborted
 from disagg.core.rows import Pages
+from disagg.protocol.destination_steps import MAX_RESENT
 from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reserve, Written, pack_rows
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState, ReceiveStep
 from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep
@@ -153,6 +154,9 @@ def send_step(sessions: Sessions, session: SendSession, step: SendStep) -> None:
             sessions.on_message(D, Outcome(**IDS, ok=True), 2.0)
         case SendStep.PEER_LOST:
             sessions.peer_lost(D, "it died", 2.0)
+        case SendStep.UNANSWERED if session.destinations[D].state is SendState.DRAINED:
+            session.destinations[D].resent = MAX_RESENT
+            sessions.tick(5.0)
 
 
 @pytest.mark.parametrize(("state", "step"), SEND_PAIRS, ids=str)
