@@ -34,6 +34,9 @@ NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
 FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 """Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
 PASSED_ON = ("Authorization", "X-Request-Id")
+PASSED_ON_TO_DECODE = (*PASSED_ON, "Content-Type")
+BEGUN = "begun"
+"""A request whose client has got a part of its answer."""
 RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
@@ -181,6 +184,12 @@ def fill_in(event: dict[str, Any], answer: Body | None) -> bool:
     return False
 
 
+def has_several_prompts(body: Body) -> bool:
+    """Whether a completion is asked for a list of prompts: of texts, or of lists of tokens."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
 class Proxy:
     """Takes the servers of each side in turn."""
 
@@ -211,6 +220,10 @@ class Proxy:
                 return await self._attempt(request, body)
             except (ClientError, Failed) as error:
                 logger.warning("%s: %s", type(error).__name__, error)
+                if BEGUN in request:  # the client has got a part of the answer: it learns of the failure by the end of it
+                    if request.transport is not None:
+                        request.transport.close()
+                    raise
                 if time.monotonic() > until:
                     raise web.HTTPServiceUnavailable(text=f"no servers: {error}") from error
             await asyncio.sleep(RETRY_AFTER_S)
@@ -219,6 +232,8 @@ class Proxy:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         decode = await self._client.server(next(self._decodes))
+        if has_several_prompts(body) and not decode.is_sglang:  # a hand-over is of one prompt: decode computes them itself
+            return await self._answer(request, decode, headers, HandOver(dict(body)))
         failure: Exception = Failed("no prefill server")
         for url in itertools.islice(self._prefills, self._num_prefills):
             try:
@@ -255,6 +270,8 @@ class Proxy:
             return await answering
         finally:
             answering.cancel()
+            with suppress(asyncio.CancelledError, ClientError, Failed, web.HTTPException):
+                await answering
 
     async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, body: Body) -> None:
         """Let SGLang prefill while decode waits for it. vLLM's decode needs no telling that prefill has failed."""
@@ -291,6 +308,7 @@ class Proxy:
                     line = b"data: " + json.dumps(event).encode() + b"\n"  # noqa: PLW2901
                 if response is None:
                     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                    request[BEGUN] = True
                     await response.prepare(request)
                 await response.write(line)
             if response is None:
@@ -301,7 +319,8 @@ class Proxy:
     async def _ask_decode(self, request: web.Request) -> web.StreamResponse:
         """Other requests, such as for the list of models."""
         url, data = next(self._decodes) + request.path_qs, await request.read()
-        async with self._client.open(request.method, url, data=data) as answer:
+        headers = {name: request.headers[name] for name in PASSED_ON_TO_DECODE if name in request.headers}
+        async with self._client.open(request.method, url, data=data or None, headers=headers) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
 
 

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.core.address import bracketed
 from disagg.core.errors import ConfigError, DisaggError, PeerUnreachable
-from disagg.core.leases import Lease
+from disagg.core.leases import Lease, LeaseState
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.peers import Peers
@@ -64,6 +64,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.live: dict[int, Any] = {}
         self.waiting: dict[int, Any] = {}
         self.held: dict[int, list[Lease]] = {}
+        self.read: list[tuple[Any, Lease, DisaggError | str]] = []
+        """Senders that have failed while a copy still reads their pages, which SGLang frees once it knows."""
         self._attempts: OrderedDict[int, int] = OrderedDict()
         self._prefills: dict[tuple[str, int], Prefill] = {}
         self._seen: set[str] = set()
@@ -115,6 +117,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def check_status(self, bootstrap_room: int) -> Any:
         self.collect()
+        if bootstrap_room not in self.request_status:  # cleared by another request of the same room
+            return KVPoll.Failed
         return super().check_status(bootstrap_room)
 
     def check_status_pp_consensus(self, bootstrap_room: int) -> Any:
@@ -131,6 +135,12 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             is_live = owner is not None and self.live.get(owner.bootstrap_room) is owner
             if is_live:
                 owner.ended(event)
+        read, self.read = self.read, []
+        for sender, lease, error in read:
+            if lease.state is LeaseState.HELD:
+                self.read.append((sender, lease, error))
+            elif self.live.get(sender.bootstrap_room) is sender:
+                self.fail(sender.bootstrap_room, error)
         for sender in list(self.waiting.values()):
             sender.look()
         self._collect_at = time.monotonic() + COLLECT_EVERY_S

@@ -93,9 +93,13 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
         if event.ok and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
-            self.kv_mgr.fail(self.bootstrap_room, event.error or "the request ended before it was sent")
+            self.kv_mgr.read.append((self, event.lease, event.error or "the request ended before it was sent"))
 
     def abort(self) -> None:
+        """End the request. Once all has been posted, SGLang frees the pages only when no copy reads them any more."""
+        if self.handle is not None and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
+            self.handle.abort("aborted by prefill's scheduler")
+            return
         super().abort()
         self._leave("aborted by prefill's scheduler")
 

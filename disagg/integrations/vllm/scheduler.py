@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -36,6 +36,8 @@ from disagg.integrations.vllm.metadata import (
 from disagg.manager import new_request_id
 
 logger = logging.getLogger(__name__)
+
+NUM_LOADED = 4096
 
 ENGINE = f"vllm {vllm.__version__}"
 
@@ -89,6 +91,10 @@ class SchedulerHalf:
         self._prefills: dict[str, Prefill] = {}
         self._loading: dict[str, str] = {}
         """The transfer of each request that the workers load."""
+        self._loaded: OrderedDict[tuple[str, int], None] = OrderedDict()
+        """Transfers, with their attempt, that have been loaded or are: the last `NUM_LOADED`."""
+        self._of_others: dict[str, HandOff] = {}
+        """Requests with the hand-off of another prompt."""
         self._leases: Counter[str] = Counter()
         self._held: dict[str, list[Any]] = {}
 
@@ -168,8 +174,8 @@ class SchedulerHalf:
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
-        hand_off = self._unresolved(request)
-        if hand_off is not None:
+        hand_off = self._unresolved(request) or self._of_others.pop(req_id, None)
+        if hand_off is not None and _transfer(hand_off) not in self._loaded:
             self._step.declines.append(hand_off)
         if req_id in self._loading:
             self._step.aborts.append(req_id)
@@ -204,6 +210,9 @@ class SchedulerHalf:
         hand_off = self._unresolved(request)
         if hand_off is not None and hand_off.remote_request_id in self._loading.values():
             return None, False
+        if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
+            request.kv_transfer_params["do_remote_prefill"] = False
+            return 0, False
         count = 0 if hand_off is None else self._num_loadable(request, hand_off) - num_computed
         return (count, True) if count > 0 else (0, False)
 
@@ -221,6 +230,9 @@ class SchedulerHalf:
         start, prompt = stop - num_external, _digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, prompt))
         self._loading[request.request_id] = hand_off.remote_request_id
+        self._loaded[_transfer(hand_off)] = None
+        if len(self._loaded) > NUM_LOADED:
+            self._loaded.popitem(last=False)
 
     def is_loading(self, req_id: str) -> bool:
         """Whether the workers load a request and have not reported its end."""
@@ -228,7 +240,7 @@ class SchedulerHalf:
 
     def _unresolved(self, request: Request) -> HandOff | None:
         """The request's hand-off, unless it was loaded or declined before. A damaged one, and that of another prompt, is logged
-        and removed. The request that it is of may still come, so it is not declined.
+        and removed. The latter is declined when this request ends, if the one that it is of has not come by then.
         """
         try:
             hand_off, problem = HandOff.of(request.kv_transfer_params), ""
@@ -239,6 +251,7 @@ class SchedulerHalf:
             given = most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
             request.kv_transfer_params["remote_prompt"] = ""  # compared once
             if hand_off.remote_prompt != _digest(request, given):
+                self._of_others[request.request_id] = hand_off
                 hand_off, problem = None, "kv_transfer_params of another prompt"
         if problem:
             logger.warning("request %s: %s", request.request_id, problem)
@@ -280,6 +293,10 @@ class SchedulerHalf:
         if blocks:
             assert self._manager is not None
             self._manager.block_pool.free_blocks(reversed(blocks))
+
+
+def _transfer(hand_off: HandOff) -> tuple[str, int]:
+    return hand_off.remote_request_id, hand_off.remote_attempt
 
 
 def _digest(request: Request, num_tokens: int) -> str:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, RemoteProtocolError
 from disagg.core.events import ReadyEvent
+from disagg.core.leases import Lease, LeaseState
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
@@ -101,6 +102,8 @@ class WorkerHalf:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._results = TransferResults()
+        self._read: list[tuple[str, Lease]] = []
+        """Sends that have failed while a copy still reads their blocks."""
         self._was_idle = False
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
@@ -131,7 +134,7 @@ class WorkerHalf:
             return [cache.component for cache in self._caches]
 
         components = join_stages(describe, topology=topology, gather=_from_stages)
-        self._is_cuda = next(iter(tensors.values())).is_cuda
+        self._is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         identity = model_id(model, CONVENTIONS) if self._options.model is None else ModelId(self._options.model)
         leader = self._start(components, topology, identity, None) if topology.rank == 0 else None
         leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
@@ -193,8 +196,13 @@ class WorkerHalf:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
+        self._give_back_read()
         waits, self._was_idle = idle and self._was_idle, idle
-        if waits and (self._sends or self._receives) and not self._results.finished_sending | self._results.finished_recving:
+        if (
+            waits
+            and (self._sends or self._receives or self._read)
+            and not self._results.finished_sending | self._results.finished_recving
+        ):
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
             poll.register(manager, select.POLLIN)
             poll.poll(IDLE_WAIT_S * 1000)
@@ -286,7 +294,16 @@ class WorkerHalf:
         send.has_ended = True
         if send.finished_s is not None:
             del self._sends[send.req_id]
-            self._results.finished_sending.add(send.req_id)
+            self._read.append((send.req_id, event.lease))
+            self._give_back_read()
+
+    def _give_back_read(self) -> None:
+        """Report the ends of sends whose blocks are not read any more. What the engine can prove nothing about is reported too:
+        decode takes nothing of it.
+        """
+        ended = [req_id for req_id, lease in self._read if lease.state is not LeaseState.HELD]
+        self._read = [(req_id, lease) for req_id, lease in self._read if lease.state is LeaseState.HELD]
+        self._results.finished_sending.update(ended)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 

@@ -140,13 +140,25 @@ def test_state_of_another_prompt_is_not_used(pair: tuple[Engine, Engine], at_onc
     wait_empty(prefill, decode)
 
 
+def test_a_hand_over_that_only_another_prompt_has_come_for_is_declined(pair: tuple[Engine, Engine]) -> None:
+    """Also vLLM's stand-in for a request that it has rejected has another prompt: prefill's blocks are free before `hold_s`."""
+    prefill, decode = pair
+    right, wrong = prompts((300, 290), seed=34)
+    (first,) = prefill.generate([right], params=PREFILL)
+    (found,) = decode.wait([decode.add(wrong, params=first.params, max_tokens=6)])
+    assert found.num_external == 0
+    prefill.settle(timeout_s=8.0)
+
+
 def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine]) -> None:
     """One of them loads; the others wait, find its blocks in the cache, and compute what is left."""
     prefill, decode = pair
     (prompt,) = prompts((300,), seed=33)
+    failed = decode.counts["failed_loads"]
     (first,) = prefill.generate([prompt], params=PREFILL)
     found = decode.wait([decode.add(prompt, params=first.params, max_tokens=6) for _ in range(3)])
     assert [(answer.num_local, answer.num_external) for answer in found] == [(0, 299), (256, 0), (256, 0)]
+    assert decode.counts["failed_loads"] == failed
     check_equal(decode.generate([prompt] * 3, max_tokens=6), found)
     wait_empty(prefill, decode)
 
