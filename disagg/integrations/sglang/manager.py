@@ -132,18 +132,21 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             return
         for event in self.transfers.events():
             owner = event.tag
-            is_live = owner is not None and self.live.get(owner.bootstrap_room) is owner
-            if is_live:
+            if owner is not None and self._is_live(owner):
                 owner.ended(event)
         read, self.read = self.read, []
-        for sender, lease, error in read:
+        for failed, lease, error in read:
             if lease.state is LeaseState.HELD:
-                self.read.append((sender, lease, error))
-            elif self.live.get(sender.bootstrap_room) is sender:
-                self.fail(sender.bootstrap_room, error)
+                self.read.append((failed, lease, error))
+            elif self._is_live(failed):
+                self.fail(failed.bootstrap_room, error)
         for sender in list(self.waiting.values()):
             sender.look()
         self._collect_at = time.monotonic() + COLLECT_EVERY_S
+
+    def _is_live(self, owner: Any) -> bool:
+        """Whether the scheduler still asks for this sender or receiver."""
+        return self.live.get(owner.bootstrap_room) is owner
 
     def fail(self, room: int, error: DisaggError | str) -> None:
         self.record_failure(room, str(error))

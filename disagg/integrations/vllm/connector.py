@@ -25,7 +25,8 @@ from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
 from disagg.integrations.vllm.scheduler import SchedulerHalf
-from disagg.integrations.vllm.worker import TransferResults, WorkerHalf
+from disagg.integrations.vllm.transfers import TransferResults
+from disagg.integrations.vllm.worker import WorkerHalf
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

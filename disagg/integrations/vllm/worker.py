@@ -8,7 +8,6 @@ import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,12 +30,13 @@ from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
+from disagg.integrations.vllm.transfers import Receive, Send, TransferResults
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.layout.stages import join_stages
 from disagg.manager import KVManager
 from disagg.protocol.types import Event
-from disagg.requests import Receiver, Sender
+from disagg.requests import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -53,40 +53,6 @@ HEALTH_INTERVAL_S = 1.0
 """How often a worker looks whether its manager has ended."""
 
 
-@dataclass
-class TransferResults:
-    """The requests whose transfers have ended. Failed receives are among the finished ones.
-
-    vLLM reads the fields of its `KVConnectorTransferResults`, which vLLM 0.23 does not have.
-    """
-
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class _Send:
-    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end."""
-
-    req_id: str
-    attempt: int
-    handle: Sender | None = None
-    finished_s: float | None = None
-    has_ended: bool = False
-
-
-@dataclass(eq=False)
-class _Receive:
-    """A request that this worker loads."""
-
-    req_id: str
-    num_tokens: int
-    prompt: str
-    handle: Receiver | None = None
-    begun_s: float = field(default_factory=time.monotonic)
-
-
 class WorkerHalf:
     """The worker half."""
 
@@ -99,8 +65,8 @@ class WorkerHalf:
         self._leader: RankAddress | None = None
         self._is_cuda = False
         self._clears_blocks = bool(getattr(kv, "needs_kv_cache_zeroing", False))
-        self._sends: dict[str, _Send] = {}
-        self._receives: dict[str, _Receive] = {}
+        self._sends: dict[str, Send] = {}
+        self._receives: dict[str, Receive] = {}
         self._results = TransferResults()
         self._read: list[tuple[str, Lease]] = []
         """Sends that have failed while a copy still reads their blocks."""
@@ -176,7 +142,7 @@ class WorkerHalf:
         for hand_off in step.declines:
             self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
         for load in step.loads:
-            self._receives[load.req_id] = receive = _Receive(load.req_id, load.stop - load.start, load.prompt)
+            self._receives[load.req_id] = receive = Receive(load.req_id, load.stop - load.start, load.prompt)
             if not self._attempt(partial(self._receive, load, receive), load.req_id):
                 self._end_receive(receive, ok=False)
 
@@ -207,7 +173,7 @@ class WorkerHalf:
             poll.register(manager, select.POLLIN)
             poll.poll(IDLE_WAIT_S * 1000)
         for event in manager.events():
-            if isinstance(event.tag, _Send):
+            if isinstance(event.tag, Send):
                 self._sent(event.tag, event)
             else:
                 self._received(event.tag, event)
@@ -251,18 +217,18 @@ class WorkerHalf:
         send.finished_s = time.monotonic()
         self._sender(send).finish(self._rows(finish.blocks, start=0, incremental=False), payload=finish.payload, ready=ready)
 
-    def _opened(self, part: Chunk | Finish) -> _Send:
+    def _opened(self, part: Chunk | Finish) -> Send:
         """The sending of a request. A new attempt ends the one before, whose blocks vLLM has taken away."""
         send = self._sends.get(part.req_id)
         if send is None or send.attempt != part.attempt:
             self._abort(part.req_id)
-            self._sends[part.req_id] = send = _Send(part.req_id, part.attempt)
+            self._sends[part.req_id] = send = Send(part.req_id, part.attempt)
             send.handle = self._running().sender(
                 part.request_id, peer=None, attempt=part.attempt, deadline_s=None, tag=send, label=part.req_id
             )
         return send
 
-    def _sender(self, send: _Send) -> Sender:
+    def _sender(self, send: Send) -> Sender:
         """Its handle. Raises `LocalProtocolError` if it could not be opened, or has ended."""
         if send.handle is None or send.has_ended:
             raise LocalProtocolError("an earlier part of the request could not be sent")
@@ -282,7 +248,7 @@ class WorkerHalf:
             if send.handle is not None and send.handle.request_id == request_id:
                 send.handle.abort("the proxy has given up the request")
 
-    def _sent(self, send: _Send, event: Event) -> None:
+    def _sent(self, send: Send, event: Event) -> None:
         if self._sends.get(send.req_id) is not send:
             return
         self._stats.count_send(ok=event.ok)
@@ -307,7 +273,7 @@ class WorkerHalf:
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
-    def _receive(self, load: Load, receive: _Receive) -> None:
+    def _receive(self, load: Load, receive: Receive) -> None:
         manager = self._reach(load.hand_off)
         receive.handle = manager.receiver(
             load.hand_off.request_id,
@@ -330,7 +296,7 @@ class WorkerHalf:
             hand_off.remote_engine_id, address=hand_off.remote_address, public_key=hand_off.remote_public_key
         )
 
-    def _received(self, receive: _Receive, event: Event) -> None:
+    def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:
             logger.warning("request %s: its state did not arrive, vLLM computes it: %s", receive.req_id, event.error)
             if not event.lease.released:
@@ -338,7 +304,7 @@ class WorkerHalf:
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
         self._end_receive(receive, ok=event.ok and self._attempt(partial(_check_prompt, receive, event), receive.req_id))
 
-    def _end_receive(self, receive: _Receive, *, ok: bool) -> None:
+    def _end_receive(self, receive: Receive, *, ok: bool) -> None:
         del self._receives[receive.req_id]
         self._stats.count_load(ok=ok, num_tokens=receive.num_tokens, seconds=time.monotonic() - receive.begun_s)
         self._results.finished_recving.add(receive.req_id)
@@ -390,7 +356,7 @@ def _from_stages(own: Any) -> list[Any]:
     return found
 
 
-def _check_prompt(receive: _Receive, event: Event) -> None:
+def _check_prompt(receive: Receive, event: Event) -> None:
     """Raise `RemoteProtocolError` if the state that has arrived is of another prompt. Decode may be asked before prefill has
     told which one it is.
     """

@@ -1,0 +1,42 @@
+"""What a worker keeps of each transfer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from disagg.requests import Receiver, Sender
+
+
+@dataclass
+class TransferResults:
+    """The requests whose transfers have ended. Failed receives are among the finished ones.
+
+    vLLM reads the fields of its `KVConnectorTransferResults`, which vLLM 0.23 does not have.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Send:
+    """A request that this worker sends. From `finished_s` on vLLM keeps its blocks until this worker reports the end."""
+
+    req_id: str
+    attempt: int
+    handle: Sender | None = None
+    finished_s: float | None = None
+    has_ended: bool = False
+
+
+@dataclass(eq=False)
+class Receive:
+    """A request that this worker loads."""
+
+    req_id: str
+    num_tokens: int
+    prompt: str
+    handle: Receiver | None = None
+    begun_s: float = field(default_factory=time.monotonic)
