@@ -52,6 +52,8 @@ class Openings:
         """
 
         def open_or_wait(now: float) -> None:
+            if not self._requests.has(handle):
+                return  # it was aborted meanwhile
             if self._directory.is_ready(handle.peer):
                 self._requests.open(handle, lambda: open_session(now))
             else:

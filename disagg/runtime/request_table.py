@@ -120,6 +120,10 @@ class RequestTable:
 
     # -- the control thread ------------------------------------------------------------------------------------------
 
+    def has(self, handle: Receiver | Sender) -> bool:
+        """Whether a request is in the table: it has not ended, or its lease is not released."""
+        return handle.lease in self._requests
+
     def open(self, handle: Receiver | Sender, run: Callable[[], Session]) -> None:
         """Open the session of a request, unless the request has ended meanwhile. Its record stays until the session's lease is
         released.

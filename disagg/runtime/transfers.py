@@ -74,6 +74,9 @@ class Transfers:
         if session is None:
             return
         rank = self._handshake.rank(ticket.peer)
+        if rank is None and session.destinations[ticket.peer].ended:  # lost just before: nothing will cancel this
+            self._sessions.sends.settled(ticket, now=now, error=f"{ticket.peer} is gone")
+            return
         if rank is None:
             self._unconnected.setdefault(ticket.peer, {}).setdefault(ticket.key, []).append(start)
             return

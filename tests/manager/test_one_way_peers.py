@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from disagg import new_request_id
+from disagg.backends.base import Fence
 from disagg.core.errors import RequestTimeout
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
@@ -75,6 +76,24 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
         decode.manager.close()
         forget(prefill, "decode-0", "removed")
         until(lambda: not prefill.manager._runtime.sessions.sends.sessions)
+
+
+def test_a_transfer_that_begins_as_its_peer_is_removed_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both happen in one turn of the control thread, and the engine proves nothing about the peer."""
+    with ranks(None) as (prefill, decode):
+        prefill.manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
+        runtime, request = prefill.manager._runtime, new_request_id()
+        monkeypatch.setattr(runtime.backend, "fence", lambda *_, **__: Fence.UNKNOWN)
+        want(decode, request)
+        until(lambda: reserved(prefill))
+        sender = prefill.manager.sender(request, deadline_s=None)
+        until(lambda: sender.needed("kv") is not None)
+        runtime.command(lambda _: time.sleep(0.2))
+        sender.finish({"kv": [0, 1]})
+        prefill.manager.remove_peer("decode-0")
+        assert not sender.wait(timeout_s=DEADLINE_S).ok
+        until(lambda: sender.lease.released)
+        assert runtime.transfers.num_unconnected == 0
 
 
 def test_a_peer_that_is_lost_while_a_receiver_is_opened_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,9 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
             self.kv_mgr.read.append((self, event.lease, event.error or "the request ended before it was sent"))
 
     def abort(self) -> None:
-        """End the request. Once all has been posted, SGLang frees the pages only when no copy reads them any more."""
+        """End the request. Once all has been posted, this rank says so only when no copy reads its pages any more. SGLang frees
+        the pages of all ranks of a group when the first of them says so.
+        """
         if self.handle is not None and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
             self.handle.abort("aborted by prefill's scheduler")
             return

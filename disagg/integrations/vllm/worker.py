@@ -155,8 +155,7 @@ class WorkerHalf:
             self._attempt(partial(self._send, chunk, ready), chunk.req_id)
         for finish in step.finishes:
             if not self._attempt(partial(self._finish, finish, ready), finish.req_id):
-                self._sends.pop(finish.req_id, None)
-                self._results.finished_sending.add(finish.req_id)
+                self._give_up_finish(finish.req_id)
 
     def results(self, *, idle: bool) -> TransferResults:
         """The transfers that have ended since the last call."""
@@ -262,6 +261,15 @@ class WorkerHalf:
             del self._sends[send.req_id]
             self._read.append((send.req_id, event.lease))
             self._give_back_read()
+
+    def _give_up_finish(self, req_id: str) -> None:
+        """End a request that cannot be finished. Copies of its earlier chunks may still read its blocks."""
+        send = self._sends.pop(req_id, None)
+        if send is None or send.handle is None:
+            self._results.finished_sending.add(req_id)
+            return
+        send.handle.abort("it could not be finished")
+        self._read.append((req_id, send.handle.lease))
 
     def _give_back_read(self) -> None:
         """Report the ends of sends whose blocks are not read any more. What the engine can prove nothing about is reported too:
