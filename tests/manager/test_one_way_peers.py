@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +89,15 @@ def test_a_transfer_that_begins_as_its_peer_is_removed_reads_nothing(monkeypatch
         until(lambda: reserved(prefill))
         sender = prefill.manager.sender(request, deadline_s=None)
         until(lambda: sender.needed("kv") is not None)
-        runtime.command(lambda _: time.sleep(0.2))
+        monkeypatch.setattr(runtime.peers, "_admits", None)  # it does not come back
+        is_asleep = threading.Event()
+
+        def sleep(_: float) -> None:
+            is_asleep.set()
+            time.sleep(0.2)
+
+        runtime.command(sleep)
+        assert is_asleep.wait(DEADLINE_S)
         sender.finish({"kv": [0, 1]})
         prefill.manager.remove_peer("decode-0")
         assert not sender.wait(timeout_s=DEADLINE_S).ok
