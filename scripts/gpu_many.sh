@@ -13,7 +13,11 @@ for step in ${STEPS:-many}; do
   echo "== $step on $gpus GPUs"
   case $step in
     many) timeout "${LIMIT_S:-550}" "$python" -m benchmarks.gpu.many --json "$out/nvlink-many-$gpus.json" 2>&1 | tee "$out/many.log" ;;
-    vllm) timeout "${LIMIT_S:-590}" "$python" -m benchmarks.gpu.vllm_servers --gpus "$gpus" --prefill-tp $((gpus / 2)) --decode-tp $((gpus / 2)) --clients 64 \
-      --connectors nvlink NixlConnector nothing floor --json "$out/vllm-$gpus-gpus.json" 2>&1 | tee "$out/vllm-many.log" ;;
+    vllm)
+      tp=$((gpus / 2)) limit=${LIMIT_S:-590}
+      timeout "$limit" "$python" -m benchmarks.gpu.vllm_servers --gpus "$gpus" --prefill-tp "$tp" --decode-tp "$tp" --clients 64 \
+        --limit-s $((limit - 50)) --connectors nvlink NixlConnector nothing floor --json "$out/vllm-$gpus-gpus.json" 2>&1 |
+        tee "$out/vllm-many.log"
+      ;;
   esac
 done
