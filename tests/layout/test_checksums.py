@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.core.rows import Pages
+from disagg.core.errors import LayoutError
+from disagg.core.rows import Pages, Slot
 from disagg.layout.checksums import (
     SAMPLED,
     ChecksumPlan,
     Checksums,
     PageRange,
+    check_listed,
     checksum_rows,
     difference,
     page_range,
@@ -186,3 +189,16 @@ def test_a_tensor_without_layers_on_this_rank_adds_nothing() -> None:
     more = msgspec.structs.replace(layout, tensors=(*layout.tensors, absent))
     placement = placements(component)[component.name]
     assert len(reader_plan(more, placement).boxes) == len(reader_plan(layout, placement).boxes)
+
+
+def test_a_peer_that_lists_too_few_pages_for_its_need_is_refused() -> None:
+    """Each page that is needed has a checksum. One page less is right where a group of tokens is not complete."""
+    plan = Compared(moved(), 0).plan
+    for count in (5, 4):
+        check_listed(plan, Pages(np.arange(count)), (3, 40))
+    check_listed(plan, Pages(np.arange(0)), (8, 8))
+    with pytest.raises(LayoutError, match=r"tokens \[0, 1099511627776\) need 137438953472 pages, 3 are listed"):
+        check_listed(plan, Pages(np.arange(3)), (0, 2**40))
+    with pytest.raises(LayoutError, match="expected Pages, found Slot"):
+        check_listed(plan, Slot(3), (0, 2**40))
+    check_listed(dataclasses.replace(plan, destination=dataclasses.replace(plan.destination, tokens=None)), Slot(3), (0, 40))

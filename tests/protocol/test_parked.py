@@ -122,6 +122,16 @@ def test_the_parked_reserves_of_a_lost_peer_are_dropped() -> None:
     assert list(session.destinations) == [D1]
 
 
+def test_what_is_parked_of_a_forgotten_instance_is_dropped() -> None:
+    sessions = Sessions()
+    for peer in (D0, E0):
+        sessions.on_message(peer, reserve(), 0.0)
+    sessions.forget("D", 1.0)
+    assert len(sessions.sends.parked) == 1
+    session = send(sessions, peer="E")
+    assert list(session.destinations) == [E0]
+
+
 @pytest.mark.parametrize("order", ["abort first", "reserve first"])
 def test_an_abort_before_the_sender_opens_leaves_a_tombstone(order: str) -> None:
     sessions = Sessions()
