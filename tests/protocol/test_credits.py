@@ -131,6 +131,18 @@ def test_a_rank_that_connects_again_and_again_leaves_rings_for_others(again: str
     assert ledger.grant(PEER, 21, 0) is not None
 
 
+def test_what_is_noted_of_a_forgotten_instance_is_forgotten() -> None:
+    """Its rings stay granted until it is proved quiet."""
+    ledger = make()
+    for peer in (PEER, SIBLING, PeerRank("prefill-1", 0)):
+        ledger.grant(peer, 7, 0)
+    ledger.forget("prefill-0")
+    assert list(ledger._epochs) == [PeerRank("prefill-1", 0)]
+    assert list(ledger._without) == [PeerRank("prefill-1", 0)]
+    ledger.peer_quiet(PEER, 7)
+    assert ledger.grant(PeerRank("prefill-1", 0), 8, 0) is not None
+
+
 def test_the_ring_of_a_renewed_connection_stays_granted() -> None:
     ledger = make()
     first, second = ledger.grant(PEER, 7, 0), ledger.grant(PEER, 7, 1)
