@@ -85,7 +85,7 @@ class SendTable:
         return [session for session in (*self.sessions.values(), *self.offers.values()) if session.peer == instance]
 
     def forget(self, instance: str) -> None:
-        """Forget what is parked of an instance, and its ended attempts."""
+        """Forget the parked messages and the ended attempts of an instance."""
         self.parked.forget(instance)
         self.ended.forget(instance)
 

@@ -39,8 +39,8 @@ class Openings:
         """How many wait for their peer."""
         return sum(map(len, self._waiting.values()))
 
-    def put(self, handle: Receiver | Sender, open_session: OpenSession) -> None:
-        """Open the session of a request. A failure ends the request."""
+    def put(self, handle: Sender, open_session: OpenSession) -> None:
+        """Open the session of a request that waits for nobody. A failure ends the request."""
         self._commands.put(
             lambda now: self._requests.open(handle, lambda: open_session(now)),
             lambda error: self._requests.end_unopened(handle, error),

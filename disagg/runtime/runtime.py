@@ -24,7 +24,7 @@ from disagg.protocol.peer_state import ConnectionLimits, Identity
 from disagg.protocol.peers import Admit, PeerTable
 from disagg.protocol.send_table import Readers
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import Limits, PeerRank
+from disagg.protocol.types import NEVER, Limits, PeerRank
 from disagg.requests import Receiver, RequestHandle, Sender
 from disagg.runtime.accounting import Stats
 from disagg.runtime.channel import Channel
@@ -262,14 +262,14 @@ class Runtime:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
         self.commands.put(run, on_error)
 
-    def open(self, handle: Receiver | Sender, open_session: OpenSession, *, wait_until: float | None = None) -> None:
-        """Register a request and have its session opened. With `wait_until`, the peer of a receive is waited for until then. A
-        failure ends the request, also if the control thread dies just now.
+    def open(self, handle: Receiver | Sender, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
+        """Register a request and have its session opened. The peer of a receive is waited for until `wait_until`. A failure
+        ends the request, also if the control thread dies just now.
 
         Raises `LocalProtocolError` if the same attempt is under way.
         """
         self.requests.add(handle)
-        if wait_until is not None and isinstance(handle, Receiver):
+        if isinstance(handle, Receiver):
             self.openings.put_when_ready(handle, open_session, wait_until)
         else:
             self.openings.put(handle, open_session)

@@ -140,7 +140,7 @@ class Transfers:
             self.start(start, now)
 
     def cancel(self, cancelled: CancelTransfers, now: float) -> None:
-        """A request has failed: what waits for its rank to be connected never begins. The worker finds out by itself."""
+        """A request has failed: end its transfers that wait for a connection. The worker asks before it begins one."""
         for start in self._unconnected.get(cancelled.peer, {}).pop(cancelled.key, []):
             self._sessions.sends.settled(start.ticket, now=now, error="the request has failed")
 

@@ -247,10 +247,8 @@ class SchedulerHalf:
         except ValueError as error:  # also msgspec.ValidationError
             hand_off, problem = None, f"kv_transfer_params of another connector or version: {error}"
         if hand_off is not None and hand_off.remote_prompt:
-            most = num_handed_over(request.num_prompt_tokens)
-            given = most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
             request.kv_transfer_params["remote_prompt"] = ""  # compared once
-            if hand_off.remote_prompt != _digest(request, given):
+            if hand_off.remote_prompt != _digest(request, _num_common(request, hand_off)):
                 self._of_others[request.request_id] = hand_off
                 hand_off, problem = None, "kv_transfer_params of another prompt"
         if problem:
@@ -260,9 +258,8 @@ class SchedulerHalf:
 
     def _num_loadable(self, request: Request, hand_off: HandOff) -> int:
         """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only."""
-        most = num_handed_over(request.num_prompt_tokens)
-        given = most if hand_off.remote_num_tokens is None else hand_off.remote_num_tokens
-        return 0 if given > most and self._exact else min(given, most)
+        common = _num_common(request, hand_off)
+        return 0 if self._exact and (hand_off.remote_num_tokens or 0) > common else common
 
     # -- after each step -----------------------------------------------------------------------------------------------
 
@@ -293,6 +290,12 @@ class SchedulerHalf:
         if blocks:
             assert self._manager is not None
             self._manager.block_pool.free_blocks(reversed(blocks))
+
+
+def _num_common(request: Request, hand_off: HandOff) -> int:
+    """The leading prompt tokens whose state prefill hands over and decode does not compute in any case."""
+    most = num_handed_over(request.num_prompt_tokens)
+    return most if hand_off.remote_num_tokens is None else min(hand_off.remote_num_tokens, most)
 
 
 def _transfer(hand_off: HandOff) -> tuple[str, int]:

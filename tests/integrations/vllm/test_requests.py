@@ -151,7 +151,7 @@ def test_a_hand_over_that_only_another_prompt_has_come_for_is_declined(pair: tup
 
 
 def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine]) -> None:
-    """One of them loads; the others wait, find its blocks in the cache, and compute what is left."""
+    """One request loads the state. The others wait, find its blocks in the cache, and compute the rest."""
     prefill, decode = pair
     (prompt,) = prompts((300,), seed=33)
     failed = decode.counts["failed_loads"]
