@@ -28,7 +28,6 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ import numpy as np
 
 from disagg.core import _native
 from disagg.core.thread_log import ThreadLog
+from disagg.machine.tcp import CLOSE_WAIT, ESTABLISHED, LISTEN, SYN_RECV, own_sockets, port_of, tcp_sockets
 
 logger = ThreadLog(__name__)
 
@@ -47,9 +47,7 @@ _BACKLOG = 4096
 """Connections that wait until they are taken."""
 _MAX_WATCHERS = 1024
 """Connections of processes that watch this one."""
-_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "03", "01", "08", "0A"
-"""States of a socket in `/proc/net/tcp`."""
-_NOT_ACCEPTED = (_SYN_RECV, _ESTABLISHED, _CLOSE_WAIT)
+_NOT_ACCEPTED = (SYN_RECV, ESTABLISHED, CLOSE_WAIT)
 _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
 _TCP_INFO = struct.Struct("=B127xQ")
@@ -64,13 +62,6 @@ class Credentials(NamedTuple):
     pid: int
     user: int
     group: int
-
-
-class _Socket(NamedTuple):
-    local: str
-    remote: str
-    state: str
-    inode: str
 
 
 class IdentitySocket:
@@ -222,13 +213,6 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
     return descriptor
 
 
-def listening_sockets() -> dict[int, int]:
-    """Inodes of the TCP sockets on which this process listens, by descriptor."""
-    own = _own_sockets()
-    rows = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
-    return {own[row.inode]: int(row.inode) for row in rows if row.state == _LISTEN and row.inode in own}
-
-
 def _is_closed(connection: socket.socket) -> bool:
     """Whether nobody holds the other end any more."""
     poller = select.poll()
@@ -261,16 +245,16 @@ def _has_orphans(*, by_accepted: bool) -> bool:
     `by_accepted`: in one that this process has accepted. A far end on another host cannot belong to a process that is proved to
     have ended on this one.
     """
-    sockets = [row for name in ("tcp", "tcp6") for row in _sockets(name)]
-    own = _own_sockets()  # read after the tables: a socket accepted in between has no owner in them
+    sockets = tcp_sockets()
+    own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
-    ports = {_port(row.local) for row in sockets if row.state == _LISTEN and row.inode in own}
+    ports = {port_of(row.local) for row in sockets if row.state == LISTEN and row.inode in own}
     is_local = functools.cache(_is_local)
     for row in sockets:
-        accepted = _port(row.local) in ports
+        accepted = port_of(row.local) in ports
         if accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED:
             return True  # the engine has not accepted it yet
-        if row.inode not in own or row.state == _LISTEN or (by_accepted and not accepted):
+        if row.inode not in own or row.state == LISTEN or (by_accepted and not accepted):
             continue
         far = owners.get((row.remote, row.local))
         if far == _NO_OWNER or (far is None and is_local(row.remote.rpartition(":")[0])):
@@ -303,10 +287,6 @@ def _received_until_reset(descriptor: int) -> int | None:
         return found.getsockname()[1] if state == _CLOSED and num_received else None
 
 
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2], 16)
-
-
 def _is_local(host: str) -> bool:
     """Whether an IP address, as the kernel's tables have it, is this host's."""
     packed = b"".join(int(host[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(host), 8))
@@ -317,33 +297,3 @@ def _is_local(host: str) -> bool:
         except OSError as error:
             return error.errno != errno.EADDRNOTAVAIL
     return True
-
-
-def _own_sockets() -> dict[str, int]:
-    """Descriptors of this process's sockets, by their inodes."""
-    found = dict[str, int]()
-    for entry in (_PROC / "self" / "fd").iterdir():
-        try:
-            target = str(entry.readlink())
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            found[target[8:-1]] = int(entry.name)
-    return found
-
-
-def _sockets(name: str) -> Iterator[_Socket]:
-    """Every TCP socket of this network namespace."""
-    path = _PROC / "self" / "net" / name
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines()[1:]:
-        fields = line.split()
-        yield _Socket(_plain(fields[1]), _plain(fields[2]), fields[3], fields[9])
-
-
-def _plain(address: str) -> str:
-    """`address` as IPv4 where it is an IPv4-mapped IPv6 address, as a dual-stack socket has it."""
-    host, _, port = address.rpartition(":")
-    mapped = "0000000000000000FFFF0000"
-    return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address

@@ -24,6 +24,7 @@ from disagg.core.address import bracketed, is_loopback, parse_address
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
+from disagg.machine.tcp import new_listeners, retransmit_soon
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime.completion_page import CompletionPage
 from disagg.runtime.keys import KeyPair, authenticator
@@ -95,8 +96,9 @@ class Channel:
                 self._router.curve_server = True
                 self._router.curve_publickey, self._router.curve_secretkey = keys.public.encode(), keys.secret.encode()
             self._router.setsockopt(zmq.IPV6, int(":" in host))
-            self._router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
-        except zmq.ZMQError as error:
+            with new_listeners():
+                self._router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -254,7 +256,8 @@ class Channel:
                 _send(peer.socket, messages[start : start + MAX_FRAMES])
 
     def _replies(self, dial: int, peer: _Peer) -> Iterator[Reply]:
-        for frames in _frames(peer.socket):
+        for frames in _frames(peer.socket):  # few: a welcome each second, by which libzmq may have connected anew
+            retransmit_soon(_descriptor_of(frames[0]) or -1)
             if len(frames) == 2:
                 self._join(peer, frames[1].bytes)
             if len(frames) in (1, 2):

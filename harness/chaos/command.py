@@ -37,13 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--silence", type=float, default=8.0, metavar="S", help="a rank that is silent for S seconds is lost")
     parser.add_argument("--longest", type=float, default=60.0, metavar="S", help="the longest stop or cut, in seconds")
-    parser.add_argument(
-        "--sysctl",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set in both hosts, such as net.ipv4.tcp_rto_max_ms=1000",
-    )
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choices; timing still varies")
     parser.add_argument("--fencing", choices=("on", "off"), default="on", help="off: engines report unfinished work as over")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the reports to FILE")
@@ -65,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
                 longest_s=options.longest,
                 requests=options.requests,
                 slow=options.slow,
-                sysctls=options.sysctl,
             )
             reports.append(report)
             sys.stdout.write(f"{report}\n\n")

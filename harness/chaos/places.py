@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 OTHER_USER = 65534
@@ -67,22 +66,15 @@ def missing_for_resets() -> str:
 
 
 class Hosts:
-    """Two hosts and the link between them. `close` removes them, after their processes have ended.
+    """Two hosts and the link between them. `close` removes them, after their processes have ended."""
 
-    `sysctls` are set in both, as `NAME=VALUE`. Raises `subprocess.CalledProcessError` if the kernel refuses one of them.
-    """
-
-    def __init__(self, sysctls: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         prefix = f"chaos{os.getpid()}"
         self._bridge = f"{prefix}-bridge"
         self.namespaces = (f"{prefix}-a", f"{prefix}-b")
         self.addresses = ("10.231.0.1", "10.231.0.2")
         try:
             self._join()
-            for namespace in self.namespaces:
-                for name, _, value in (each.partition("=") for each in sysctls):
-                    file = f"/proc/sys/{name.replace('.', '/')}"
-                    _ip("netns", "exec", namespace, "sh", "-c", 'printf %s "$1" > "$2"', "sh", value, file)
         except BaseException:
             self.close()
             raise

@@ -47,7 +47,6 @@ class Report:
     rounds: int
     fencing: str
     may_quarantine: bool = False
-    sysctls: list[str] = field(default_factory=list)
     seconds: float = 0.0
     requests: int = 0
     successes: int = 0

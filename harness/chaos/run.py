@@ -44,15 +44,14 @@ def run(
     grace_s: float = GRACE_S,
     requests: int = 0,
     slow: float = 1.0,
-    sysctls: Sequence[str] = (),
     link: RdmaLink | None = None,
 ) -> Report:
     """Run once and return the report. Ends early once a rank has crashed, lost a thread or not started.
 
     `silence_s`: a rank that is silent for this long counts as lost. `longest_s`: the longest stop or cut of a random length.
     `grace_s`: how long rows may take to be released at the end. `requests`: how many are started at least, spread over the
-    rounds. Deadlines and intervals are multiplied by `slow`. `sysctls`: settings of two hosts, as `NAME=VALUE`. `link`: the
-    devices of a run over RDMA, which stay; without one the run makes its own.
+    rounds. Deadlines and intervals are multiplied by `slow`. `link`: the devices of a run over RDMA, which stay; without one
+    the run makes its own.
     """
     report = Report(
         engine,
@@ -61,10 +60,9 @@ def run(
         seed,
         rounds,
         "on" if fencing else "off",
-        sysctls=list(sysctls),
     )
     report.may_quarantine = report.transport == "rdma" or any(KINDS[kind].may_quarantine for kind in kinds)
-    between = Hosts(sysctls) if hosts == 2 else None
+    between = Hosts() if hosts == 2 else None
     made: list[Hosts | RdmaLink] = [between] if between is not None else []
     if report.transport == "rdma" and link is None:
         link = RdmaLink(0)

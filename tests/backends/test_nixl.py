@@ -335,7 +335,7 @@ _SHORT_OF_DESCRIPTORS = """
 import os, resource, socket, sys
 from disagg.backends.base import BackendOptions
 from disagg.backends.nixl.backend import NixlBackend
-from disagg.machine.processes import listening_sockets
+from disagg.machine.tcp import listening_sockets
 
 backend = NixlBackend(BackendOptions())
 (descriptor,) = listening_sockets()

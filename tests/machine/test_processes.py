@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from disagg.machine import processes
+from disagg.machine import processes, tcp
 from disagg.machine.processes import IdentitySocket, ProcessWatch, copy_refusal, machine_identity
 
 FILL = """
@@ -138,7 +138,7 @@ def test_what_a_dead_process_sent_counts_where_its_end_was_a_reset(accepts: bool
         other.close()
     inode = os.fstat(connection.fileno()).st_ino
     deadline = time.monotonic() + 60
-    while any(row.inode == str(inode) for row in processes._sockets("tcp")):  # until the reset has arrived
+    while any(row.inode == str(inode) for row in tcp.tcp_sockets()):  # until the reset has arrived
         assert time.monotonic() < deadline
         assert not identity.is_quiet()
     assert not identity.is_quiet()

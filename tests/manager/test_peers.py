@@ -31,7 +31,8 @@ from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.local import LocalBackend, LocalPeer
 from disagg.core.leases import LeaseState
 from disagg.machine.descriptors import NEEDED, shortage
-from disagg.machine.processes import ProcessWatch, listening_sockets
+from disagg.machine.processes import ProcessWatch
+from disagg.machine.tcp import listening_sockets
 from disagg.protocol.types import Limits, PeerRank, RequestKey
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, KVRank, PageList

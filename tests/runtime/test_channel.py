@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from disagg.core.errors import ConfigError, PeerUnreachable
+from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
 from disagg.runtime.channel import Channel
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.local_socket import (
@@ -25,6 +26,7 @@ from disagg.runtime.local_socket import (
     Source,
 )
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
+from tests.support.tcp import longest_waits_ms
 
 DIAL = 3
 """The number of the client's connection."""
@@ -253,3 +255,16 @@ def test_an_invitation_ends_with_its_tcp_connection(channels: tuple[Channel, Cha
         assert not [found for found in server.poll(0.1) if isinstance(found, Inbound)]
     assert not server._local.descriptors()
     late.close()
+
+
+def test_connections_retransmit_soon_at_both_ends() -> None:
+    """Also once libzmq has connected anew."""
+    before = own_sockets()
+    server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
+    client.connect(DIAL, server.address)
+    try:
+        connect_locally(server, client)
+        assert longest_waits_ms(since=before) == [LONGEST_WAIT_S * 1000] * 2
+    finally:
+        client.close()
+        server.close()

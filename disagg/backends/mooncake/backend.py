@@ -62,6 +62,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
+from disagg.machine.tcp import new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,10 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         check_environment(options, self._protocol)
         module = import_engine()
         self._opcodes = {Op.WRITE: module.TransferOpcode.Write, Op.READ: module.TransferOpcode.Read}
-        engine = start_engine(module, options, self._protocol)
+        with new_listeners() as listening:
+            engine = start_engine(module, options, self._protocol)
         self._engine: Engine | None = engine
-        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol)
+        self._descriptor = MooncakeDescriptor(options.host, engine.get_rpc_port(), self._protocol, ports_of(listening))
         self._limit = outstanding_limit()
         self._split = NVLINK_SPLIT_NBYTES if self._protocol == "nvlink_intra" else SPLIT_NBYTES
         self._gpu: Gpu | None = None

@@ -20,6 +20,7 @@ from disagg.backends.mooncake.transfer import MooncakeTransfer
 from disagg.core import _native
 from disagg.core.address import bracketed
 from disagg.core.errors import PeerUnreachable
+from disagg.machine.tcp import EngineConnections, Ports
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,12 @@ _REFUSED = (0, 2**64 - 1)
 
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine is reached, and its protocol."""
+    """Where an engine is reached, and its protocol. It listens on `ports`."""
 
     host: str
     port: int
     protocol: str
+    ports: Ports
 
     @property
     def session(self) -> str:
@@ -105,6 +107,7 @@ class PeerQueue:
         self._end_reason = "the engine was closed before the transfer had ended"
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
+        self._connections = EngineConnections(descriptor.ports)
         # Not a daemon: a daemon thread that the interpreter ends inside the engine takes the process down with it.
         self._thread = threading.Thread(target=self._run, name=f"disagg-mooncake-{descriptor.session}")
         self._thread.start()
@@ -180,6 +183,8 @@ class PeerQueue:
                         self._settle_flights()
                         self._settle_lost()
                         self._give_up_if_gone()
+                        if self._flights:
+                            self._connections.note_progress(self._moved_at)
         except BaseException as error:
             logger.exception("the thread for Mooncake peer %s ended", self._descriptor.session)
             self._end(f"the thread for peer {self._descriptor.session} ended: {error!r}")

@@ -58,7 +58,8 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
-from disagg.machine.processes import ProcessWatch, copy_refusal, listening_sockets
+from disagg.machine.processes import ProcessWatch, copy_refusal
+from disagg.machine.tcp import EngineConnections, Ports, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,13 @@ _pid: int | None = None
 
 class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An agent in an endpoint. Its name is random, and `metadata` has it too. `digest` is that of the metadata, whose addresses
-    UCX reads without checks: damaged ones have ended the process.
+    UCX reads without checks: damaged ones have ended the process. UCX listens on `ports`.
     """
 
     agent: str
     metadata: bytes
     digest: bytes
+    ports: Ports
 
 
 _DECODER = msgspec.msgpack.Decoder(NixlDescriptor)
@@ -103,11 +105,10 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         for conflict in self._conflicts:
             logger.warning("backend 'nixl': %s; the environment wins", conflict)
         self._agent_name = f"disagg-{os.getpid()}-{secrets.token_hex(12)}"
-        with environment(settings):
+        with environment(settings), new_listeners() as self._listening:
             self._nixl = Bindings()
-            before = listening_sockets()
             self._agent, self._ucx = self._start()
-            self._listening = {fd: inode for fd, inode in listening_sockets().items() if before.get(fd) != inode}
+        self._ports = ports_of(self._listening)
         self._requests = Requests(self._nixl, self._agent, self._ucx)
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._registered: list[Any] = []
@@ -182,7 +183,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         with self._lock, self._nixl.mapped("reading the agent's metadata"):
             self.check_open()
             metadata = bytes(self._agent.getLocalMD())
-        return self.endpoint_with(NixlDescriptor(self._agent_name, metadata, _digest(metadata)))
+        return self.endpoint_with(NixlDescriptor(self._agent_name, metadata, _digest(metadata), self._ports))
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         descriptor, regions = self.decode(endpoint)
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
-        peer = NixlPeer(descriptor.agent, process, regions, epoch=epoch)
+        peer = NixlPeer(descriptor.agent, process, EngineConnections(descriptor.ports), regions, epoch=epoch)
         self._neighbours.add(process)
         self._load(descriptor)
         try:
@@ -200,6 +201,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         except BaseException:
             self.disconnect(peer)
             raise
+        finally:  # UCX also answers the peer's writes by them, when nobody here waits for anything
+            peer.connections.retransmit_soon()
         self._transports.add(transport)
         return peer
 

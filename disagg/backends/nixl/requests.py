@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, PeerUnreachable
 from disagg.core.memory import CPU, RemoteRegion
 from disagg.machine.processes import ProcessWatch
+from disagg.machine.tcp import EngineConnections
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +29,19 @@ Rows = npt.NDArray[np.uint64]
 class NixlPeer(AdapterPeer):
     """One agent at one epoch."""
 
-    def __init__(self, agent: str, process: ProcessWatch | None, regions: Sequence[RemoteRegion], *, epoch: int) -> None:
+    def __init__(
+        self,
+        agent: str,
+        process: ProcessWatch | None,
+        connections: EngineConnections,
+        regions: Sequence[RemoteRegion],
+        *,
+        epoch: int,
+    ) -> None:
         super().__init__(regions, epoch=epoch)
         self.agent = agent
         self.process = process
+        self.connections = connections
         self.over = False  # whether a fence has proved that nothing of it is under way any more
         self.lost: str | None = None  # NIXL's error when the connection broke
 
@@ -57,10 +68,13 @@ class NixlTransfer:
         self.running = handles
         self.status = TransferStatus.PENDING if handles else TransferStatus.DONE
         self.error: str | None = None
+        self._began = time.monotonic()
 
     def poll(self) -> TransferStatus:
         if self.status is TransferStatus.PENDING:
             self._owner.advance(self)
+        if self.status is TransferStatus.PENDING:
+            self.peer.connections.note_progress(self._began)
         if self.status is TransferStatus.UNSETTLED and self.peer.over:
             self.status = TransferStatus.FAILED
         return self.status

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from disagg.machine.findings import Finding, Level, Machine, ok
+from disagg.machine.tcp import LONGEST_WAIT_S, SILENCE_S
 
 SMALL_SHM = 64 << 20
 """The default of containers, which is too small for sharing memory by files."""
@@ -104,28 +105,8 @@ def congestion(machine: Machine) -> Finding:
     )  # fmt: skip
 
 
-FIRST_WAIT_S, SHORTEST_LIFE_S = 0.2, 60.0
-
-
 def retransmission(machine: Machine) -> Finding:
-    """How long TCP waits before it retransmits, and when it drops a connection.
-
-    The wait begins at 0.2 s and doubles up to `tcp_rto_max_ms` (Linux 6.15), so after a cut it lasts up to as long again as the
-    cut did. The connection ends after `tcp_retries2` attempts (both: `Documentation/networking/ip-sysctl.rst` of Linux).
-    """
-    longest, attempts = (machine.read(f"proc/sys/net/ipv4/{name}") or "" for name in ("tcp_rto_max_ms", "tcp_retries2"))
-    if not longest.isdecimal() or not attempts.isdecimal():
-        return ok("tcp", "after a cut link TCP waits up to as long again as the cut; Linux 6.15 and newer can shorten that")
-    longest_s = int(longest) / 1000
-    life_s = sum(min(FIRST_WAIT_S * 2**attempt, longest_s) for attempt in range(min(int(attempts), 255) + 1))
-    if life_s < SHORTEST_LIFE_S:
-        return Finding(
-            "tcp", Level.WARNING, f"TCP ends a connection after {life_s:.0f} s without an answer "
-            f"(net.ipv4.tcp_rto_max_ms={longest}, net.ipv4.tcp_retries2={attempts})",
-            "a link that is cut for longer costs the rows of the requests under way, which no other host can prove to be quiet",
-            "sysctl -w net.ipv4.tcp_retries2=120",
-        )  # fmt: skip
-    if longest_s > 1:
-        return ok("tcp", "after a cut link TCP waits up to as long again as the cut; at most 1 s with "
-                  "sysctl -w net.ipv4.tcp_rto_max_ms=1000 net.ipv4.tcp_retries2=120")  # fmt: skip
-    return ok("tcp", f"after a cut link TCP waits at most {longest_s:g} s, and keeps its connections for {life_s:.0f} s")
+    """How soon TCP notices that a link is back: see `disagg.machine.tcp`."""
+    if machine.read("proc/sys/net/ipv4/tcp_rto_max_ms") is None:
+        return ok("tcp", "after a cut link TCP waits up to as long again as the cut; Linux 6.15 and newer wait at most 1 s")
+    return ok("tcp", f"after a cut link TCP waits at most {LONGEST_WAIT_S} s, and keeps its connections for {SILENCE_S} s")

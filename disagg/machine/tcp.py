@@ -1,0 +1,143 @@
+"""The TCP sockets of this process, and how soon they notice that a link is back.
+
+TCP doubles its wait after each retransmission, so after a cut it may stay silent for as long again as the cut lasted. Linux
+6.15 lets each socket limit that wait. Linux counts attempts, though, and would then end the connection after 14 s. So a limit
+in seconds takes their place. On older kernels nothing is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+_PROC = Path("/proc")
+SYN_RECV, ESTABLISHED, CLOSE_WAIT, LISTEN = "03", "01", "08", "0A"
+"""States of a socket in `/proc/net/tcp`."""
+TCP_RTO_MAX_MS = 44
+"""Linux 6.15. Python's `socket` has no name for it yet."""
+LONGEST_WAIT_S = 1
+"""Longest wait between two retransmissions; the shortest that Linux accepts."""
+SLOW_S = 0.5
+SILENCE_S = 120
+"""How long a connection lasts without an answer. Rows whose write was under way stay quarantined when it ends."""
+
+
+MAX_PORTS = 64
+Ports = Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=65535)], ...], msgspec.Meta(max_length=MAX_PORTS)]
+"""The ports of an engine, as a peer tells them."""
+
+
+class TcpSocket(NamedTuple):
+    """A row of the kernel's table."""
+
+    local: str
+    remote: str
+    state: str
+    inode: str
+
+
+def own_sockets() -> dict[str, int]:
+    """Descriptors of this process's sockets, by their inodes."""
+    found = dict[str, int]()
+    for entry in (_PROC / "self" / "fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            found[target[8:-1]] = int(entry.name)
+    return found
+
+
+def tcp_sockets() -> list[TcpSocket]:
+    """Every TCP socket of this network namespace."""
+    return [row for name in ("tcp", "tcp6") for row in _table(_PROC / "self" / "net" / name)]
+
+
+def _table(path: Path) -> Iterator[TcpSocket]:
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines()[1:]:
+        fields = line.split()
+        yield TcpSocket(_plain(fields[1]), _plain(fields[2]), fields[3], fields[9])
+
+
+def _plain(address: str) -> str:
+    """`address` as IPv4 where it is an IPv4-mapped IPv6 address, as a dual-stack socket has it."""
+    host, _, port = address.rpartition(":")
+    mapped = "0000000000000000FFFF0000"
+    return f"{host.removeprefix(mapped)}:{port}" if len(host) == 32 and host.startswith(mapped) else address
+
+
+def port_of(address: str) -> int:
+    """The port of an address, as the kernel's table has it."""
+    return int(address.rpartition(":")[2], 16)
+
+
+def listening_sockets() -> dict[int, int]:
+    """Inodes of the TCP sockets on which this process listens, by descriptor."""
+    own = own_sockets()
+    return {own[row.inode]: int(row.inode) for row in tcp_sockets() if row.state == LISTEN and row.inode in own}
+
+
+@contextlib.contextmanager
+def new_listeners() -> Iterator[dict[int, int]]:
+    """After the block, what it yields holds the sockets on which this process has begun to listen, as `listening_sockets`.
+    They and what they accept retransmit soon.
+    """
+    found = dict[int, int]()
+    before = listening_sockets()
+    yield found
+    found.update({fd: inode for fd, inode in listening_sockets().items() if before.get(fd) != inode})
+    for descriptor in found:
+        retransmit_soon(descriptor)
+
+
+def ports_of(listeners: Collection[int]) -> tuple[int, ...]:
+    """The ports on which sockets listen, at most `MAX_PORTS`."""
+    found = set[int]()
+    for descriptor in listeners:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            found.add(listener.getsockname()[1])
+    return tuple(sorted(found)[:MAX_PORTS])
+
+
+def retransmit_soon(descriptor: int) -> None:
+    """Retransmit at least every `LONGEST_WAIT_S` on a TCP socket, and on those that it accepts. Other descriptors are left as
+    they are.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+class EngineConnections:
+    """The connections that an engine opens to the ports of a peer, whenever it needs them. Used without a lock."""
+
+    def __init__(self, ports: Collection[int]) -> None:
+        self._ports = ports
+        self._noted_at = 0.0
+
+    def note_progress(self, moved_at: float) -> None:
+        """Bytes of a transfer that is under way have last moved then, as far as is known. If that is long ago, the link may be
+        cut.
+        """
+        now = time.monotonic()
+        if now - max(moved_at, self._noted_at) >= SLOW_S:
+            self._noted_at = now
+            self.retransmit_soon()
+
+    def retransmit_soon(self) -> None:
+        """`retransmit_soon` for those that are there, open or being opened."""
+        with contextlib.suppress(OSError):
+            own = own_sockets()
+            for row in tcp_sockets():
+                if row.inode in own and port_of(row.remote) in self._ports:
+                    retransmit_soon(own[row.inode])
