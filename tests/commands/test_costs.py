@@ -103,9 +103,10 @@ TERMS: dict[str, dict[str, Terms]] = {
 def test_the_fit_finds_the_terms_that_made_the_phases() -> None:
     made = Costs(1e-6, 5.0, 5.0, phases=TERMS)
     sizes = [(path, nbytes // piece, nbytes) for path in TERMS for nbytes in (1 << 20, 1 << 23) for piece in (512, 4096, 65536)]
-    measured = [
-        Measured(path, pieces, nbytes, made.phases_s(*[{path: (pieces, nbytes)}] * 2)) for path, pieces, nbytes in sizes
-    ]
+    measured = []
+    for path, pieces, nbytes in sizes:
+        shares = {path: (pieces, nbytes)}
+        measured.append(Measured(path, pieces, nbytes, made.phases_s(shares, shares, one_link=False)))
     found = fitted_phases(measured)
     for path, phases in TERMS.items():
         for phase in PHASES:
@@ -119,10 +120,36 @@ def test_no_term_is_negative_whatever_was_measured() -> None:
 
 def test_phases_of_both_paths_add_up_but_for_what_is_spent_once() -> None:
     costs = Costs(1e-6, 5.0, 5.0, phases=TERMS)
-    both = costs.phases_s({"direct": (10, 1000), "packed": (100, 5000)}, {"packed": (200, 9000)})
+    both = costs.phases_s({"direct": (10, 1000), "packed": (100, 5000)}, {"packed": (200, 9000)}, one_link=False)
     assert both["wait"] == pytest.approx(3e-4)
     assert both["post"] == pytest.approx(10 * 3e-6 + 1000 * 1e-11)
     assert both["pack"] == pytest.approx(100 * 1e-8 + 5000 * 2e-10)
     assert both["unpack"] == pytest.approx(1e-5 + 200 * 2e-8)
     assert tuple(both) == PHASES
-    assert Costs(1e-6, 5.0, 5.0).phases_s({"direct": (10, 1000)}, {}) == {}
+    assert Costs(1e-6, 5.0, 5.0).phases_s({"direct": (10, 1000)}, {}, one_link=False) == {}
+
+
+def test_what_several_ranks_send_to_one_passes_one_link() -> None:
+    costs = Costs(1e-6, 5.0, 5.0, phases=TERMS)
+    sent, received = {"direct": (10, 1000)}, {"direct": (40, 4000)}
+    alone, shared = (costs.phases_s(sent, received, one_link=each) for each in (False, True))
+    assert shared["wire"] - alone["wire"] == pytest.approx(3000 * (1e-11 + 2e-10))
+    assert {**shared, "wire": 0.0} == {**alone, "wire": 0.0}
+
+
+def test_one_rank_alone_takes_the_sum_of_its_phases_or_the_simple_costs() -> None:
+    sent = {"direct": (10, 1000), "packed": (100, 5000)}
+    phases = Costs(1e-6, 5.0, 2.0, phases=TERMS)
+    assert phases.seconds(sent) == pytest.approx(sum(phases.phases_s(sent, sent, one_link=False).values()))
+    assert Costs(1e-6, 5.0, 2.0).seconds(sent) == pytest.approx(1e-5 + 1000 / 5e9 + 5000 / 2e9)
+
+
+def test_pieces_are_packed_where_the_phases_make_that_faster() -> None:
+    costs = Costs(1e-6, 5.0, 5.0, phases={"direct": {"post": (0.0, 3e-6, 2e-10)}, "packed": {"pack": (0.0, 1e-6, 4e-10)}})
+    assert costs.break_even_nbytes == pytest.approx(10_000, abs=1)
+    sizes = {nbytes: [costs.seconds({path: (100, 100 * nbytes)}) for path in ("direct", "packed")] for nbytes in (9000, 11000)}
+    assert sizes[9000][0] > sizes[9000][1]
+    assert sizes[11000][0] < sizes[11000][1]
+    always = msgspec.structs.replace(costs, phases={"direct": {"post": (0.0, 3e-6, 2e-10)}, "packed": {}})
+    never = msgspec.structs.replace(costs, phases={"direct": {}, "packed": {"pack": (0.0, 1e-6, 4e-10)}})
+    assert (always.break_even_nbytes, never.break_even_nbytes) == (ALWAYS, 0)

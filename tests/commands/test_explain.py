@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from disagg.backends.base import BackendOptions, Transport
@@ -20,6 +21,7 @@ from disagg.commands.cases.places import rows_of
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain import counting
+from disagg.commands.explain.command import given_costs
 from disagg.commands.explain.counting import FIRST_ADDRESS, CopyCounter
 from disagg.commands.explain.engine import engine_of
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
@@ -239,6 +241,49 @@ def test_given_costs_make_the_prediction() -> None:
     assert found.seconds == pytest.approx(found.total_bytes / 1e9 + found.runs * 1e-6)
     unknown = summary(case("tp=1", "tp=1", backend="nixl", transport="rdma"))
     assert unknown.seconds is None
+
+
+def test_the_pairs_and_the_whole_are_predicted_by_the_same_costs() -> None:
+    one = summary(case("tp=1", "tp=1", backend="cma", tokens=160))
+    assert [one.pairs[0].seconds, one.pairs[0].components[0].seconds] == pytest.approx([one.seconds, one.seconds])
+    assert sum(one.phases.values()) == pytest.approx(one.seconds)
+    four = summary(case("tp=4", "tp=1", backend="nixl", transport="tcp", tokens=160))
+    assert four.seconds is not None
+    assert four.seconds > max(pair.seconds or 0.0 for pair in four.pairs)  # they share the link of the decode rank
+
+
+def test_a_threshold_that_the_costs_favour_is_named() -> None:
+    asked: dict[str, object] = {"backend": "mooncake", "model": "llama-3-8b", "num_layers": 4, "tokens": 2048}
+    found = summary(case("tp=1,page=32", "tp=1,page=32", **asked))
+    assert found.faster is not None
+    other = summary(case("tp=1,page=32", "tp=1,page=32", pack_below=found.faster.pack_below, **asked))
+    assert other.seconds == pytest.approx(found.faster.seconds)
+    assert found.seconds is not None
+    assert found.faster.seconds < found.seconds
+    assert other.faster is None
+    assert {part.way for pair in other.pairs for part in pair.components} == {"packed"}
+
+
+def test_a_given_cost_takes_the_place_of_all_measured_ones() -> None:
+    asked = case("tp=1", "tp=1", backend="cma")
+    given = {"link": None, "file": None, "piece_us": None, "gbps": None, "packed_gbps": None}
+    assert given_costs(asked, **given) is None
+    slow = given_costs(asked, **{**given, "gbps": 1e-3})  # type: ignore[arg-type]
+    assert slow is not None
+    assert (slow.gbps, slow.phases) == (1e-3, {})
+    found = explain_request(ExplainRequest(case=asked, costs=slow)).summary
+    assert found.seconds == found.pairs[0].seconds
+    assert found.seconds is not None
+    assert found.seconds > found.total_bytes / 1e6
+
+
+def test_costs_of_another_engine_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_bytes(msgspec.json.encode(Costs(1e-6, 5.0, 5.0, engine="nixl tcp")))
+    ended = explained(*TINY, "--backend", "cma", "--costs", str(file))
+    assert ended.returncode == 2
+    assert "expected those of 'cma shm', found those of 'nixl tcp'" in ended.stderr
+    assert explained(*TINY, "--backend", "nixl", "--transport", "tcp", "--costs", str(file)).returncode == 0
 
 
 def explained(*arguments: str) -> subprocess.CompletedProcess[str]:

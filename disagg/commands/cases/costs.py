@@ -26,6 +26,8 @@ _LINK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)gbit")
 
 Terms = tuple[float, float, float]
 """Seconds per request, per piece and per byte."""
+Shares = Mapping[str, tuple[int, int]]
+"""Pieces and bytes by path, `direct` or `packed`."""
 
 
 class Measured(NamedTuple):
@@ -42,7 +44,8 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `overlaps`: a NIC moves bytes while the next pieces are posted, so that the slower of the two decides; otherwise the
     caller's thread does both, and they add up. `num_nics` NICs of the rank share its bytes. `phases`: of each path, `direct` or
-    `packed`, the terms of each phase of a request (`disagg.core.timeline`), if they were measured.
+    `packed`, the terms of each phase of a request (`disagg.core.timeline`), if they were measured; nothing else is used then.
+    `engine`: whose costs these are, such as `nixl tcp`, if that is known.
     """
 
     piece_s: float
@@ -51,6 +54,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlaps: bool = False
     num_nics: int = 1
     phases: dict[str, dict[str, Terms]] = {}
+    engine: str = ""
 
     def __post_init__(self) -> None:
         if self.piece_s < 0 or min(self.gbps, self.packed_gbps, self.num_nics) <= 0:
@@ -62,30 +66,54 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(wire_s, post_s) if self.overlaps else wire_s + post_s
 
     def packed_s(self, nbytes: int) -> float:
-        """Seconds to send bytes packed. An engine that gathers pieces itself is assumed to be as fast."""
+        """Seconds to send bytes packed."""
         return nbytes / self.packed_gbps / 1e9
+
+    def seconds(self, shares: Shares) -> float:
+        """Seconds of one rank that sends these to one other, alone."""
+        if phases := self.phases_s(shares, shares, one_link=False):
+            return sum(phases.values())
+        (pieces, nbytes), (_, packed_nbytes) = (shares.get(path, (0, 0)) for path in ("direct", "packed"))
+        return self.direct_s(nbytes, pieces) + self.packed_s(packed_nbytes)
 
     @property
     def break_even_nbytes(self) -> int:
         """The size below which pieces are faster packed: `ALWAYS` if they are at any size."""
+        if {"direct", "packed"} <= self.phases.keys():
+            direct, packed = (self.phases[path].values() for path in ("direct", "packed"))
+            per_piece = sum(terms[1] for terms in direct) - sum(terms[1] for terms in packed)
+            per_byte = sum(terms[2] for terms in packed) - sum(terms[2] for terms in direct)
+            if per_byte > 0:
+                return min(ALWAYS, max(0, math.ceil(per_piece / per_byte)))
+            return ALWAYS if per_piece > 0 or per_byte < 0 else 0
         lead = 1 / self.packed_gbps - (0.0 if self.overlaps else 1 / self.gbps)
         if self.packed_gbps > self.gbps or lead <= 0:
             return ALWAYS if self.piece_s or self.packed_gbps > self.gbps else 0
         return min(ALWAYS, math.ceil(self.piece_s * 1e9 / lead))
 
-    def phases_s(self, sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """Seconds of each phase of a request, by the pieces and bytes of each path on the busiest sender; of unpacking, on the
-        busiest receiver. What occurs once per request is counted for the dearest path only. Empty if a path was not measured.
+    def phases_s(self, sent: Shares, received: Shares, *, one_link: bool) -> dict[str, float]:
+        """Seconds of each phase of a request, by what the busiest rank sends; of unpacking, by what the busiest rank receives.
+        What occurs once per request is counted for the dearest path only. Empty if a path was not measured.
+
+        `one_link`: what a rank receives passes one link, or one thread, however many ranks send it.
         """
-        if not sent.keys() <= self.phases.keys():
+        if not (sent.keys() | received.keys()) <= self.phases.keys():
             return {}
-        spent = dict.fromkeys(PHASES, 0.0)
-        for phase in spent:
-            shares = received if phase == "unpack" else sent
-            terms = {path: self.phases[path].get(phase, (0.0, 0.0, 0.0)) for path in shares}
-            spent[phase] = max((each[0] for each in terms.values()), default=0.0)
-            spent[phase] += sum(each[1] * shares[path][0] + each[2] * shares[path][1] for path, each in terms.items())
+        spent = {phase: self._phase_s(phase, received if phase == "unpack" else sent) for phase in PHASES}
+        if one_link:
+            moved, arrived = (self._moving_s(shares) for shares in (sent, received))
+            spent["wire"] += max(0.0, arrived - moved)
         return spent
+
+    def _phase_s(self, phase: str, shares: Shares) -> float:
+        terms = {path: self.phases[path].get(phase, (0.0, 0.0, 0.0)) for path in shares}
+        once = max((each[0] for each in terms.values()), default=0.0)
+        return once + sum(each[1] * shares[path][0] + each[2] * shares[path][1] for path, each in terms.items())
+
+    def _moving_s(self, shares: Shares) -> float:
+        """What the bytes alone cost while they are posted and under way."""
+        terms = [(self.phases[path].get(phase, (0.0, 0.0, 0.0)), shares[path]) for path in shares for phase in ("post", "wire")]
+        return sum(per_byte * nbytes for (_, _, per_byte), (_, nbytes) in terms)
 
 
 def link_costs(link: str) -> Costs:

@@ -43,7 +43,7 @@ Examples:
 @options.layers
 @options.kv_heads
 @options.head_dim
-@click.option("--backend", default="nixl", help="Engine: cma, nixl, mooncake, nvlink, local, auto, or a third party's.")
+@click.option("--backend", default="auto", help="Engine: cma, nixl, mooncake, nvlink, local, auto, or a third party's.")
 @click.option(
     "--transport",
     type=click.Choice(["auto", "rdma", "tcp", "shm"]),
@@ -141,21 +141,29 @@ def given_costs(
     gbps: float | None,
     packed_gbps: float | None,
 ) -> Costs | None:
-    """The costs given by options: single ones replace those of the link, of the file, or else the measured ones.
+    """The costs given by options: single ones replace those of the link, of the file, or else the measured ones, and the
+    measured phases with them.
 
-    Raises `ConfigError` for a link and a file, and if only some are given and the others are unknown.
+    Raises `ConfigError` for a link and a file, for costs of another engine, and if only some are given and the others are
+    unknown.
     """
     given = {"piece_s": None if piece_us is None else piece_us / 1e6, "gbps": gbps, "packed_gbps": packed_gbps}
     chosen = {name: value for name, value in given.items() if value is not None}
     if link is not None and file is not None:
         raise ConfigError(f"costs: expected --link or --costs, found --link {link} and --costs {file}")
-    whole = link_costs(link) if link is not None else read_costs(file) if file is not None else None
-    if whole is None and not chosen:
-        return None
     engine = engine_of(case.backend, case.transport)
+    whole = None
+    if link is not None:
+        whole = link_costs(link)
+    elif file is not None:
+        whole = read_costs(file)
+        if whole.engine not in ("", engine.key):
+            raise ConfigError(f"costs: {file}: expected those of {engine.key!r}, found those of {whole.engine!r}")
+    if not chosen:
+        return whole
     base = whole or engine.costs
     if base is not None:
-        return msgspec.structs.replace(base, **chosen)
+        return msgspec.structs.replace(base, **chosen, phases={})
     if len(chosen) < len(given):
         raise ConfigError(
             f"costs of {engine.name} over {engine.transport} have not been measured: expected --link, --costs, or --piece-us, "

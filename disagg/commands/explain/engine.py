@@ -14,7 +14,7 @@ import msgspec
 from disagg.backends import registry as backends
 from disagg.backends.abilities import SaysStaging
 from disagg.backends.base import BackendOptions, StagingShape, Transport
-from disagg.commands.cases.costs import Costs
+from disagg.commands.cases.costs import ALWAYS, Costs
 from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
@@ -30,9 +30,24 @@ class Engine(NamedTuple):
     costs: Costs | None
     origin: str = ""
 
+    @property
+    def key(self) -> str:
+        """The engine and its transport."""
+        return f"{self.name} {self.transport}"
+
     def with_threshold(self, pack_below: int, origin: str) -> Engine:
         """The engine with another packing threshold."""
         return self._replace(staging=replace(self.staging, pack_below=pack_below), origin=origin)
+
+    @property
+    def one_link(self) -> bool:
+        """Whether what a rank receives passes one link or thread, instead of being copied by each of its senders."""
+        return self.transport not in ("shm", "memory")
+
+    @property
+    def packs(self) -> str:
+        """Why pieces below the packing threshold are packed, in words."""
+        return f"below {self.threshold}" if self.staging.pack_below < ALWAYS else f"packed at any size: {self.origin}"
 
     @property
     def threshold(self) -> str:

@@ -5,9 +5,12 @@ Requests get their rows as `disagg-bench` deals them, so its bytes, pieces and p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.workload import Case
@@ -15,10 +18,13 @@ from disagg.commands.explain.counting import CopyCounter
 from disagg.commands.explain.engine import Engine, engine_of
 from disagg.commands.explain.instance import Instance, instance_of
 from disagg.commands.explain.paths import explain_pair
-from disagg.commands.explain.summary import Pair, Summary, busiest_s, busiest_shares, hot_spots, nic_shares, partners
+from disagg.commands.explain.summary import Faster, Pair, Summary, hot_spots, nic_shares, partners, predict
 from disagg.core.errors import ConfigError, LayoutError
 from disagg.layout.election import elect
 from disagg.layout.plan import TransferPlan, make_plan
+
+FASTER = 0.95
+"""Another threshold is named if it is predicted to take less than this share of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +81,25 @@ def explain_request(request: ExplainRequest) -> Explanation:
         for ours, theirs in sorted(election.by_pair)
     }
     counter = CopyCounter()
-    found = (explain_pair(source, destination, ranks, plan, engine, counter) for ranks, plan in plans.items())
-    pairs = tuple(pair for pair in found if pair.bytes)
-    return Explanation(source, destination, plans, _summary(case.tokens, engine, source, destination, pairs))
+
+    def explained(engine: Engine) -> tuple[Pair, ...]:
+        found = (explain_pair(source, destination, ranks, plan, engine, counter) for ranks, plan in plans.items())
+        return tuple(pair for pair in found if pair.bytes)
+
+    pairs = explained(engine)
+    summary = _summary(case.tokens, engine, source, destination, pairs)
+    if case.pack_below is None and engine.costs is not None and summary.seconds is not None:
+        longest = max((part.run_bytes_mean for pair in pairs for part in pair.components), default=0.0)
+        below = min(engine.costs.break_even_nbytes, 1 << math.ceil(longest).bit_length())
+        seconds, _ = predict(explained(engine.with_threshold(below, "")), engine.costs, one_link=engine.one_link)
+        if seconds < FASTER * summary.seconds:
+            summary = msgspec.structs.replace(summary, faster=Faster(below, seconds))
+    return Explanation(source, destination, plans, summary)
 
 
 def _summary(tokens: int, engine: Engine, source: Instance, destination: Instance, pairs: tuple[Pair, ...]) -> Summary:
     received = Counter[int]()
-    sent, taken = (busiest_shares(pairs, of=side) for side in ("source", "destination"))
-    phases = engine.costs.phases_s(sent, taken) if engine.costs else {}
+    seconds, phases = predict(pairs, engine.costs, one_link=engine.one_link) if engine.costs else (None, {})
     num_nics = engine.costs.num_nics if engine.costs else 1
     for pair in pairs:
         received[pair.destination] += pair.bytes
@@ -103,7 +119,7 @@ def _summary(tokens: int, engine: Engine, source: Instance, destination: Instanc
         covered=all(destination.needed_nbytes(rank) == received[rank] for rank in range(len(destination.items))),
         runs=sum(part.runs for part in parts),
         descriptors=sum(part.descriptors for part in parts),
-        seconds=sum(phases.values()) or busiest_s(pairs) if engine.costs else None,
+        seconds=seconds,
         phases=phases,
         nics=tuple(nic_shares(pairs, num_nics=num_nics, cuts=engine.name == "nixl")) if num_nics > 1 else (),
         fan_out=partners(pairs, of="source"),

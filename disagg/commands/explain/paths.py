@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from disagg.commands.cases.places import streams
 from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason
 from disagg.commands.explain.engine import Engine
 from disagg.commands.explain.instance import Instance
-from disagg.commands.explain.summary import Pair, Part, PathShare
+from disagg.commands.explain.summary import Pair, Part, PathShare, shares
 from disagg.commands.shell.text import size
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
@@ -17,12 +20,10 @@ from disagg.runtime.paths import MIN_PIECES, Path, is_small, path_of
 
 
 class Division(NamedTuple):
-    """A component divided among the paths, with the reason. `gathered`: the engine gathers the pieces sent directly."""
+    """A component divided among the paths, with the reason."""
 
-    direct: Count
-    packed: Count
+    counts: Mapping[str, Count]
     reason: str
-    gathered: bool = False
 
 
 def explain_pair(
@@ -45,24 +46,23 @@ def explain_pair(
         division = _divide(bound, engine, counter)
         chunk = streams(destination.spec.state(name))
         before, room = packed_before[chunk], engine.staging.slot_nbytes
-        packed_before[chunk] += division.packed.nbytes
-        if division.direct.nbytes or division.packed.nbytes:
+        packed_before[chunk] += division.counts.get("packed", Count()).nbytes
+        if any(count.nbytes for count in division.counts.values()):
             writes = -(-packed_before[chunk] // room) - -(-before // room)
             parts.append(_part(name, division, writes, engine))
-    seconds = sum(part.seconds or 0.0 for part in parts) if engine.costs else None
+    seconds = engine.costs.seconds(shares(parts)) if engine.costs else None
     return Pair(*ranks, tuple(parts), sum(part.bytes for part in parts), seconds)
 
 
 def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
     """The component's figures; `writes` is how many staging buffers its packed bytes fill."""
-    direct, packed = division.direct, division.packed
-    ways = {}
-    if direct.nbytes:
-        ways["direct"] = PathShare(*direct, descriptors=direct.runs)
-    if packed.nbytes:
-        ways["packed"] = PathShare(*packed, descriptors=writes)
-    nbytes, runs = direct.nbytes + packed.nbytes, direct.runs + packed.runs
-    return Part(
+    ways = {
+        path: PathShare(*count, descriptors=writes if path == "packed" else count.runs)
+        for path, count in division.counts.items()
+        if count.nbytes
+    }
+    nbytes, runs = (sum(column) for column in zip(*division.counts.values(), strict=True))
+    part = Part(
         name=name,
         bytes=nbytes,
         runs=runs,
@@ -71,45 +71,37 @@ def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
         way="mixed" if len(ways) > 1 else next(iter(ways)),
         reason=division.reason,
         ways=ways,
-        seconds=_seconds(division, engine),
+        seconds=None,
     )
-
-
-def _seconds(division: Division, engine: Engine) -> float | None:
-    """The time of one rank; `None` if the engine's costs are unknown."""
-    costs, direct, packed = engine.costs, division.direct, division.packed
-    if costs is None:
-        return None
-    direct_s = costs.packed_s(direct.nbytes) if division.gathered else costs.direct_s(direct.nbytes, direct.runs)
-    return direct_s + costs.packed_s(packed.nbytes)
+    return part if engine.costs is None else msgspec.structs.replace(part, seconds=engine.costs.seconds(shares([part])))
 
 
 def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
     """What the manager does (`disagg.runtime.paths`): small pieces travel packed unless they are few."""
     below, plan = engine.staging.pack_below, whole.plan
     total = counter.count(whole)
-    everything, nothing = (total, Count()), (Count(), total)
+    directly = {"direct": total}
     small = tuple(i for i, span in enumerate(plan.spans) if is_small(plan, span, below))
     large = tuple(i for i in range(len(plan.spans)) if i not in small)
     why = _why(whole, total)
     if not below:
-        return Division(*everything, f"{why}; packing is off: the threshold is 0")
+        return Division(directly, f"{why}; packing is off: the threshold is 0")
     if not small:
-        return Division(*everything, f"{why}; not below {engine.threshold}")
+        return Division(directly, f"{why}; not below {engine.threshold}")
     if not whole.has_copies(MIN_PIECES):
-        return Division(*everything, f"{why}; fewer than {MIN_PIECES} runs do not justify a staging buffer's two messages")
+        return Division(directly, f"{why}; fewer than {MIN_PIECES} runs do not justify a staging buffer's two messages")
     chosen = _only(whole, small)
     path = path_of(chosen, below, engine.staging.gathers_from)
     if path is Path.DIRECT:
-        return Division(*everything, f"{why}; {'most of them are ' if large else ''}not below {engine.threshold}")
+        return Division(directly, f"{why}; {'most of them are ' if large else ''}not below {engine.threshold}")
     if path is Path.GATHERED:
         together = size(mean_run_at_destination(chosen))
         why = f"{why}; {together} are contiguous at the destination, and the engine gathers them"
-        return Division(*everything, why, gathered=True)
+        return Division(directly, why)
     if not large:
-        return Division(*nothing, f"{why}; below {engine.threshold}")
-    shares = counter.count(_only(whole, large)), counter.count(chosen)
-    return Division(*shares, f"{why}; only some tensors' pieces are below {engine.threshold}")
+        return Division({"packed": total}, f"{why}; {engine.packs}")
+    counts = {"direct": counter.count(_only(whole, large)), "packed": counter.count(chosen)}
+    return Division(counts, f"{why}; only some tensors' pieces are below {engine.threshold}")
 
 
 def _only(whole: BoundRows, spans: tuple[int, ...]) -> BoundRows:

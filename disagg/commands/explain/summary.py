@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -26,7 +26,9 @@ class PathShare(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine."""
+    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine.
+    `seconds` is what it would take alone.
+    """
 
     name: str
     bytes: int
@@ -40,7 +42,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one prefill rank writes to one decode rank; ranks are numbered within their instances."""
+    """What one prefill rank writes to one decode rank; ranks are numbered within their instances. `seconds` is what it would
+    take alone.
+    """
 
     source: int
     destination: int
@@ -61,9 +65,17 @@ class NicShare(msgspec.Struct, frozen=True):
     work_requests: int
 
 
+class Faster(msgspec.Struct, frozen=True):
+    """A packing threshold with which the same costs predict a shorter time."""
+
+    pack_below: int
+    seconds: float
+
+
 class Summary(msgspec.Struct, frozen=True):
     """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link; `phases` divides it,
-    if the costs have phases. `nics`: what each NIC of each rank carries, if the costs are those of several.
+    if the costs have phases. `faster`: the best threshold, if it is not the engine's. `nics`: what each NIC of each rank
+    carries, if the costs are those of several.
     """
 
     model: str
@@ -85,6 +97,7 @@ class Summary(msgspec.Struct, frozen=True):
     fan_in: dict[int, tuple[int, ...]]
     hot_spots: tuple[str, ...]
     phases: dict[str, float] = {}
+    faster: Faster | None = None
     nics: tuple[NicShare, ...] = ()
 
 
@@ -97,25 +110,33 @@ def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}
 
 
-def busiest_s(pairs: Sequence[Pair]) -> float:
-    """Seconds of the rank, on either side, that takes longest."""
-    spent: dict[tuple[str, int], float] = defaultdict(float)
-    for pair in pairs:
-        for rank in (("prefill", pair.source), ("decode", pair.destination)):
-            spent[rank] += pair.seconds or 0.0
-    return max(spent.values(), default=0.0)
+def shares(parts: Iterable[Part]) -> dict[str, tuple[int, int]]:
+    """Pieces and bytes by path."""
+    found: dict[str, tuple[int, int]] = {}
+    for part in parts:
+        for path, share in part.ways.items():
+            pieces, nbytes = found.get(path, (0, 0))
+            found[path] = pieces + share.runs, nbytes + share.bytes
+    return found
 
 
-def busiest_shares(pairs: Sequence[Pair], *, of: str) -> dict[str, tuple[int, int]]:
-    """Pieces and bytes by path of the rank of one side, `source` or `destination`, that moves most bytes."""
-    shares: dict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
+def predict(pairs: Sequence[Pair], costs: Costs, *, one_link: bool) -> tuple[float, dict[str, float]]:
+    """The seconds of a request by its busiest ranks, and those of each phase, if the costs have phases. `one_link` is as in
+    `Costs.phases_s`.
+    """
+    sent, received = (_busiest(pairs, costs, of=side) for side in ("source", "destination"))
+    phases = costs.phases_s(sent, received, one_link=one_link)
+    if phases:
+        return sum(phases.values()), phases
+    return max(costs.seconds(sent), costs.seconds(received) if one_link else 0.0), {}
+
+
+def _busiest(pairs: Sequence[Pair], costs: Costs, *, of: str) -> dict[str, tuple[int, int]]:
+    """The shares of the rank of one side, `source` or `destination`, that takes longest."""
+    parts: dict[int, list[Part]] = defaultdict(list)
     for pair in pairs:
-        rank = pair.source if of == "source" else pair.destination
-        for part in pair.components:
-            for path, share in part.ways.items():
-                pieces, nbytes = shares[rank].get(path, (0, 0))
-                shares[rank][path] = pieces + share.runs, nbytes + share.bytes
-    return max(shares.values(), key=lambda paths: sum(nbytes for _, nbytes in paths.values()), default={})
+        parts[pair.source if of == "source" else pair.destination].extend(pair.components)
+    return max((shares(each) for each in parts.values()), key=costs.seconds, default={})
 
 
 def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[NicShare]:

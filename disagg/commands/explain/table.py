@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from disagg.commands.cases.costs import Costs
+from disagg.commands.cases.costs import Costs, Terms
 from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
 from disagg.commands.shell import text
 from disagg.commands.shell.text import size
@@ -102,6 +102,9 @@ def ends(found: Summary) -> Iterator[str]:
         "; every needed byte is written exactly once" if found.covered else "; NOT every needed byte is covered"
     )
     yield predicted(found)
+    if found.faster is not None:
+        ms = milliseconds(found.faster.seconds)
+        yield f"faster by these costs: {ms} ms with another packing threshold, --pack-below {found.faster.pack_below}"
     yield from nics(found)
 
 
@@ -136,6 +139,14 @@ def predicted(found: Summary) -> str:
 
 
 def _costs(costs: Costs) -> str:
+    if costs.phases:
+        return "; ".join(f"{path}: {_terms(list(phases.values()))}" for path, phases in costs.phases.items())
     shared = f", shared equally by {costs.num_nics} NICs of a rank" if costs.num_nics > 1 else ""
     rates = f"{costs.gbps:.3g} GB/s for long pieces, {costs.packed_gbps:.3g} GB/s packed"
     return f"{1e6 * costs.piece_s:.3g} us per piece, {rates}{shared}"
+
+
+def _terms(phases: Sequence[Terms]) -> str:
+    once, per_piece, per_byte = (sum(column) for column in zip(*phases, strict=True))
+    rate = f", {1e-9 / per_byte:.3g} GB/s" if per_byte else ""
+    return f"{milliseconds(once)} ms and {1e6 * per_piece:.3g} us per piece{rate}"
