@@ -25,9 +25,10 @@ class DestinationSteps:
         """Start every chunk that was not started for this destination."""
         if destination.state is not SendState.ACTIVE or destination.reserve is None:
             return
+        needs = destination.reserve.need
         for chunk in session.chunks[destination.started :]:
             destination.started += 1
-            parts = (chunk.written(name, need) for name, need in destination.reserve.need.items())
+            parts = (chunk.written(name, needs[name]) for name in chunk.rows if name in needs)
             written = tuple(part for part in parts if part is not None)
             if written:
                 destination.in_flight.add(chunk.number)

@@ -22,6 +22,7 @@ MAX_MESSAGE_NBYTES = 64 << 20
 MAX_PLAIN_NBYTES = 1 << 20
 """Limit on messages that hold values rather than byte strings: each byte of them may become an object."""
 MAX_ITEMS = 1 << 16
+MAX_COMPONENTS = 1 << 12
 MAX_PAYLOAD_NBYTES = 1 << 16
 MAX_SECONDS = 3600
 
@@ -37,7 +38,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 TokenRange = tuple[Tokens, Tokens]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
-Named = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_ITEMS)]
+ByComponent = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_COMPONENTS)]
 Verify = Literal["off", "sample", "full"]
 """How much of a request the two sides compare by checksums."""
 
@@ -161,8 +162,8 @@ class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
 
     source_group: Small
     destination_group: Small
-    rows: Named[PagesRow | SlotRow]
-    need: Named[TokenRange]
+    rows: ByComponent[PagesRow | SlotRow]
+    need: ByComponent[TokenRange]
     verify: Verify = "off"
     epoch: Epoch = 0
     trace: Annotated[str, msgspec.Meta(max_length=128)] = ""

@@ -123,6 +123,12 @@ class Parked:
 
 
 def _nbytes(message: Early) -> int:
-    """The approximate size of a parked message; page ids dominate."""
-    rows = message.rows.values() if isinstance(message, Reserve) else ()
-    return 512 + sum(len(row.ids) for row in rows if isinstance(row, PagesRow))
+    """The approximate size of a parked message in memory."""
+    match message:
+        case Reserve():
+            ids_nbytes = sum(len(row.ids) for row in message.rows.values() if isinstance(row, PagesRow))
+            return 512 + 320 * (len(message.rows) + len(message.need)) + ids_nbytes
+        case Abort():
+            return 512 + 4 * len(message.reason)
+        case _:
+            return 512

@@ -13,6 +13,8 @@ import msgspec
 from disagg.protocol.messages import Outcome
 from disagg.protocol.types import NEVER, Limits, PeerRank, RequestKey
 
+MAX_KEPT_REASON = 200
+"""Characters kept of the reason why an attempt has ended."""
 MIN_STALE = 64
 """Stale heap entries kept before they are swept."""
 
@@ -35,7 +37,7 @@ class Tombstones:
     def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
         """Record how an attempt of an instance, or of one of its ranks, has ended."""
         found = self._by_instance.setdefault(_instance(peer), OrderedDict())
-        found[peer, key] = tombstone
+        found[peer, key] = msgspec.structs.replace(tombstone, reason=tombstone.reason[:MAX_KEPT_REASON])
         found.move_to_end((peer, key))
         while len(found) > self._limit:
             found.popitem(last=False)

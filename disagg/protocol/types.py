@@ -57,7 +57,7 @@ def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
 @dataclass(frozen=True)
 class Limits:
     """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but
-    `max_quarantined` is per manager.
+    `max_quarantined` is per manager. Raises `ConfigError` for a time that is not above 0, and a negative count.
     """
 
     max_parked_reserves: int = 16384
@@ -72,8 +72,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            given, what = getattr(self, field.name), f"limits {field.name}"
             if field.name.endswith("_s"):
-                check_seconds(getattr(self, field.name), f"limits {field.name}")
+                check_seconds(given, what)
+            elif isinstance(given, bool) or not isinstance(given, int) or given < 0:
+                raise ConfigError(f"{what}: expected an integer of at least 0, found {given!r}")
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from disagg.core.errors import RequestAborted
+from disagg.core.errors import ConfigError, RemoteProtocolError, RequestAborted
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Busy, Drained, Message, Outcome, Reserve, pack_rows
+from disagg.protocol.messages import (
+    MAX_COMPONENTS,
+    Abort,
+    Busy,
+    Drained,
+    Message,
+    Outcome,
+    Reserve,
+    decode,
+    encode,
+    pack_rows,
+)
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
+from disagg.protocol.timers import MAX_KEPT_REASON
 from disagg.protocol.types import Chunk, Limits, PeerRank, RequestKey, SendMessage, StartTransfer
 
 D0, D1, E0 = PeerRank("D", 0), PeerRank("D", 1), PeerRank("E", 0)
@@ -276,7 +290,7 @@ def test_bounds_hold_for_each_instance_separately() -> None:
 def test_the_bytes_of_parked_reserves_are_bounded() -> None:
     many = Pages(np.arange(1000))
     large = Reserve(**ids(numbered(1)), source_group=0, destination_group=0, rows={"kv": pack_rows(many)}, need={"kv": (0, 20)})
-    sessions = Sessions(limits=Limits(max_parked_nbytes=5000))
+    sessions = Sessions(limits=Limits(max_parked_nbytes=6000))
     sessions.on_message(D0, large, 0.0)
     assert take_messages(sessions) == []
     sessions.on_message(D0, reserve(numbered(2)), 0.0)
@@ -286,6 +300,55 @@ def test_the_bytes_of_parked_reserves_are_bounded() -> None:
     take_messages(sessions)
     sessions.on_message(D0, reserve(numbered(2)), 0.0)
     assert take_messages(sessions) == []
+
+
+def test_names_and_reasons_count_as_bytes_of_parked_messages() -> None:
+    names = {f"component {number}": (0, 1) for number in range(1000)}
+    sessions = Sessions(limits=Limits(max_parked_nbytes=100_000))
+    sessions.on_message(D0, msgspec.structs.replace(reserve(numbered(1)), need=names), 0.0)
+    assert [type(message) for _, message in take_messages(sessions)] == [Busy]
+    long = Abort(**ids(numbered(2)), reason="r" * 4096)
+    for number in range(10):
+        sessions.on_message(D0, msgspec.structs.replace(long, request_id=numbered(2 + number).request_id), 0.0)
+    assert len(sessions.sends.parked) == 100_000 // (512 + 4 * 4096)
+    kept = sessions.sends.table.ended.get(D0, numbered(2))
+    assert kept is not None
+    assert len(kept.reason) == MAX_KEPT_REASON
+
+
+def test_a_reserve_of_thousands_of_components_is_refused() -> None:
+    names = {str(number): (0, 1) for number in range(MAX_COMPONENTS + 1)}
+    with pytest.raises(RemoteProtocolError, match="length <= 4096"):
+        decode(encode(msgspec.structs.replace(reserve(), need=names)))
+
+
+def test_unknown_components_of_a_reserve_cost_nothing_for_each_chunk() -> None:
+    class Counted(dict[str, tuple[int, int]]):
+        looked_at = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Counted.looked_at += len(self)
+            return super().__iter__()
+
+        def items(self) -> Any:
+            Counted.looked_at += len(self)
+            return super().items()
+
+    sessions = Sessions()
+    session = send(sessions)
+    needs = Counted({f"component {number}": (0, 1) for number in range(1000)} | {"kv": (0, 20)})
+    sessions.on_message(D0, msgspec.structs.replace(reserve(), need=needs), 0.0)
+    before = Counted.looked_at
+    for number in range(20):
+        sessions.sends.send(session, Chunk(number, {"kv": PAGES}, (number, number + 1), None), 0.0)
+    assert Counted.looked_at == before
+    assert sum(isinstance(effect, StartTransfer) for effect in sessions.effects) == 20
+
+
+@pytest.mark.parametrize("given", [-1, "x", None, True, 1.5])
+def test_limits_that_are_no_count_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="limits max_tombstones: expected an integer of at least 0, found"):
+        Limits(max_tombstones=given)
 
 
 def test_a_writers_abort_is_resent_until_the_receiver_answers() -> None:
