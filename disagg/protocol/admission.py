@@ -36,6 +36,7 @@ class Admission:
         effects: deque[PeerEffect],
         accept_hello: HelloAcceptor,
         admit: Callable[[Hello, str, float], bool],
+        expel: Callable[[str], None],
         hello_retry_s: float,
     ) -> None:
         self._identity = identity
@@ -45,6 +46,7 @@ class Admission:
         self._effects = effects
         self._accept_hello = accept_hello
         self._admit_unknown = admit
+        self._expel = expel
         self._hello_retry_s = hello_retry_s
 
     def on_hello(self, connection: bytes, user: str, hello: Hello, now: float) -> None:
@@ -59,7 +61,7 @@ class Admission:
                 )
                 return
             if hello.instance == self._identity.instance:
-                self._members.join(user, hello)
+                self._members.join(connection, user, hello)
             else:
                 self._admit(user, hello, now)
                 self._greet_again(hello, now)
@@ -83,6 +85,7 @@ class Admission:
             return
         except DisaggError as error:
             self._reject(connection, str(error), final=True)
+            self._expel(hello.instance)
             return
         if hello.instance != self._identity.instance:
             self._inbound.accept(connection, hello)

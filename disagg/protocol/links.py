@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 
 from disagg.protocol.peer_state import (
     NO_ANSWER,
@@ -18,6 +18,9 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.types import NEVER, PeerRank
 
+MAX_CLOSED = 4096
+"""Closed connections whose generation is remembered."""
+
 
 class Links:
     """Connections by the number under which they were dialled. `own` is the name of this rank's instance, `instances` are the
@@ -31,6 +34,7 @@ class Links:
         self._by_dial: dict[int, PeerConnection] = {}
         self._dials = itertools.count()
         self._found: dict[PeerRank, PeerConnection] = {}
+        self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
         self.next_tick = NEVER
         """When one of them next has something to do; it may be earlier."""
 
@@ -54,8 +58,11 @@ class Links:
         return found
 
     def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
-        """Connect to a rank of an instance."""
-        link = PeerConnection(instance.name, address, rank, next(self._dials), hello_at=now)
+        """Connect to a rank of an instance. If this rank has closed a connection to the same process, another generation
+        begins, so that the process ends the earlier one as well, with its ring.
+        """
+        epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
+        link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch=epoch, hello_at=now)
         instance.links[address] = link
         self._dial(instance, link)
 
@@ -78,6 +85,10 @@ class Links:
         self.drop(link, cause)
         del instance.links[link.address]
         self._forget(link)
+        if link.epoch:
+            self._closed[link.peer] = link.epoch, link.generation
+            if len(self._closed) > MAX_CLOSED:
+                self._closed.popitem(last=False)
 
     def _forget(self, link: PeerConnection) -> None:
         del self._by_dial[link.dial]

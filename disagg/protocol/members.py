@@ -18,6 +18,7 @@ class Members:
         self._identity = identity
         self.own_key = own_key
         self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
+        self._connections: dict[int, bytes] = {}  # of ranks that are connected
 
     def named(self) -> tuple[Member, ...]:
         """The ranks that have joined, in order."""
@@ -30,8 +31,10 @@ class Members:
             return ""
         return f"{len(self.by_rank)} of {me.num_ranks} ranks of {me.instance!r} have joined"
 
-    def join(self, user: str, hello: Hello) -> None:
-        """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not."""
+    def join(self, connection: bytes, user: str, hello: Hello) -> None:
+        """Another rank of this instance joins. Raises `RemoteProtocolError` or `LayoutError` for one that may not, such as a
+        second process of one rank while the first is connected.
+        """
         me = self._identity
         if self.own_key is not None and user != self.own_key:
             raise RemoteProtocolError(f"rank {hello.rank} of {hello.instance!r} has another public key than {me}")
@@ -42,7 +45,19 @@ class Members:
         if hello.table != me.table:
             raise LayoutError(f"rank {hello.rank} of {hello.instance!r} declares other layouts or another topology than {me}")
         check_dialable(hello.address, f"rank {hello.rank} of {hello.instance!r}")
+        known = self.by_rank.get(hello.rank)
+        if known is not None and known.epoch != hello.epoch and hello.rank in self._connections:
+            raise RemoteProtocolError(
+                f"another process is rank {hello.rank} of {hello.instance!r} and is connected to {me}: end it, "
+                "or start this one as another rank"
+            )
+        self._connections[hello.rank] = connection
         self.by_rank[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
+
+    def leave(self, connection: bytes) -> None:
+        """A connection has ended. Its rank stays named, but another process may take its place."""
+        for rank in [rank for rank, found in self._connections.items() if found == connection]:
+            del self._connections[rank]
 
 
 def check_dialable(address: str, whose: str) -> None:

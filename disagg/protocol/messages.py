@@ -21,8 +21,7 @@ MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
 MAX_PLAIN_NBYTES = 1 << 20
 """Limit on messages that hold values rather than byte strings: each byte of them may become an object."""
-MAX_ITEMS = 1 << 16
-MAX_COMPONENTS = 1 << 12
+MAX_ITEMS, MAX_COMPONENTS = 1 << 16, 1 << 12
 MAX_PAYLOAD_NBYTES = 1 << 16
 MAX_SECONDS = 3600
 

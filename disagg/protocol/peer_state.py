@@ -147,6 +147,8 @@ class Lost(NamedTuple):
 PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Ready | Lost | Forgotten
 
 
+LEADER = 0
+"""The rank that answers for its instance."""
 NO_ANSWER = "no answer yet"
 """The problem of a connection before anything has come back on it."""
 
@@ -216,7 +218,9 @@ class PeerConnection:
 
 @dataclass
 class PeerInstance:
-    """A peer. One that is not configured for good is forgotten at `forget_at`."""
+    """A peer. One that is not configured for good is forgotten at `forget_at`. `members`: the ranks that its leader names, by
+    address; others are not taken before `members_at`. Any thread may read the properties.
+    """
 
     name: str
     address: str
@@ -224,22 +228,24 @@ class PeerInstance:
     forget_at: float = NEVER
     links: dict[str, PeerConnection] = field(default_factory=dict)
     num_ranks: int | None = None
+    members: dict[str, int] = field(default_factory=dict)
+    members_at: float = 0.0
 
     @property
     def ready(self) -> bool:
         """Whether every rank of it has answered."""
         if self.num_ranks is None:
             return False
-        answered = {link.rank for link in self.links.values() if link.is_ready}
+        answered = {link.rank for link in tuple(self.links.values()) if link.is_ready}
         return len(answered) == self.num_ranks
 
     @property
     def refusal(self) -> str:
         """Why it cannot become ready before one side is started anew; empty if it can."""
-        return "; ".join(f"{link.address}: {link.problem}" for link in self.links.values() if link.refused)
+        return "; ".join(f"{link.address}: {link.problem}" for link in tuple(self.links.values()) if link.refused)
 
     @property
     def problem(self) -> str:
         """Why it is not ready."""
-        waiting = [link for link in self.links.values() if not link.is_ready]
+        waiting = [link for link in tuple(self.links.values()) if not link.is_ready]
         return "; ".join(f"{link.address}: {link.problem}" for link in waiting) or "not all of its ranks are known"

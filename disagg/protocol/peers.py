@@ -20,11 +20,13 @@ from collections.abc import Callable, Set
 
 from disagg.core.errors import DisaggError, RemoteProtocolError
 from disagg.protocol.admission import Admission, HelloAcceptor
+from disagg.protocol.following import Following
 from disagg.protocol.inbound import Accepted, InboundConnections
 from disagg.protocol.links import Links
 from disagg.protocol.members import Members, check_dialable
-from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Member, Reject, Welcome
+from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Reject, Welcome
 from disagg.protocol.peer_state import (
+    LEADER,
     ConnectionLimits,
     ConnectionState,
     Forgotten,
@@ -40,8 +42,6 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.types import NEVER, PeerRank
 
-LEADER = 0
-"""The rank that answers for its instance."""
 RECONNECT_AFTER = 4
 """Unanswered hellos before the connection is reopened."""
 MAX_ASKED = 8
@@ -83,6 +83,7 @@ class PeerTable:
         self._inbound = InboundConnections()
         self.instances: dict[str, PeerInstance] = {}
         self._links = Links(identity.instance, self.instances, self.effects)
+        self._following = Following(self._links)
         self._admission = Admission(
             identity,
             members=self.members,
@@ -91,6 +92,7 @@ class PeerTable:
             effects=self.effects,
             accept_hello=accept_hello,
             admit=self._admit,
+            expel=self._expel,
             hello_retry_s=self._limits.hello_retry_s,
         )
         self._siblings = PeerInstance(identity.instance, leader, own_key) if leader is not None else None
@@ -141,6 +143,12 @@ class PeerTable:
             return False
         self.add_peer(hello.instance, hello.leader, user or None, now, lasting=False)
         return True
+
+    def _expel(self, name: str) -> None:
+        """Forget an admitted instance whose hello was rejected, unless it is connected."""
+        instance = self.instances.get(name)
+        if instance is not None and instance.forget_at < NEVER and not any(link.is_ready for link in instance.links.values()):
+            self.remove_peer(name, "its hello was rejected")
 
     def _forget_absent(self, now: float) -> None:
         """Forget the instances that are not lasting and have been away for too long."""
@@ -205,6 +213,7 @@ class PeerTable:
 
     def on_closed(self, connection: bytes, now: float) -> PeerRank | None:
         """A connection that a peer opened has ended. Returns the rank of that peer, if it was accepted."""
+        self.members.leave(connection)
         accepted = self._inbound.forget(connection)
         if accepted is None:
             return None
@@ -303,21 +312,13 @@ class PeerTable:
                 link.confirm()
             self.effects.append(Ready(link.peer, welcome.epoch, welcome))
         if link.address == instance.address:
-            self._on_members(instance, welcome.members, now)
-
-    def _on_members(self, instance: PeerInstance, members: tuple[Member, ...], now: float) -> None:
-        """Connect to the ranks that the leader names, and disconnect from those that it does not name any more."""
-        named = {(member.address, member.rank) for member in members} | {(instance.address, LEADER)}
-        for link in [found for found in instance.links.values() if (found.address, found.rank) not in named]:
-            self._links.close(instance, link, "its leader names another address")
-        for member in members:
-            if member.rank != LEADER and member.address not in instance.links:
-                self._links.open(instance, member.address, member.rank, now)
+            self._following.take(instance, welcome.members, now)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Send hellos, and drop lost peers. Call it after all arrived messages were taken."""
+        self._following.tick(now)
         if now < self._links.next_tick:
             return
         for link in self._links.all():
@@ -331,7 +332,7 @@ class PeerTable:
 
     def next_tick(self) -> float:
         """When `tick` next has something to do; it may be earlier."""
-        return self._links.next_tick
+        return 0.0 if self._following.pending else self._links.next_tick
 
     def _greet(self, link: PeerConnection, now: float) -> None:
         """Send a hello. That to a peer that is ready renews the welcome, with the ranks of its instance."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -42,18 +43,21 @@ class Directory:
         self._command = command
         self.carry_out: Callable[[float], None] = lambda _: None
         """Carries out the effects of the peer table, in the control thread."""
+        self.on_changed: Callable[[], None] = self.notify
+        """Called in the control thread when the configuration of an instance has changed."""
         self._allowed_keys = allowed_keys
         self.admits_unknown = admits_unknown
         self._has_leader = has_leader
         self._changed = threading.Condition()
         self._added: set[str] = set()
+        self._changing: Counter[str] = Counter()  # changes that the control thread has not made yet
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
         """Configure an instance; see `PeerTable.add_peer`. The arguments are checked."""
         if public_key is not None:
             self._allowed_keys.add(public_key)
         self._added.add(name)
-        self._command(lambda now: self._peers.add_peer(name, address, public_key, now, lasting=lasting))
+        self._change(name, lambda now: self._peers.add_peer(name, address, public_key, now, lasting=lasting))
 
     def remove(self, name: str) -> None:
         """Forget an instance: its requests end, and it is not accepted any more."""
@@ -64,7 +68,24 @@ class Directory:
                 self._peers.remove_peer(name, "it was removed")
                 self.carry_out(now)  # what comes next may add it again
 
-        self._command(remove)
+        self._change(name, remove)
+
+    def _change(self, name: str, change: Callable[[float], None]) -> None:
+        """Change what is configured of an instance, in the control thread. It is not ready before that is done."""
+        with self._changed:
+            self._changing[name] += 1
+
+        def run(now: float) -> None:
+            try:
+                change(now)
+            finally:
+                with self._changed:
+                    self._changing[name] -= 1
+                    if not self._changing[name]:
+                        del self._changing[name]
+            self.on_changed()
+
+        self._command(run)
 
     def forgotten(self, name: str) -> None:
         """An instance is not known any more. The control thread calls this."""
@@ -90,17 +111,19 @@ class Directory:
 
     def is_ready(self, name: str) -> bool:
         """Whether every rank of an instance is connected."""
-        instance = self._peers.instances.get(name)
+        instance = None if name in self._changing else self._peers.instances.get(name)
         return instance is not None and instance.ready and self._handshake.num_connected(name) == instance.num_ranks
 
     def refusal(self, name: str) -> str:
         """Why an instance cannot become ready before one side is started anew; empty if it can."""
-        instance = self._peers.instances.get(name)
+        instance = None if name in self._changing else self._peers.instances.get(name)
         return "" if instance is None else instance.refusal
 
     def problem(self, name: str) -> str:
         """Why an instance is not ready; empty if it is."""
         instance = self._peers.instances.get(name)
+        if name in self._changing:
+            return "its configuration is being changed"
         if instance is None:
             return "it is not configured; add_peer() it, or give its address"
         return "" if self.is_ready(name) else instance.problem
@@ -121,11 +144,16 @@ class Directory:
 
     def wait(self, name: str, timeout_s: float, *, has_ended: Callable[[], object]) -> PeerStatus:
         """Wait until an instance is ready or never will be, or the manager has ended."""
+        found = self.status(name)
+
+        def is_settled() -> object:
+            nonlocal found
+            found = self.status(name)
+            return found.state in ("ready", "refused") or has_ended()
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.is_ready(name) or self.refusal(name) or has_ended(), min(timeout_s, threading.TIMEOUT_MAX)
-            )
-        return self.status(name)
+            self._changed.wait_for(is_settled, min(timeout_s, threading.TIMEOUT_MAX))
+        return found
 
     def agreement(self, name: str) -> Agreement | None:
         """The agreement with an instance, if it is ready."""

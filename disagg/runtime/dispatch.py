@@ -10,6 +10,7 @@ from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError
 from disagg.core.events import ReadyEvent
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
+from disagg.machine.descriptors import shortage
 from disagg.protocol.messages import (
     Complete,
     CopyBegun,
@@ -63,6 +64,9 @@ from disagg.transfer.worker import TransferWorker
 
 logger = ThreadLog(__name__)
 
+SHORTAGE_S = 0.1
+"""How long it is not asked again whether there are descriptors to connect with, once there were too few."""
+
 
 class Dispatch:
     """Joins the channel, the peer table, the sessions and the transfers of one rank."""
@@ -99,6 +103,7 @@ class Dispatch:
         self._on_peers_changed = on_peers_changed
         self._on_forgotten = on_forgotten
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
+        self._short, self._short_until = "", 0.0
         self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
         """Receives whose rows wait for their event."""
         self._ended: list[Event] = []
@@ -260,6 +265,8 @@ class Dispatch:
         try:
             if isinstance(resolved, OSError):
                 raise PeerUnreachable(f"{address}: the host cannot be resolved: {resolved}")
+            if short := self._shortage():
+                raise PeerUnreachable(f"{address}: {short}")
             self.channel.connect(dial, resolved, public_key=public_key)
         except DisaggError as error:
             self._warnings.warning("%s: %s", self._handshake.me, error)
@@ -267,6 +274,13 @@ class Dispatch:
         else:
             if resolved != address:
                 self._peers.dialled(dial, time.monotonic())
+
+    def _shortage(self) -> str:
+        """Why no connection may be opened now. If there are too few descriptors, that is asked again a little later."""
+        now = time.monotonic()
+        if not self._short or now >= self._short_until:
+            self._short, self._short_until = shortage(), now + SHORTAGE_S
+        return self._short
 
     def _carry_out_sessions(self, now: float) -> None:
         effects = self._sessions.effects

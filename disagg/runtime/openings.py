@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.core.errors import DisaggError, PeerUnreachable, RequestTimeout
 from disagg.protocol.types import NEVER
@@ -17,13 +19,11 @@ OpenSession = Callable[[float], Session]
 """Opens the session of a request, in the control thread. Raises `DisaggError` if that cannot be."""
 
 
-@dataclass
-class _Waiting:
-    """What waits: the handle (`None`: nobody waits for an end), what to do once the peer is ready, and until when."""
+class _Waiting(NamedTuple):
+    """What waits: the handle (`None`: nobody waits for an end), and what to do once the peer is ready."""
 
     handle: Receiver | None
     run: Callable[[], None]
-    deadline: float
 
 
 class Openings:
@@ -33,7 +33,10 @@ class Openings:
         self._directory = directory
         self._requests = requests
         self._commands = commands
-        self._waiting: dict[str, list[_Waiting]] = {}
+        self._count = itertools.count()
+        self._waiting: dict[str, dict[int, _Waiting]] = {}
+        self._numbers: dict[RequestHandle, int] = {}
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap; some have ended
 
     def __len__(self) -> int:
         """How many wait for their peer."""
@@ -63,42 +66,51 @@ class Openings:
 
     def wait(self, peer: str, handle: Receiver | None, run: Callable[[], None], deadline: float) -> None:
         """Call `run` once the peer is ready, unless its time is over before."""
-        waiting = self._waiting.setdefault(peer, [])
-        waiting.append(_Waiting(handle, run, deadline))
-        self._advance(peer, waiting, 0.0)
+        number = next(self._count)
+        self._waiting.setdefault(peer, {})[number] = _Waiting(handle, run)
+        if handle is not None:
+            self._numbers[handle] = number
+        heapq.heappush(self._deadlines, (deadline, number, peer))
+        self._advance(peer)
+
+    def _take(self, peer: str, number: int) -> _Waiting | None:
+        waiting = self._waiting.get(peer, {})
+        found = waiting.pop(number, None)
+        if found is not None and found.handle is not None:
+            del self._numbers[found.handle]
+        if not waiting:
+            self._waiting.pop(peer, None)
+        return found
+
+    def _take_all(self, peer: str) -> list[_Waiting]:
+        return [each for number in tuple(self._waiting.get(peer, ())) if (each := self._take(peer, number)) is not None]
 
     def end(self, handle: RequestHandle, error: DisaggError) -> None:
         """End a request that has no session."""
         assert isinstance(handle, Receiver | Sender)
-        left = [each for each in self._waiting.pop(handle.peer, []) if each.handle is not handle]
-        if left:
-            self._waiting[handle.peer] = left
+        self._take(handle.peer, self._numbers.get(handle, -1))
         self._requests.end_unopened(handle, error)
 
     def advance(self, now: float) -> None:
         """Open the requests whose peer is ready now. End those that are late, or whose peer refuses this instance."""
-        for peer, waiting in list(self._waiting.items()):
-            self._advance(peer, waiting, now)
+        for peer in tuple(self._waiting):
+            self._advance(peer)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number, peer = heapq.heappop(self._deadlines)
+            if (late := self._take(peer, number)) is not None:
+                problem = self._directory.problem(peer)
+                self._fail(late, RequestTimeout(f"peer {peer!r} did not become ready in time: {problem}"))
 
-    def _advance(self, peer: str, waiting: list[_Waiting], now: float) -> None:
+    def _advance(self, peer: str) -> None:
         if self._directory.is_ready(peer):
-            del self._waiting[peer]
-            for each in waiting:
+            for each in self._take_all(peer):
                 each.run()
-            return
-        if refusal := self._directory.refusal(peer):
+        elif refusal := self._directory.refusal(peer):
             self.fail_all(peer, f"peer {peer!r} cannot become ready: {refusal}")
-            return
-        late = [each for each in waiting if each.deadline <= now]
-        for each in late:
-            waiting.remove(each)
-            self._fail(each, RequestTimeout(f"peer {peer!r} did not become ready in time: {self._directory.problem(peer)}"))
-        if not waiting:
-            del self._waiting[peer]
 
     def fail_all(self, peer: str, reason: str) -> None:
         """End all that waits for a peer."""
-        for each in self._waiting.pop(peer, []):
+        for each in self._take_all(peer):
             self._fail(each, PeerUnreachable(reason))
 
     def _fail(self, waiting: _Waiting, error: DisaggError) -> None:
@@ -108,4 +120,6 @@ class Openings:
     @property
     def next_tick(self) -> float:
         """When the next deadline passes."""
-        return min((each.deadline for waiting in self._waiting.values() for each in waiting), default=NEVER)
+        while self._deadlines and self._deadlines[0][1] not in self._waiting.get(self._deadlines[0][2], ()):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else NEVER

@@ -234,7 +234,7 @@ class Runtime:
             on_peers_changed=self._on_peers_changed,
             on_forgotten=self._on_forgotten,
         )
-        self.directory.carry_out = self.dispatch.carry_out_peers
+        self.directory.carry_out, self.directory.on_changed = self.dispatch.carry_out_peers, self._on_peers_changed
         self.loop = Loop(
             name=name,
             channel=self.channel,

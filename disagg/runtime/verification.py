@@ -144,7 +144,11 @@ class ChecksumWorker:
     ) -> None:
         """Call `run` once `ready` has passed, unless it is not `wanted` any more. Only one thread may call this."""
         if not self._started:
-            self.thread.start()  # raises where there are no more threads; the next job tries again
+            try:
+                self.thread.start()
+            except RuntimeError as error:  # there are no more threads; the next job tries again
+                self._on_summed(token, None, VerificationFailed(f"no thread to compute checksums with: {error}"))
+                return
             self._started = True
         self._jobs.append(_Job(token, run, ready, wanted))
         self._wake.set()

@@ -25,6 +25,8 @@ MAX_SLEEP_S = 500e-6
 UNSETTLED_POLL_S = 0.05
 SMALL_NUM_ROWS = 256
 """Jobs with up to this many rows are bound in the thread that submits them."""
+MAX_INLINE_JOBS = 16
+"""More jobs at once are left to the worker's thread: a request may have been sent in thousands of chunks before its reserve."""
 
 
 class TransferWorker:
@@ -141,7 +143,9 @@ class TransferWorker:
         """Whether there are new jobs or slots, and handling them takes little time."""
         if not (self._new or self._unpacker.waiting):
             return False
-        return all(job.num_rows <= SMALL_NUM_ROWS for job in tuple(self._new)) and self._unpacker.nbytes_waiting <= SMALL_NBYTES
+        new = tuple(self._new)
+        are_small = len(new) <= MAX_INLINE_JOBS and all(job.num_rows <= SMALL_NUM_ROWS for job in new)
+        return are_small and self._unpacker.nbytes_waiting <= SMALL_NBYTES
 
     def _has_work(self) -> bool:
         unpacker = self._unpacker

@@ -46,6 +46,22 @@ def test_peers_given_at_construction_are_known_before_anything_is_answered(caplo
         assert prefill._runtime.dispatch.num_rejected_hellos == 0
 
 
+def test_a_peer_whose_address_has_just_changed_is_not_ready() -> None:
+    """Also before the control thread has seen the change."""
+    with ExitStack() as stack:
+        prefill = opened(stack, "prefill")
+        decode = opened(stack, "decode", peers={"prefill": prefill.address})
+        prefill.add_peer("decode", address=decode.address)
+        prefill.wait_ready("decode", timeout_s=DEADLINE_S)
+        for _ in range(10):
+            prefill.add_peer("decode", address="tcp://127.0.0.1:9")
+            assert prefill.peer("decode").state == "connecting"
+            with pytest.raises(PeerUnreachable, match=r"is not ready after 0\.01 s"):
+                prefill.wait_ready("decode", timeout_s=0.01)
+            prefill.add_peer("decode", address=decode.address)
+            prefill.wait_ready("decode", timeout_s=DEADLINE_S)
+
+
 @pytest.mark.parametrize("backend", ["local", "nixl"])
 def test_a_second_process_of_one_name_is_refused_until_the_first_has_ended(backend: str) -> None:
     if backend in ENGINES:

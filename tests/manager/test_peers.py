@@ -389,6 +389,7 @@ def test_peers_wait_while_too_few_descriptors_are_free() -> None:
         introduce(*ranks)
         until(lambda: "descriptors that connecting may take are free" in problem(managers[1]))
         assert not managers[1].health().peers["prefill-0"].ready
+        assert not managers[1]._runtime.channel._peers
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for manager, peer in zip(managers, ("decode-0", "prefill-0"), strict=True):
             manager.wait_ready(peer, timeout_s=DEADLINE_S)

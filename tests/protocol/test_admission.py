@@ -13,7 +13,7 @@ from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import PeerRank, RequestKey
 from harness.simulator.connections import welcome
-from tests.protocol.peer_table import LEADER, LIMITS, SECOND, hello, peer_table, reply, take_effects, take_reply
+from tests.protocol.peer_table import LEADER, LIMITS, SECOND, hello, make_ready, peer_table, reply, take_effects, take_reply
 
 
 def admitting(admit: Callable[[str, str, str], bool] | None) -> PeerTable:
@@ -67,6 +67,19 @@ def test_the_number_of_admitted_instances_is_bounded(monkeypatch: pytest.MonkeyP
     answer = take_effects(table)[-1]
     assert isinstance(answer, ReplyOn)
     assert "has admitted 2 instances" in str(answer.message)
+
+
+def test_an_admitted_instance_whose_hello_is_rejected_is_forgotten() -> None:
+    table = admitting(lambda *_: True)
+    table.on_inbound(b"c1", "", hello(table=b"bad", leader=LEADER), 0.0)
+    connect, answer, disconnect, forgotten = take_effects(table)
+    assert (type(connect), type(disconnect), forgotten) == (Connect, Disconnect, Forgotten("decode-0"))
+    assert isinstance(answer, ReplyOn)
+    assert isinstance(answer.message, Reject)
+    assert table.instances == {}
+    make_ready(table)
+    table.on_inbound(b"c1", "", hello(table=b"bad", leader=LEADER), 1.0)
+    assert list(table.instances) == ["decode-0"], "it is configured"
 
 
 def test_an_admitted_instance_is_forgotten_once_it_was_away() -> None:

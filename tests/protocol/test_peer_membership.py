@@ -6,6 +6,8 @@ from collections import deque
 
 import pytest
 
+from disagg.protocol import links
+from disagg.protocol.following import MAX_MOVED
 from disagg.protocol.messages import (
     Busy,
     Hello,
@@ -24,6 +26,7 @@ from disagg.protocol.types import PeerRank
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DRAINED,
+    EPOCH,
     LEADER,
     SECOND,
     hello,
@@ -100,7 +103,7 @@ def test_a_rank_that_its_leader_no_longer_names_is_disconnected() -> None:
     reply(table, SECOND, welcome(rank=1, epoch=8), 0.0)
     take_effects(table)
     other = "tcp://10.0.0.2:9"
-    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 1.0)
+    reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, other, 9))), 2.0)
     effects = take_effects(table)
     assert Lost(PeerRank("decode-0", 1), 8, "its leader names another address") in effects
     assert Disconnect(1) in effects
@@ -114,10 +117,82 @@ def test_ranks_that_have_swapped_their_addresses_are_connected_anew() -> None:
     first = (Member(0, LEADER, 7), Member(1, SECOND, 8), Member(2, third, 9))
     reply(table, LEADER, welcome(members=first), 0.0)
     swapped = (Member(0, LEADER, 7), Member(1, third, 8), Member(2, SECOND, 9))
-    reply(table, LEADER, welcome(members=swapped), 1.0)
-    reply(table, third, welcome(rank=1, epoch=8), 2.0)
-    reply(table, SECOND, welcome(rank=2, epoch=9), 2.0)
+    reply(table, LEADER, welcome(members=swapped), 2.0)
+    reply(table, third, welcome(rank=1, epoch=8), 3.0)
+    reply(table, SECOND, welcome(rank=2, epoch=9), 3.0)
     assert table.instances["decode-0"].ready
+
+
+def many(port: int) -> tuple[Member, ...]:
+    """The leader, and 100 ranks at ports from this one on."""
+    return Member(0, LEADER, 7), *(Member(rank, f"tcp://10.0.0.9:{port + rank}", 7) for rank in range(1, 101))
+
+
+def test_a_leader_that_names_many_ranks_costs_little_in_each_turn() -> None:
+    table = peer_table(peer_ranks=101)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    take_effects(table)
+    reply(table, LEADER, welcome(members=many(1000)), 0.0)
+    turns = []
+    while table.next_tick() == 0.0:
+        turns.append(sum(isinstance(effect, Connect | Disconnect) for effect in take_effects(table)))
+        table.tick(0.0)
+    assert max(turns) == MAX_MOVED
+    assert len(table.instances["decode-0"].links) == 101
+    for now in (0.5, 1.0):  # other ranks each time
+        reply(table, LEADER, welcome(members=many(2000 + int(10 * now))), now)
+        assert table.next_tick() > 0.0
+    reply(table, LEADER, welcome(members=many(3000)), 10.0)
+    table.add_peer("decode-1", SECOND, None, 10.0)
+    table.remove_peer("decode-0", "removed")
+    table.tick(10.0)
+    assert list(table.instances) == ["decode-1"]
+
+
+def test_a_peer_that_is_configured_again_begins_another_generation() -> None:
+    """Otherwise the same process would go on with the earlier connection's ring, whose uses are numbered anew here."""
+    table = peer_table()
+    make_ready(table)
+    table.remove_peer("decode-0", "removed")
+    table.add_peer("decode-0", SECOND, None, 1.0)
+    take_effects(table)
+    table.tick(1.0)
+    assert SendHello(1, 1, 7) in take_effects(table)
+    reply(table, SECOND, welcome(epoch=7), 2.0)
+    assert not table.instances["decode-0"].ready, "the answer to a hello of the earlier generation"
+    reply(table, SECOND, welcome(epoch=7, generation=1), 2.0)
+    assert table.instances["decode-0"].ready
+
+
+def test_the_closed_connections_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_CLOSED", 2)
+    table = peer_table()
+    for number in range(3):
+        table.add_peer(f"decode-{number}", LEADER, None, 0.0)
+        reply(table, LEADER, welcome(f"decode-{number}"), 0.0)
+        table.remove_peer(f"decode-{number}", "removed")
+    assert [peer.instance for peer in table._links._closed] == ["decode-1", "decode-2"]
+
+
+def test_a_second_process_of_a_rank_is_refused_while_the_first_is_connected() -> None:
+    table = peer_table(num_ranks=2)
+    first, second = (hello("prefill-0", 1, epoch, address=SECOND) for epoch in (5, 6))
+    table.on_inbound(b"c1", "", first, 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"c2", "", second, 0.0)
+    refused = take_reply(table)
+    assert isinstance(refused, Reject)
+    assert "another process is rank 1 of 'prefill-0' and is connected to prefill-0/0" in refused.reason
+    assert not refused.final
+    table.on_inbound(b"c3", "", first, 0.0)  # it has connected anew, before its first connection ends
+    take_effects(table)
+    table.on_closed(b"c1", 0.0)
+    table.on_inbound(b"c2", "", second, 0.0)
+    assert isinstance(take_reply(table), Reject)
+    table.on_closed(b"c3", 0.0)
+    table.on_inbound(b"c2", "", second, 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    assert [member.epoch for member in table.members.named()] == [EPOCH, 6]
 
 
 def test_removing_a_peer_drops_its_connections() -> None:
