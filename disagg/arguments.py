@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -16,6 +17,7 @@ from disagg.core.errors import LocalProtocolError
 from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_range
 from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import check_rows
+from disagg.layout.tables import MAX_LAYERS
 from disagg.protocol.messages import MAX_PAYLOAD_NBYTES
 from disagg.protocol.types import Chunk, RequestKey
 
@@ -149,11 +151,13 @@ def check_needs(
 
 
 def check_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """The ids as a tuple. Raises `LocalProtocolError` if they are not ids of 0 to 2**31 - 1."""
+    """The ids as a tuple. Raises `LocalProtocolError` if they are not ids of 0 to 2**31 - 1, or more than `MAX_LAYERS`."""
     try:
-        chosen = tuple(operator.index(layer) for layer in layers)
+        chosen = tuple(operator.index(layer) for layer in itertools.islice(layers, MAX_LAYERS + 1))
     except TypeError as error:
         raise LocalProtocolError(f"layers: expected layer ids, found {layers!r}") from error
+    if len(chosen) > MAX_LAYERS:
+        raise LocalProtocolError(f"layers: expected at most {MAX_LAYERS} ids, found more")
     if any(not 0 <= layer < 2**31 for layer in chosen):
         raise LocalProtocolError(f"layers: expected ids of 0 to 2**31 - 1, found {list(chosen)}")
     return chosen

@@ -26,7 +26,9 @@ logger = ThreadLog(__name__)
 def backend_options(
     listen: str, advertise: str | None, transport: str, devices: Sequence[str], require: str | None, trusted_network: bool
 ) -> BackendOptions:
-    """The engine's options."""
+    """The engine's options. Raises `ConfigError`."""
+    if not _are_all(devices, str):
+        raise ConfigError(f"devices: expected a sequence of names, found {devices!r}")
     host, _ = parse_address(advertise or listen, what="advertise" if advertise else "listen")
     if is_wildcard(host):
         raise ConfigError(
@@ -88,6 +90,17 @@ def check_known(
         raise PeerUnreachable(f"peer {peer!r} is not ready: {directory.problem(peer)}")
 
 
+def check_kind(given: object, kind: type, what: str) -> None:
+    """Raise `ConfigError` unless it is of a type, or `None`."""
+    if not isinstance(given, kind | None):
+        raise ConfigError(f"{what}: expected {kind.__name__}, found {given!r}")
+
+
+def _are_all(given: object, kind: type) -> bool:
+    """Whether it is a sequence of that type only."""
+    return isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, kind) for each in given)
+
+
 def check_name(name: object, what: str) -> str:
     if not is_text(name, MAX_NAME):
         raise ConfigError(f"{what}: expected a str of 1 to {MAX_NAME} characters, found {name!r}")
@@ -98,6 +111,9 @@ def check_topology(topology: Topology | None, components: Sequence[Component], *
     """The topology of a rank: that of its components, which must agree. Raises `ConfigError` if they do not, for a rank 0
     with a leader, and for a leader's address that cannot be.
     """
+    if not _are_all(components, Component):
+        raise ConfigError(f"components: expected a sequence of Component, found {components!r}")
+    check_kind(topology, Topology, "topology")
     for component in components:
         topology = topology or component.topology
         if component.topology != topology:
@@ -119,6 +135,8 @@ def check_peers(
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"{what}: expected a mapping from names, found {type(given).__name__}")
     found = peer_keys or {}
+    for name, key in found.items():
+        check_key(key, what=f"peer_keys of {name!r}")
     return {name: check_peer(name, address, found.get(name), own=own, keys=keys) for name, address in (peers or {}).items()}
 
 

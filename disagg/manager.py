@@ -21,6 +21,7 @@ from disagg.backends.base import Backend, BackendOptions, RemotePeer
 from disagg.construction import (
     admission,
     backend_options,
+    check_kind,
     check_known,
     check_model,
     check_name,
@@ -119,6 +120,15 @@ class KVManager:
     ) -> None:
         self.name, self.topology = check_name(name, "name"), check_topology(topology, components, leader=leader)
         self._verify = check_verify(verify)
+        for what, given, kind in (
+            ("keys", keys, KeyPair),
+            ("limits", limits, Limits),
+            ("connection_limits", connection_limits, ConnectionLimits),
+            ("insecure", insecure, bool),
+            ("trusted_network", trusted_network, bool),
+            ("tracing", tracing, bool),
+        ):
+            check_kind(given, kind, what)
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,

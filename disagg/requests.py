@@ -354,7 +354,7 @@ class Sender(RequestHandle):
         check_payload(payload)
         if self._finished:
             raise LocalProtocolError(f"request {self.key}: finish() was already called")
-        chunk = self._chunk(rows, None, None, ready) if rows else None
+        chunk = None if rows is None else self._chunk(rows, None, None, ready)
         self._finished = True
 
         def finish(now: float) -> None:

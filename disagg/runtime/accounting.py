@@ -220,11 +220,16 @@ def _ids(rows: Rows) -> Iterable[int]:
     return (rows.id,) if isinstance(rows, Slot) else rows.ids.tolist()
 
 
-def states(receives: Iterable[ReceiveSession], sends: Iterable[SendSession]) -> dict[tuple[str, str], int]:
-    """Requests by direction and state. A send is as far as the least advanced of its destinations."""
+def states(
+    receives: Iterable[ReceiveSession], sends: Iterable[SendSession], *, num_unopened: int
+) -> dict[tuple[str, str], int]:
+    """Requests by direction and state. A send is as far as the least advanced of its destinations; a receive whose peer is not
+    ready yet is `unopened`.
+    """
     counts = Counter(("receive", session.state.value) for session in receives)
     counts.update(("send", _send_state(session).value) for session in sends)
-    return counts
+    counts["receive", "unopened"] += num_unopened
+    return +counts
 
 
 _ORDER = {state: number for number, state in enumerate(SendState)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from disagg.backends.abilities import renewal_due
 from disagg.core.leases import LeaseState
+from disagg.requests import Sender
 from disagg.runtime.accounting import quarantined, states
 from disagg.runtime.metrics import Snapshot
 from disagg.runtime.runtime import Runtime
@@ -47,6 +49,7 @@ def health_of(runtime: Runtime) -> Health:
             counts[reason] = counts.get(reason, 0) + 1
     total, limit = sum(counts.values()), runtime.limits.max_quarantined
     too_many = f"requests with quarantined rows: {total}, of {limit} at most" if total > limit else ""
+    senders = Counter(isinstance(handle, Sender) for handle in runtime.requests.open_handles())
     return Health(
         ok=not runtime.problem,
         problem=runtime.problem,
@@ -54,8 +57,8 @@ def health_of(runtime: Runtime) -> Health:
             name: PeerHealth(runtime.directory.is_ready(name), runtime.directory.problem(name))
             for name in runtime.directory.names()
         },
-        num_receiving=len(runtime.sessions.receives.sessions),
-        num_sending=len(runtime.sessions.sends.sessions),
+        num_receiving=senders[False],
+        num_sending=senders[True],
         quarantined=counts,
         pack_below=runtime.pack_below,
         renewal_due="; ".join(filter(None, (too_many, renewal_due(runtime.backend)))),
@@ -73,7 +76,11 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
         peer_ranks={name: runtime.handshake.num_connected(name) for name in names},
         pack_below=dict.fromkeys(names, runtime.pack_below),
         peer_losses={name: runtime.connections.num_losses[name] for name in names},
-        requests=states(list(sessions.receives.sessions.values()), list(sessions.sends.sessions.values())),
+        requests=states(
+            list(sessions.receives.sessions.values()),
+            [*list(sessions.sends.sessions.values()), *list(sessions.sends.table.offers.values())],
+            num_unopened=runtime.openings.num_requests,
+        ),
         quarantined_rows=rows,
         quarantined_requests=requests,
         queue_depths=runtime.queue_depths(),

@@ -42,6 +42,11 @@ class Openings:
         """How many wait for their peer."""
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def num_requests(self) -> int:
+        """How many requests wait for their peer."""
+        return len(self._numbers)
+
     def put(self, handle: Sender, open_session: OpenSession) -> None:
         """Open the session of a request that waits for nobody. A failure ends the request."""
         self._commands.put(

@@ -117,6 +117,20 @@ def test_active_requests_are_counted_by_state_and_failures_by_their_first_cause(
     assert value(prefill, "transfer_failures_total") == 1
 
 
+def test_requests_that_wait_for_their_peer_are_under_way() -> None:
+    with cluster(Side(), Side(), settings={"metrics_port": 0}) as made:
+        decode, prefill = made.decode[0].manager, made.prefill[0].manager
+        decode.add_peer("away", address="tcp://127.0.0.1:9")
+        receiver = decode.receiver(new_request_id(), peer="away", rows={"kv": [0]}, need={"kv": (0, 4)})
+        offer = prefill.sender(new_request_id())
+        until(lambda: value(decode, "requests", direction="receive", state="unopened") == 1)
+        until(lambda: value(prefill, "requests", direction="send", state="awaited") == 1)
+        assert (decode.health().num_receiving, prefill.health().num_sending) == (1, 1)
+        receiver.abort("the test is finished")
+        offer.abort("the test is finished")
+        until(lambda: (decode.health().num_receiving, prefill.health().num_sending) == (0, 0))
+
+
 def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) -> None:
     """No request id, address or message becomes a label value."""
     for rank in (*instances.prefill, *instances.decode):

@@ -96,7 +96,7 @@ def test_invalid_calls_are_refused_with_a_reason(instances: Cluster) -> None:
     for tokens in ((4, 2), (-1, 2), (0, 2**41), (0, 1.5), (0, 1, 2), 7):
         with pytest.raises(LocalProtocolError, match="tokens: expected integers 0 <= start <= stop"):
             sender.send(rows, tokens=tokens)  # type: ignore[arg-type]
-    for layers, found in (([-1], "0 to 2"), ([2**31], "0 to 2"), ([0.5], "layer ids")):
+    for layers, found in (([-1], "0 to 2"), ([2**31], "0 to 2"), ([0.5], "layer ids"), (range(70000), "at most 16384")):
         with pytest.raises(LocalProtocolError, match=f"layers: expected (ids of )?{found}"):
             sender.send(rows, layers=layers)  # type: ignore[arg-type]
     sender.finish()
@@ -257,6 +257,9 @@ def test_arguments_of_a_wrong_kind_are_refused_in_the_callers_thread(instances: 
         with pytest.raises(LocalProtocolError, match="peer: expected a str, found"):
             decode.receiver(request, peer=peer, rows=rows, need=need)
     wrong: Any
+    for wrong in (0, "", np.arange(3), []):
+        with pytest.raises(LocalProtocolError, match="rows: expected a mapping"):
+            sender.finish(wrong)
     for wrong in (None, [("kv", rows["kv"])], "kv"):
         with pytest.raises(LocalProtocolError, match="rows: expected a mapping"):
             decode.receiver(request, peer="prefill-0", rows=wrong, need=need)
@@ -295,6 +298,37 @@ def test_arguments_that_are_not_looked_up_are_refused(instances: Cluster) -> Non
     for key, found in ((5, "int"), ("\ud800" * 40, "40 other characters"), (b"x" * 40, "bytes")):
         with pytest.raises(ConfigError, match=f"'prefill-1', public key: expected a key .* found {found}"):
             manager.add_peer("prefill-1", address="tcp://127.0.0.1:9", public_key=key)
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "expected"),
+    [
+        ("limits", 5, "Limits"),
+        ("connection_limits", 5, "ConnectionLimits"),
+        ("keys", "x", "KeyPair"),
+        ("topology", 5, "Topology"),
+        ("insecure", "no", "bool"),
+        ("trusted_network", object(), "bool"),
+        ("tracing", "x", "bool"),
+        ("components", None, "a sequence of Component"),
+        ("components", [1], "a sequence of Component"),
+        ("devices", 5, "a sequence of names"),
+        ("devices", "mlx5_0", "a sequence of names"),
+        ("devices", [5], "a sequence of names"),
+        ("peer_keys", {"a": 5}, "a key of 40 Z85 characters"),
+    ],
+)
+def test_settings_of_a_wrong_kind_are_refused(setting: str, given: Any, expected: str) -> None:
+    settings = {
+        "name": "x",
+        "model": ModelId("m"),
+        "components": [],
+        "topology": Topology(),
+        "backend": "local",
+        setting: given,
+    }
+    with pytest.raises(ConfigError, match=f"{setting}.*: expected {expected}"):
+        KVManager(**settings)
 
 
 @pytest.mark.parametrize("name", [None, 5, "", "x" * 257, ["decode-1"], "\ud800"])
