@@ -16,7 +16,9 @@ from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Verify
+from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.peers import Admit
+from disagg.protocol.types import Limits
 from disagg.runtime.directory import Directory
 from disagg.runtime.keys import KeyPair, check_key
 
@@ -94,6 +96,16 @@ def check_kind(given: object, kind: type, what: str) -> None:
     """Raise `ConfigError` unless it is of a type, or `None`."""
     if not isinstance(given, kind | None):
         raise ConfigError(f"{what}: expected {kind.__name__}, found {given!r}")
+
+
+def check_kinds(keys: object, limits: object, connection_limits: object, **flags: object) -> None:
+    """Raise `ConfigError` unless each is of its type, or `None`, and the flags are true or false."""
+    check_kind(keys, KeyPair, "keys")
+    check_kind(limits, Limits, "limits")
+    check_kind(connection_limits, ConnectionLimits, "connection_limits")
+    for what, given in flags.items():
+        if not isinstance(given, bool):
+            raise ConfigError(f"{what}: expected bool, found {given!r}")
 
 
 def _are_all(given: object, kind: type) -> bool:

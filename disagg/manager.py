@@ -21,7 +21,7 @@ from disagg.backends.base import Backend, BackendOptions, RemotePeer
 from disagg.construction import (
     admission,
     backend_options,
-    check_kind,
+    check_kinds,
     check_known,
     check_model,
     check_name,
@@ -119,16 +119,8 @@ class KVManager:
         tracing: bool = False,
     ) -> None:
         self.name, self.topology = check_name(name, "name"), check_topology(topology, components, leader=leader)
-        self._verify = check_verify(verify)
-        for what, given, kind in (
-            ("keys", keys, KeyPair),
-            ("limits", limits, Limits),
-            ("connection_limits", connection_limits, ConnectionLimits),
-            ("insecure", insecure, bool),
-            ("trusted_network", trusted_network, bool),
-            ("tracing", tracing, bool),
-        ):
-            check_kind(given, kind, what)
+        self._keys, self._verify = keys, check_verify(verify)
+        check_kinds(keys, limits, connection_limits, insecure=insecure, trusted_network=trusted_network, tracing=tracing)
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,
@@ -148,7 +140,6 @@ class KVManager:
             limits=limits or Limits(),
             connection_limits=connection_limits,
         )
-        self._keys = keys
         self._runtime = runtime = Runtime(settings, components)
         self.address = runtime.address
         try:
