@@ -109,7 +109,11 @@ class Connections:
         for peer, rank in self._handshake.connected():
             if rank.process is not None and rank.process.has_ended():
                 self._peers.on_ended(peer, rank.epoch, now)
-        if due := renewal_due(self._backend):
+        try:
+            due = renewal_due(self._backend)
+        except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
+            due = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
+        if due:
             self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
 
     def check_soon(self) -> None:

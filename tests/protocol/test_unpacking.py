@@ -97,6 +97,19 @@ def test_bytes_unpacked_before_complete_count() -> None:
     assert ends(sessions) == [True]
 
 
+def test_rows_are_kept_while_a_slot_that_nobody_owes_is_unpacked() -> None:
+    sessions, session = receiving()
+    for _ in range(2):
+        assert sessions.receives.begin_unpack(WRITER, slots_filled()) is session
+    sessions.on_message(WRITER, complete(packed=((0, 64),)), 0.5)
+    unpack(sessions, session, 64)
+    assert ends(sessions) == []
+    assert not session.lease.released
+    unpack(sessions, session, 64, chunk=7)
+    assert ends(sessions) == [True]
+    assert session.lease.released
+
+
 def test_bytes_of_another_chunk_do_not_count() -> None:
     sessions, session = receiving()
     sessions.receives.begin_unpack(WRITER, slots_filled())

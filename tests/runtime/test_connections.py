@@ -80,6 +80,16 @@ def test_a_rank_is_fenced_soon_after_its_process_ends_however_long_it_was_silent
     assert times[-1] - times[-2] == pytest.approx(MAX_FENCE_S)
 
 
+class Asked(Fences):
+    def renewal_due(self) -> str:
+        raise SystemExit("an engine of a third party's")
+
+
+def test_an_engine_that_raises_when_it_is_asked_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert Asked(None).run(LATE)
+    assert "the engine cannot say whether that is so: SystemExit" in caplog.text
+
+
 def test_a_fence_without_a_descriptor_proves_nothing_and_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     fences = Fences(None)
     fences.connections.lose(Lost(OTHER, 1, "it is silent"), fences.now)
