@@ -101,8 +101,8 @@ class Channel:
         except (zmq.ZMQError, OSError) as error:
             self.close()
             raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
-        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = listen if port else f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
+        self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.address = f"tcp://{bracketed(host)}:{self._port}"
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor.socket, zmq.POLLIN)
         self._poller.register(self._local.fileno(), zmq.POLLIN)
@@ -212,6 +212,7 @@ class Channel:
             yield from self._ended()
         if ready.pop(self._router, None):
             yield from self._inbound()
+        self._monitor.end_endless(self._port)
         opened = ready.pop(self._local.fileno(), None)
         for dial, peer in list(self._peers.items()) if ready else ():
             if ready.pop(peer.socket, None):
@@ -223,9 +224,7 @@ class Channel:
             self._accept_local()
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
-        """Poll without a sleep for a message or a completion, right after `poll` has found nothing. Returns whether there is
-        one.
-        """
+        """Poll without a sleep, right after `poll` has found nothing. Returns whether there is a message or a completion."""
         return _native.busy_poll(seconds, self._watched(), completions)
 
     def _watched(self) -> npt.NDArray[np.int32]:
@@ -252,8 +251,8 @@ class Channel:
                     del messages[: peer.local.send(messages)]
                 except OSError:
                     self._leave(peer)
-            for start in range(0, len(messages), MAX_FRAMES):
-                _send(peer.socket, messages[start : start + MAX_FRAMES])
+            for batch in _batches(messages):
+                _send(peer.socket, batch)
 
     def _replies(self, dial: int, peer: _Peer) -> Iterator[Reply]:
         for frames in _frames(peer.socket):  # few: a welcome each second, by which libzmq may have connected anew
@@ -268,7 +267,7 @@ class Channel:
             if len(frames) < 2:
                 continue
             connection, user, is_open = frames[0].bytes, "", True
-            if not self._monitor.knows(connection):
+            if not self._monitor.hears(connection):
                 yield from self._ended()
                 is_open = self._monitor.add(connection, _descriptor_of(frames[1]))
             if self._keys is not None:
@@ -353,6 +352,18 @@ class Channel:
 MAX_BATCH = 1024
 MAX_FRAMES = 64
 """Messages that leave together."""
+
+
+def _batches(messages: list[bytes]) -> Iterator[list[bytes]]:
+    """Messages that leave together: a few, and no more bytes than one may have."""
+    batch: list[bytes] = []
+    for message in messages:
+        if batch and (len(batch) == MAX_FRAMES or sum(map(len, batch)) + len(message) > MAX_MESSAGE_NBYTES):
+            yield batch
+            batch = []
+        batch.append(message)
+    if batch:
+        yield batch
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:

@@ -9,6 +9,7 @@ import zmq.utils.monitor
 
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
+from disagg.runtime.endless import EndlessMessages
 
 logger = ThreadLog(__name__)
 
@@ -43,10 +44,18 @@ class Monitor:
         self._known: dict[bytes, int] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
         self._late: list[bytes] = []
+        self._endless = EndlessMessages()
 
-    def knows(self, connection: bytes) -> bool:
-        """Whether a routing id was added and its connection has not ended."""
-        return connection in self._known
+    def hears(self, connection: bytes) -> bool:
+        """A message has come by a connection. Returns whether its routing id was added, and it has not ended."""
+        descriptor = self._known.get(connection)
+        if descriptor is not None:
+            self._endless.hear(descriptor)
+        return descriptor is not None
+
+    def end_endless(self, port: int) -> None:
+        """End the connections to the ROUTER's port whose message does not end."""
+        self._endless.end(tuple(self._open), port)
 
     def add(self, connection: bytes, descriptor: int | None) -> bool:
         """Note the routing id of the connection with a descriptor. Returns whether that connection is still open."""

@@ -16,7 +16,9 @@ import pytest
 
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
-from disagg.runtime.channel import Channel
+from disagg.protocol.messages import MAX_MESSAGE_NBYTES
+from disagg.runtime import endless
+from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.local_socket import (
     MAX_PACKET_NBYTES,
@@ -268,3 +270,48 @@ def test_connections_retransmit_soon_at_both_ends() -> None:
     finally:
         client.close()
         server.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+MORE_LARGE = 3
+"""The flags of a long frame that others follow."""
+
+
+def sent_until_it_is_ended(hostile: socket.socket, server: Channel, frame: bytes) -> int:
+    """How many frames of one message a server has let come, of 2,000 at most."""
+    hostile.settimeout(5.0)  # it may be left with a closed window
+    hostile.sendall(GREETING + READY)
+    for number in range(2_000):
+        try:
+            hostile.sendall(frame)
+        except OSError:
+            return number
+        list(server.poll(0.0))
+    return 2_000
+
+
+def test_a_connection_whose_message_does_not_end_is_ended(
+    channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are not. libzmq bounds a frame, not the number of frames of a message."""
+    monkeypatch.setattr(endless, "MAX_NBYTES", 1 << 20)
+    server, client = channels
+    connect_locally(server, client)
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    frame = bytes([MORE_LARGE]) + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)
+    with socket.create_connection((host, int(port))) as hostile:
+        assert sent_until_it_is_ended(hostile, server, frame) < 2_000
+        list(server.poll(0.1))
+        assert len(server._monitor._open) == 1
+    client.send(DIAL, bytes(1 << 21))
+    client.send(DIAL, b"still here")
+    client.flush()
+    assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
+
+
+def test_messages_that_leave_together_are_few_and_short() -> None:
+    long = bytes(MAX_MESSAGE_NBYTES)
+    assert list(_batches([b"a", long, b"b"])) == [[b"a"], [long], [b"b"]]
+    assert [len(batch) for batch in _batches([b"a"] * (MAX_FRAMES + 1))] == [MAX_FRAMES, 1]
+    assert list(_batches([])) == []

@@ -1,0 +1,64 @@
+"""Connections whose message does not end.
+
+libzmq bounds a frame, but not the number of frames of a message, and hands a message over only once it is complete. So whoever
+may connect could fill this process's memory. The kernel knows how much a connection has received.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from disagg.core.rate_limited_log import RateLimitedLog
+from disagg.core.thread_log import ThreadLog
+from disagg.protocol.messages import MAX_MESSAGE_NBYTES
+
+logger = ThreadLog(__name__)
+
+CHECK_S = 0.25
+MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
+"""A connection that has received more than this since its last message is ended. Messages that leave together have half."""
+_RECEIVED = struct.Struct("=128xQ")
+"""Of `struct tcp_info`: `tcpi_bytes_received` (Linux 4.1)."""
+
+
+class EndlessMessages:
+    """Watches the connections that peers have opened to one port."""
+
+    def __init__(self) -> None:
+        self._check_at = 0.0
+        self._heard: set[int] = set()
+        self._since: dict[int, int] = {}  # what each had received when its last message came, or a little later
+        self._warnings = RateLimitedLog(logger)
+
+    def hear(self, descriptor: int) -> None:
+        """A message has come by a connection."""
+        self._heard.add(descriptor)
+
+    def end(self, opened: Iterable[int], port: int) -> None:
+        """End those of the connections whose message does not end. `port` is the one that they were opened to: a descriptor may
+        belong to something else by now.
+        """
+        now = time.monotonic()
+        if now < self._check_at:
+            return
+        self._check_at = now + CHECK_S
+        before, self._since = self._since, {}
+        for descriptor in opened:
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.getsockname()[1] != port:
+                        continue
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+                    (received,) = _RECEIVED.unpack(info.ljust(_RECEIVED.size, b"\0"))
+                    since = received if descriptor in self._heard else min(received, before.get(descriptor, received))
+                    self._since[descriptor] = since
+                    if received - since > MAX_NBYTES:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        self._warnings.warning("ended a connection to port %d: its message does not end", port)
+            except (OSError, IndexError):  # it has ended, or is no TCP socket
+                continue
+        self._heard.clear()
