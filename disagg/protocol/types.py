@@ -92,10 +92,8 @@ class Chunk(msgspec.Struct, frozen=True):
     ready: Any = None
 
     def written(self, component: str, need: TokenRange) -> Written | None:
-        """The part of `need` that this chunk holds, or `None`."""
-        rows = self.rows.get(component)
-        if rows is None:
-            return None
+        """The part of `need` that this chunk holds of one of its components, or `None`."""
+        rows = self.rows[component]
         if isinstance(rows, Slot):
             start, stop = need
         else:
