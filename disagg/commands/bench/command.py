@@ -249,7 +249,7 @@ def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
     default="together",
     help="When requests arrive: as soon as the concurrency allows, at random, or 8 at a time at random.",
 )
-@click.option("--rate", "per_s", type=click.FloatRange(0, min_open=True), help="Requests per second, on average.")
+@click.option("--rate", "per_s", type=click.FloatRange(0, min_open=True), help="Requests per second, over the whole run.")
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.core.errors import ConfigError
 
@@ -47,8 +48,8 @@ TOGETHER = Arrivals()
 
 
 def generated(kind: Kind, *, requests: int, per_s: float | None, seed: int) -> Arrivals:
-    """`per_s` requests a second on average, at random (`poisson`), or `BURST` at a time at random. Raises `ConfigError` without
-    a rate, or with one that nothing uses.
+    """`per_s` requests a second, at random (`poisson`), or `BURST` at a time at random. Raises `ConfigError` without a rate, or
+    with one that nothing uses.
     """
     if kind == "together":
         if per_s is not None:
@@ -57,9 +58,8 @@ def generated(kind: Kind, *, requests: int, per_s: float | None, seed: int) -> A
     if per_s is None:
         raise ConfigError(f"rate: expected the requests per second of --arrivals {kind}")
     size = BURST if kind == "burst" else 1
-    gaps = np.random.default_rng(seed).exponential(size / per_s, -(-requests // size))
-    times = np.repeat(np.cumsum(gaps), size)[:requests]
-    return Arrivals(kind, tuple(times.tolist()))
+    gaps = np.random.default_rng(seed).exponential(size=-(-requests // size))
+    return Arrivals(kind, _at_rate(np.repeat(np.cumsum(gaps), size)[:requests], per_s))
 
 
 def read_trace(file: Path, *, requests: int | None, per_s: float | None) -> Arrivals:
@@ -78,9 +78,14 @@ def read_trace(file: Path, *, requests: int | None, per_s: float | None) -> Arri
         raise ConfigError(f"trace {file}: expected one request per line, found none")
     lines.sort(key=lambda line: line.timestamp)
     times = np.array([line.timestamp - lines[0].timestamp for line in lines]) / 1e3
+    return Arrivals(file.name, _at_rate(times, per_s), tuple(line.input_length for line in lines))
+
+
+def _at_rate(times: npt.NDArray[np.float64], per_s: float | None) -> tuple[float, ...]:
+    """The times, stretched so that `per_s` requests arrive a second; unchanged for `None`, and if all are 0."""
     if per_s is not None and times[-1] > 0:
-        times *= len(lines) / per_s / times[-1]
-    return Arrivals(file.name, tuple(times.tolist()), tuple(line.input_length for line in lines))
+        times = times * (len(times) / per_s / times[-1])
+    return tuple(times.tolist())
 
 
 def _lines(file: Path) -> Iterator[bytes]:
