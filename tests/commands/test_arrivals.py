@@ -105,6 +105,7 @@ def test_the_sample_is_moved_byte_for_byte_and_reported(tmp_path: Path) -> None:
         assert 0 <= row["queue_ms"][name] <= row["added_ms"][name]
     assert row["added_ms"]["p50"] > 0
     assert "sample.jsonl" in ended.stdout
+    assert "<p>1 case, 1 verified byte for byte.</p>" in html_file.read_text()
     assert not Links.of(html_file.read_text()), "the report needs another file"
     assert compare(read_rows(json_file), read_rows(json_file), tolerance=0.0)[0].regressions == ()
 

@@ -68,6 +68,9 @@ def test_the_command_marks_regressions_and_exits_with_1(tmp_path: Path) -> None:
     assert "regression: nixl, tp=2 -> tp=1, 64 tokens: 30% of the ceiling instead of 50%" in worse.stdout
     assert "2 cases, 1 worse by more than 10%" in worse.stdout
     assert run(str(before), str(after), "--tolerance", "0.5").returncode == 0
+    same = tmp_path / "one.json"
+    same.write_bytes(to_json([ROW]))
+    assert "1 case, 0 worse by more than 10%" in run(str(same), str(same)).stdout
     unread = run(str(before), str(wrong))
     assert unread.returncode == 2
     (sentence,) = unread.stderr.splitlines()

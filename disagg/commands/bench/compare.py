@@ -133,7 +133,7 @@ def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str
             sides = f"{case.prefill} -> {case.decode}"
             print(f"regression: {case.backend}, {sides}, {case.tokens} tokens: {regression}", file=console.file)
     bad_cases = sum(bool(each.regressions) for each in found)
-    print(f"{len(found)} cases, {bad_cases} worse by more than {tolerance:.0%}", file=console.file)
+    print(f"{text.counted(len(found), 'case')}, {bad_cases} worse by more than {tolerance:.0%}", file=console.file)
 
 
 Figure = Callable[[Row], float | None]

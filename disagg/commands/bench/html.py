@@ -20,6 +20,7 @@ from disagg.commands.bench.report import (
     paced_cells,
     phases_cells,
 )
+from disagg.commands.shell.text import counted
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color-scheme: light dark; }
@@ -36,7 +37,7 @@ def write_html(rows: Sequence[Row], path: Path) -> None:
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>",
         f"<title>disagg-bench</title><style>{STYLE}</style><h1>disagg-bench</h1>",
-        f"<p>{len(rows)} cases, {sum(row.verified for row in rows)} of them verified byte for byte.</p>",
+        f"<p>{counted(len(rows), 'case')}, {sum(row.verified for row in rows)} verified byte for byte.</p>",
         f"<p>{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {html.escape(platform.platform())}</p>",
         _table(COLUMNS, map(cells, rows)),
     ]

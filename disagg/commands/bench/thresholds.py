@@ -19,7 +19,7 @@ from disagg.commands.bench.report import Row
 from disagg.commands.cases.costs import ALWAYS, Costs, Measured, fitted_costs, fitted_phases
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.shell.text import indented_json, plain_table, show, size
+from disagg.commands.shell.text import counted, indented_json, plain_table, show, size
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.runtime.paths import MIN_PIECES
 
@@ -131,7 +131,8 @@ def show_thresholds(rows: Sequence[Row], console: Console) -> None:
     lines = [(size(each.nbytes), f"{each.direct:.2f}", f"{each.packed:.2f}") for each in speeds]
     first = rows[0]
     print(
-        f"{first.backend} over {first.transport}, {size(first.bytes)} per run, median of {first.repeat} runs", file=console.file
+        f"{first.backend} over {first.transport}, {size(first.bytes)} per run, median of {counted(first.repeat, 'run')}",
+        file=console.file,
     )
     show(plain_table(columns, lines, right=columns), console)
     print(f"break-even: {_in_words(speeds)}", file=console.file)

@@ -25,6 +25,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:.4g} KiB" if nbytes < 1024**2 else f"{nbytes / 1e6:.1f} MB"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 case`, `2 cases`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def plain_table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: Collection[str]) -> Table:
     """A table without lines; the columns in `right` are aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
