@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -94,6 +95,22 @@ def test_a_ready_and_a_lost_peer_are_printed(mooncake: str, model: str) -> None:
             decode.send_signal(signal.SIGTERM)
             assert decode.ended() == 0
         assert line(prefill).startswith("prefill rank 0 of 1: peer decode is gone: ")
+
+
+def test_a_log_of_json_has_the_printed_lines_too(mooncake: str, model: str) -> None:
+    same = ("--model", model, "--backend", mooncake, "--pages", "8", "--log-format", "json")
+    with held_port() as port, rank("prefill", *same, "--peer", f"decode=tcp://127.0.0.1:{port}") as prefill:
+        first = json.loads(line(prefill))
+        assert first.pop("time").endswith("+00:00")
+        where = address(first.pop("message"))
+        assert first == {"level": "info", "logger": "disagg.commands.rank.serve"}
+        listen = ("--listen", f"tcp://127.0.0.1:{port}", "--peer", f"prefill={where}")
+        with rank("decode", *same, *listen) as decode:
+            assert address(json.loads(line(decode))["message"]) == listen[1]
+            assert json.loads(line(prefill))["message"] == "prefill rank 0 of 1: peer decode is ready"
+            decode.send_signal(signal.SIGTERM)
+            assert decode.ended() == 0
+        assert json.loads(line(prefill))["message"].startswith("prefill rank 0 of 1: peer decode is gone: ")
 
 
 @pytest.mark.parametrize(

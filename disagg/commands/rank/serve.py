@@ -45,6 +45,7 @@ from disagg.commands.rank.moves import move, move_raw
 from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.raw import Sink, memcpy_gbps
 from disagg.commands.rank.requests import Requests
+from disagg.commands.shell.logs import Format, json_line
 from disagg.core.address import bracketed, parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 
@@ -183,12 +184,12 @@ class PeerWatch:
             self._ready[name] = peer.ready
 
 
-def print_line(line: str) -> None:
-    """Print one line at once."""
-    print(line, flush=True)
+def print_line(line: str, *, form: Format) -> None:
+    """Print one line at once, as text or as a line of a JSON log."""
+    print(json_line(line, source=__name__) if form == "json" else line, flush=True)
 
 
-def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], None] = print_line) -> None:
+def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], None]) -> None:
     """Run a rank until `stop` is set or its driver ends it; commands are accepted if it has a driver address.
 
     Reports one line once it can be reached: `NAME rank R of N: address=tcp://... driver=tcp://... ...`. Raises `DisaggError`
@@ -233,7 +234,7 @@ def serve_together(configs: Sequence[RankConfig], *, stop: threading.Event) -> N
 
     def run(config: RankConfig) -> None:
         def report(line: str) -> None:
-            print_line(line)
+            print_line(line, form=config.log_format)
             addresses.put(line)
 
         try:

@@ -32,6 +32,12 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+def json_line(message: str, *, source: str) -> str:
+    """A message that is printed, not logged, in the form of the log's lines. `source` is its `logger`."""
+    record = logging.makeLogRecord({"name": source, "levelno": logging.INFO, "levelname": "INFO", "msg": message})
+    return JsonLines().format(record)
+
+
 def configure_logging(level: Level, form: Format = "text") -> None:
     """Log messages of this level and above to standard error. A second call replaces the first."""
     handler = logging.StreamHandler()
