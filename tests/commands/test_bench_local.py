@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,10 +18,13 @@ from disagg.commands.bench.report import Row
 from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
+from disagg.commands.keygen import write_pair
 from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.commands.rank.serve import Commands, serve
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.models import PRESETS, load_model
+from disagg.runtime.keys import KeyPair
+from harness.ports import held_port
 from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS, Bench
 from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
 
@@ -277,3 +282,34 @@ def test_a_driver_uses_running_ranks(model: str) -> None:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.parametrize("moved_away", [False, True], ids=["at its configured address", "at another address"])
+def test_a_driver_uses_running_ranks_that_have_keys(model: str, tmp_path: Path, moved_away: bool) -> None:
+    wanted = case(model, "tp=1", "tp=1,page=8")
+    rows = {state.name: 64 for state in load_model(model).states}
+    sides, others = {"prefill": wanted.prefill, "decode": wanted.decode}, {"prefill": "decode", "decode": "prefill"}
+    with ExitStack() as opened:
+        addresses = {role: f"tcp://127.0.0.1:{opened.enter_context(held_port())}" for role in sides}
+        for role in sides:
+            write_pair(KeyPair.generate(), tmp_path, name=role, force=False)
+        drivers = []
+        for role, side in sides.items():
+            peer = others[role]
+            rank = RankThread(
+                RankConfig(
+                    role=role,
+                    model=model,
+                    side=side,
+                    backend="local",
+                    rows=rows,
+                    listen=addresses[role],
+                    keys=str(tmp_path / f"{role}.toml"),
+                    peers={peer: "tcp://127.0.0.1:9" if moved_away else addresses[peer]},
+                    peer_keys={peer: f"file:{tmp_path / peer}.pub"},
+                    driver="tcp://127.0.0.1:0",
+                )
+            )
+            opened.callback(rank.kill)
+            drivers.append(rank.addresses()[1])
+        assert run(wanted, ignore, connect=drivers).verified

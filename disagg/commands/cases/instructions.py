@@ -60,7 +60,9 @@ class Describe(Command, frozen=True):
 
 
 class Peer(Command, frozen=True):
-    """Add a peer instance by its leader's control address."""
+    """Add a peer instance by its leader's control address, with the public key that the rank's settings have for it. Nothing
+    changes if it is configured at this address.
+    """
 
     name: str
     address: str

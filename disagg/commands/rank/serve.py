@@ -90,7 +90,8 @@ class Commands:
 
     @run.register
     def _(self, command: Peer) -> AnyReply:
-        self._resident.manager.add_peer(command.name, address=command.address)
+        key = self._resident.config.public_keys().get(command.name)
+        self._resident.manager.add_peer(command.name, address=command.address, public_key=key)
         return Done()
 
     @run.register
