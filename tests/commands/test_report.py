@@ -79,7 +79,7 @@ def row(*samples: Sample, alone: Alone | None = ALONE) -> dict[str, Any]:
 def test_a_run_lasts_from_the_first_send_to_the_last_success() -> None:
     found = sample()
     assert found.total_s == 4.0  # 10.0 to 14.0: what senders and early receivers see does not count
-    assert sorted(found.latencies_s) == [3.0, 3.25]  # request 0: 10.0 to 13.0; request 1: 10.75 to 14.0
+    assert {each.number: each.latency_s for each in found.requests} == {0: 3.0, 1: 3.25}  # 10.0 to 13.0, 10.75 to 14.0
     assert found.seconds == {"bind": 0.5, "wire": 2.0}  # the busiest rank's
     assert (found.posts, found.ways) == (5, {"direct": 1000})
 
@@ -101,6 +101,18 @@ def test_a_row_has_every_key_of_the_contract() -> None:
 
 def test_the_row_is_that_of_the_median_run() -> None:
     assert row(sample(1), sample(5), sample(2))["seconds"]["total"] == sample(2).total_s
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_the_phases_of_a_named_request_add_up_to_the_median(count: int) -> None:
+    found = row(*(sample(scale) for scale in range(1, count + 1)))
+    latencies = {(run, each.number): each.latency_s for run in range(1, count + 1) for each in sample(run).requests}
+    named = found["median"]
+    assert latencies[named["run"], named["request"]] == sorted(latencies.values())[count - 1]
+    assert named["tokens"] == 100
+    assert 1e3 * sum(found["phases"].values()) == pytest.approx(found["latency_ms"]["p50"])
+    assert found["latency_ms"]["p50"] == pytest.approx(1e3 * latencies[named["run"], named["request"]])
+    assert found["latency_ms"]["p99"] == pytest.approx(1e3 * max(latencies.values()))
 
 
 def test_the_row_has_cpu_time_and_the_speed_of_the_system_alone() -> None:
@@ -143,7 +155,7 @@ def test_a_run_without_any_success_has_no_rate() -> None:
 
 
 def test_several_paths_are_mixed() -> None:
-    mixed = Sample(1.0, (1.0,), {}, 2, {"direct": 10, "packed": 20}, "")
+    mixed = Sample(1.0, (), {}, 2, {"direct": 10, "packed": 20}, "")
     assert row(mixed)["way"] == "mixed"
 
 

@@ -160,7 +160,8 @@ def test_predicted_phases_are_shown_beside_measured_ones(bench: Bench, tmp_path:
     assert sum(row["phases"].values()) == pytest.approx(row["latency_ms"]["p50"] / 1e3)
     title, columns, measured, predicted = ended.out.splitlines()[-4:]
     assert title == PHASES_TITLE
-    assert columns.split() == ["prefill", "decode", "way", *PHASES, "all"]
+    assert columns.split() == ["prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all"]
+    assert measured.split()[3:6] == ["1", "0", "64"]
     assert float(measured.split()[-1]) == pytest.approx(row["latency_ms"]["p50"], abs=0.01)
     assert predicted.split() == ["predicted", *["1.00"] * len(PHASES), "8.00"]
     assert "<td>predicted" in report.read_text()

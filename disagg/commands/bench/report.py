@@ -6,10 +6,9 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
-import numpy as np
 from rich.table import Table
 
 from disagg.commands.bench.timelines import phases_of
@@ -21,25 +20,36 @@ from disagg.core.timeline import PHASES
 STAGES = ("plan", "bind", "pack", "post", "wire", "unpack", "total")
 
 
+class RequestTimes(NamedTuple):
+    """A request that succeeded. `latency_s`: from its first `send` to its last success; `queued_s`: from its arrival to that
+    `send`. `phases`: the seconds of each phase, which add up to the latency.
+    """
+
+    number: int
+    latency_s: float
+    queued_s: float
+    phases: dict[str, float]
+
+    @property
+    def added_s(self) -> float:
+        """From its arrival to its last success: what the transfer adds to the time to the first token."""
+        return self.queued_s + self.latency_s
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One run of a case, in seconds and bytes. `latencies_s`: for each request, from its first `send` to its last success.
-    `queued_s`: from its arrival to that `send`; `added_s`: from its arrival to its last success, which is what the transfer
-    adds to the time to the first token. `phases`: the seconds of each phase of each request, which add up to its latency.
+    """One run of a case, in seconds and bytes. `requests` are those that succeeded.
 
     `seconds`: by stage, of the rank that spent most in it; `problem` is empty if every byte was correct.
     """
 
     total_s: float
-    latencies_s: tuple[float, ...]
+    requests: tuple[RequestTimes, ...]
     seconds: dict[str, float]
     posts: int
     ways: dict[str, int]
     problem: str
     cpu_s: float = 0.0
-    queued_s: tuple[float, ...] = ()
-    added_s: tuple[float, ...] = ()
-    phases: tuple[dict[str, float], ...] = ()
 
     @classmethod
     def of(cls, *, sent: Sequence[RunReport], received: Sequence[RunReport], problem: str, cpu_s: float = 0.0) -> Self:
@@ -65,15 +75,16 @@ class Sample:
                 seconds[stage] = max(seconds[stage], spent)
         return cls(
             total_s=max(ends.values()) - min(starts.values()) if starts and ends else 0.0,
-            latencies_s=tuple(ends[number] - starts[number] for number in starts if number in ends),
+            requests=tuple(
+                RequestTimes(number, ends[number] - start, queued[number], phases_of(start, lasts[number]))
+                for number, start in starts.items()
+                if number in ends
+            ),
             seconds=dict(seconds),
             posts=sum(report.posts for report in (*sent, *received)),
             ways=dict(ways),
             problem=problem,
             cpu_s=cpu_s,
-            queued_s=tuple(queued[number] for number in starts if number in ends),
-            added_s=tuple(ends[number] - starts[number] + queued[number] for number in starts if number in ends),
-            phases=tuple(phases_of(starts[number], lasts[number]) for number in starts if number in ends),
         )
 
 
@@ -115,15 +126,24 @@ def _succeeded(report: RunReport) -> Iterator[Result]:
     return (result for result in report.results if result.ok)
 
 
+class MedianRequest(msgspec.Struct, frozen=True):
+    """The request of all runs whose latency is the median. Runs are counted from 1, the requests of a run from 0."""
+
+    run: int
+    request: int
+    tokens: int
+
+
 class Row(msgspec.Struct, frozen=True):
     """One case, as a row of the table and of the JSON. Figures that were not measured are `None`.
 
     * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
       median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
-    * `latency_ms`: over all requests of all runs, from the first `send` to the last success.
-    * `phases`: the seconds of each phase (`disagg.core.timeline`) of the request with the median latency, which they add up to.
-      `predicted`: what the given costs predict of them.
+    * `latency_ms`: over all requests of all runs, from the first `send` to the last success. Percentiles are those of the
+      nearest rank, so that each is the time of a request.
+    * `median`: the request whose latency is the p50. `phases`: the seconds of its phases (`disagg.core.timeline`), which add up
+      to that. `predicted`: what the given costs predict of them.
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
       request's arrival to its first `send`, and `added_ms` to its last success: what the transfer adds to the time to the first
       token.
@@ -173,6 +193,7 @@ class Row(msgspec.Struct, frozen=True):
     per_s: float | None = None
     queue_ms: dict[str, float] | None = None
     added_ms: dict[str, float] | None = None
+    median: MedianRequest | None = None
     phases: dict[str, float] = {}
     predicted: dict[str, float] = {}
 
@@ -187,8 +208,12 @@ def summarise(
     alone: Alone | None,
 ) -> Row:
     """The row of a case's runs."""
-    good = [sample for sample in samples if not sample.problem] or samples
-    median = sorted(good, key=lambda sample: sample.total_s)[(len(good) - 1) // 2]
+    runs = dict(enumerate(samples, 1))
+    good = {run: sample for run, sample in runs.items() if not sample.problem} or runs
+    median = sorted(good.values(), key=lambda sample: sample.total_s)[_place(50, len(good))]
+    moved = [(run, request) for run, sample in good.items() for request in sample.requests]
+    moved.sort(key=lambda each: each[1].latency_s)
+    run, middle = moved[_place(50, len(moved))] if moved else (0, None)
     is_paced = bool(case.arrivals.times_s)
     problem = next((sample.problem for sample in samples if sample.problem), "")
     spent = {**median.seconds, "plan": planned.plan_s, "total": median.total_s}
@@ -211,7 +236,7 @@ def summarise(
         way=next(iter(median.ways), "none") if len(median.ways) < 2 else "mixed",
         ways=median.ways,
         seconds={stage: spent.get(stage, 0.0) for stage in STAGES},
-        latency_ms=_percentiles(latency for sample in good for latency in sample.latencies_s),
+        latency_ms=_percentiles(request.latency_s for _, request in moved),
         gbps=gbps,
         ceiling_gbps=alone.gbps if alone else None,
         ratio=gbps / alone.gbps if alone and not is_paced else None,
@@ -227,28 +252,28 @@ def summarise(
         raw=mechanism.value if mechanism and alone and alone.raw_gbps else None,
         raw_gbps=alone.raw_gbps if alone else None,
         memcpy_gbps=alone.memcpy_gbps if alone else None,
-        core_s_per_gb=statistics.median(sample.cpu_s for sample in good) / nbytes * 1e9 if nbytes else None,
+        core_s_per_gb=statistics.median(sample.cpu_s for sample in good.values()) / nbytes * 1e9 if nbytes else None,
         ceiling_core_s_per_gb=alone.cpu_s / nbytes * 1e9 if alone and nbytes else None,
         thresholds=_merged(about.thresholds for about in sources),
         problem=problem,
         arrivals=case.arrivals.name,
         per_s=case.arrivals.per_s,
-        queue_ms=_percentiles(each for sample in good for each in sample.queued_s) if is_paced else None,
-        added_ms=_percentiles(each for sample in good for each in sample.added_s) if is_paced else None,
-        phases=_median_phases([each for sample in good for each in sample.phases]),
+        queue_ms=_percentiles(request.queued_s for _, request in moved) if is_paced else None,
+        added_ms=_percentiles(request.added_s for _, request in moved) if is_paced else None,
+        median=MedianRequest(run, middle.number, case.tokens_of(middle.number)) if middle else None,
+        phases=middle.phases if middle else {},
     )
 
 
-def _median_phases(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Those of the request that took as long as the median; empty without requests."""
-    by_length = sorted(found, key=lambda phases: sum(phases.values()))
-    return by_length[(len(found) - 1) // 2] if found else {}
+def _place(percent: int, count: int) -> int:
+    """Where the percentile is among `count` sorted values, by the nearest rank."""
+    return -(-percent * count // 100) - 1
 
 
 def _percentiles(seconds: Iterable[float]) -> dict[str, float]:
     """The median and the 99th percentile, in ms."""
-    found = [1e3 * each for each in seconds] or [0.0]
-    return {"p50": float(np.percentile(found, 50)), "p99": float(np.percentile(found, 99))}
+    found = sorted(1e3 * each for each in seconds) or [0.0]
+    return {f"p{percent}": found[_place(percent, len(found))] for percent in (50, 99)}
 
 
 def _merged(found: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
@@ -304,8 +329,8 @@ def table(rows: Sequence[Row]) -> Table:
     return plain_table(COLUMNS, map(cells, rows), right=RIGHT)
 
 
-PHASES_TITLE = "phases of the median request in ms, from its first send to its last event:"
-PHASES_COLUMNS = ("prefill", "decode", "way", *PHASES, "all")
+PHASES_TITLE = "phases of the median request (p50) in ms, from first send to last event:"
+PHASES_COLUMNS = ("prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all")
 
 
 def phases_table(rows: Sequence[Row]) -> Table | None:
@@ -316,7 +341,9 @@ def phases_table(rows: Sequence[Row]) -> Table | None:
 
 def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """A row as lines of `phases_table`: measured, and predicted if it was."""
-    for phases, names in ((row.phases, (row.prefill, row.decode, row.way)), (row.predicted, ("", "", "predicted"))):
+    which = tuple(map(str, msgspec.structs.astuple(row.median))) if row.median else ("",) * 3
+    measured, predicted = (row.prefill, row.decode, row.way, *which), ("", "", "predicted", "", "", "")
+    for phases, names in ((row.phases, measured), (row.predicted, predicted)):
         if phases:
             figures = [*(phases[phase] for phase in PHASES), sum(phases.values())]
             yield (*names, *(f"{1e3 * seconds:.2f}" for seconds in figures))
