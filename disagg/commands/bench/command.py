@@ -221,10 +221,11 @@ def write_rows(file: Path | None, rows: Sequence[Row]) -> None:
 
 
 def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
-    """The row with the phases that `disagg explain` predicts for its case."""
-    if costs is None:
+    """The row with the phases that `disagg explain` predicts for a request as long as the median one."""
+    if costs is None or row.median is None:
         return row
-    return msgspec.structs.replace(row, predicted=explain_request(ExplainRequest(case=case, costs=costs)).summary.phases)
+    median = replace(case, tokens=row.median.tokens, requests=1, arrivals=TOGETHER)
+    return msgspec.structs.replace(row, predicted=explain_request(ExplainRequest(case=median, costs=costs)).summary.phases)
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})

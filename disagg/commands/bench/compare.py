@@ -120,7 +120,7 @@ def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str
         case, bad = each.case, bool(each.regressions)
         table.add_row(
             "WORSE" if bad else "" if each.before else "new",
-            f"{case.backend} {case.model} {case.tokens}",
+            f"{case.backend} {case.model} {case.lengths}",
             f"{case.prefill} -> {case.decode}",
             *(_change(each, figure, shown) for figure, shown in FIGURES),
             style="bold red" if bad else None,
@@ -131,7 +131,7 @@ def show(found: Sequence[Comparison], console: Console, *, names: tuple[str, str
         case = each.case
         for regression in each.regressions:
             sides = f"{case.prefill} -> {case.decode}"
-            print(f"regression: {case.backend}, {sides}, {case.tokens} tokens: {regression}", file=console.file)
+            print(f"regression: {case.backend}, {sides}, {case.lengths} tokens: {regression}", file=console.file)
     bad_cases = sum(bool(each.regressions) for each in found)
     print(f"{text.counted(len(found), 'case')}, {bad_cases} worse by more than {tolerance:.0%}", file=console.file)
 

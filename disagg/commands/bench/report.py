@@ -137,6 +137,7 @@ class MedianRequest(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One case, as a row of the table and of the JSON. Figures that were not measured are `None`.
 
+    * `tokens`: of each request. If lengths differ, those of the longest, and `shortest_tokens` those of the shortest.
     * `bytes`: delivered per run. `gbps`: `bytes` / 1e9 / `seconds["total"]`, from the first `send` to the last success of the
       median run. `seconds` of the other stages are the busiest rank's; `plan` is spent once per pair of instances.
     * `pieces`: the plan's, with neighbours joined. `posts`: descriptors for the engine; packed pieces share staging buffers.
@@ -193,9 +194,15 @@ class Row(msgspec.Struct, frozen=True):
     per_s: float | None = None
     queue_ms: dict[str, float] | None = None
     added_ms: dict[str, float] | None = None
+    shortest_tokens: int | None = None
     median: MedianRequest | None = None
     phases: dict[str, float] = {}
     predicted: dict[str, float] = {}
+
+    @property
+    def lengths(self) -> str:
+        """The tokens of the requests: `512`, or `101-3250`."""
+        return str(self.tokens) if self.shortest_tokens is None else f"{self.shortest_tokens}-{self.tokens}"
 
 
 def summarise(
@@ -227,6 +234,7 @@ def summarise(
         device=_joined(about.device for about in everyone),
         model=sources[0].model,
         tokens=case.tokens,
+        shortest_tokens=case.shortest_tokens if case.shortest_tokens < case.tokens else None,
         prefill=str(case.prefill),
         decode=str(case.decode),
         components=tuple(sorted({name for about in everyone for name in about.rows})),
@@ -305,7 +313,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.backend,
         row.transport,
         row.model,
-        str(row.tokens),
+        row.lengths,
         row.prefill,
         row.decode,
         size(row.bytes),

@@ -83,11 +83,16 @@ class Case:
             raise ConfigError("fault: backend 'local' has no separate process to kill")
 
     def _check_arrivals(self) -> None:
-        last, shortest = self.arrivals.times_s[-1], min(self.arrivals.tokens or (self.tokens,))
+        last = self.arrivals.times_s[-1]
         if last > self.timeout_s / 2:
             raise ConfigError(f"timeout: expected at least {2 * last:.0f} s, since requests arrive for {last:.1f} s")
-        if self.prefix_hit >= shortest:
-            raise ConfigError(f"prefix-hit: expected less than {shortest}, the tokens of the shortest request")
+        if self.prefix_hit >= self.shortest_tokens:
+            raise ConfigError(f"prefix-hit: expected less than {self.shortest_tokens}, the tokens of the shortest request")
+
+    @property
+    def shortest_tokens(self) -> int:
+        """The tokens of the shortest request."""
+        return min(self.arrivals.tokens or (self.tokens,))
 
     def tokens_of(self, number: int) -> int:
         """The tokens of a request."""
