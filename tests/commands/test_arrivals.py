@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 
 from disagg.commands.bench.command import bench
 from disagg.commands.bench.compare import compare, read_rows
-from disagg.commands.bench.plot import varied
 from disagg.commands.bench.report import Sample
 from disagg.commands.cases.arrivals import BURST, Arrivals, Kind, generated, read_trace
 from disagg.commands.cases.costs import Costs
@@ -188,17 +187,6 @@ def test_options_that_do_not_go_together_are_refused(arguments: tuple[str, ...],
     ended = run(*arguments)
     assert ended.exit_code == 2
     assert text in ended.stderr
-
-
-def test_the_picture_has_what_varies_on_its_x_axis() -> None:
-    def rows(**values: Sequence[Any]) -> list[Any]:
-        fixed = {"tokens": 1, "requests": 1, "concurrency": 1, "run_pages": 1, "per_s": None}
-        count = max(map(len, values.values()))
-        return [type("Row", (), {**fixed, **{name: given[i] for name, given in values.items()}}) for i in range(count)]
-
-    assert varied(rows(tokens=[1, 2])) == "tokens"
-    assert varied(rows(per_s=[1.0, 2.0], tokens=[5, 5])) == "per_s"
-    assert varied(rows(tokens=[1, 2], concurrency=[1, 2])) == varied(rows(tokens=[1])) == "piece_bytes_mean"
 
 
 def test_a_pool_has_room_for_requests_of_different_lengths() -> None:
