@@ -84,7 +84,8 @@ def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
 
 
 def test_a_rank_that_does_not_end_costs_no_results(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(rank: RankThread) -> None:
+    def end(rank: RankThread, *, until: float) -> None:
+        del until
         raise RankDied(f"rank {rank.name} was killed")
 
     monkeypatch.setattr(RankThread, "end", end)
@@ -267,7 +268,7 @@ def test_a_driver_uses_running_ranks(model: str) -> None:
                     rows={state.name: rows_needed(state, side, wanted, prefix=0) for state in load_model(model).states},
                     driver="tcp://127.0.0.1:0",
                 )
-                ranks.append(RankThread(config))
+                ranks.append(RankThread(config, timeout_s=30.0))
                 control, driver = ranks[-1].addresses()
                 leader = leader or control
                 addresses.append(driver)
@@ -308,7 +309,8 @@ def test_a_driver_uses_running_ranks_that_have_keys(model: str, tmp_path: Path, 
                     peers={peer: "tcp://127.0.0.1:9" if moved_away else addresses[peer]},
                     peer_keys={peer: f"file:{tmp_path / peer}.pub"},
                     driver="tcp://127.0.0.1:0",
-                )
+                ),
+                timeout_s=30.0,
             )
             opened.callback(rank.kill)
             drivers.append(rank.addresses()[1])

@@ -7,11 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from disagg.commands.bench import processes
+from disagg.commands.bench.processes import RankDied, RankProcess, RankThread
+from disagg.commands.rank.rank import RankConfig
 from disagg.models import load_model
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import BYTES_PER_TOKEN, ENGINES, Bench
@@ -149,6 +154,25 @@ def test_an_unavailable_transport_ends_every_rank(bench: Bench, mooncake: str) -
     assert "exit status 1" in ended.err
     assert "'rdma'" in ended.err
     assert "Traceback" not in ended.err
+
+
+CONFIG = RankConfig(role="prefill", model="tiny", backend="mooncake", driver="tcp://127.0.0.1:0")
+
+
+def test_a_rank_must_start_and_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(_: RankConfig, *, stop: threading.Event, report: Callable[[str], None]) -> None:
+        del report
+        stop.wait()
+
+    monkeypatch.setattr(processes, "serve", serve)
+    for rank in (RankProcess([CONFIG], timeout_s=0.0).ranks[0], RankThread(CONFIG, timeout_s=0.0)):
+        try:
+            with pytest.raises(RankDied, match=r"^starting: rank prefill/0 was not up within 0 s \(--timeout\)"):
+                rank.addresses()
+            with pytest.raises(RankDied, match=r"did not end within 0 s \(--timeout\)"):
+                rank.end(until=time.monotonic())
+        finally:
+            rank.kill()
 
 
 def _without(folder: Path, *modules: str) -> dict[str, str]:

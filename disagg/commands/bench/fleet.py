@@ -71,7 +71,7 @@ class Ranks:
     def __init__(self, sources: Sequence[Remote], destinations: Sequence[Remote], *, timeout_s: float) -> None:
         self.sources = list(sources)
         self.destinations = list(destinations)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     @property
     def all(self) -> list[Remote]:
@@ -84,7 +84,7 @@ class Ranks:
         """
         for remote, command in commands.items():
             remote.send(command)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         poller = zmq.Poller()
         for remote in commands:
             poller.register(remote.socket, zmq.POLLIN)
@@ -98,7 +98,7 @@ class Ranks:
             if waiting:
                 self._check_alive()
             if waiting and time.monotonic() > deadline:
-                raise RankFailed(f"no reply from {', '.join(map(str, waiting.values()))} within {self._timeout_s:g} s")
+                raise RankFailed(f"no reply from {', '.join(map(str, waiting.values()))} within {self.timeout_s:g} s")
         return replies
 
     def _check_alive(self) -> None:
@@ -161,13 +161,14 @@ def started(case: Case, progress: Progress) -> Iterator[Ranks]:
 def end(ranks: Ranks, progress: Progress) -> str:
     """End the ranks that this driver started; returns what went wrong first, or an empty string."""
     progress("ending the ranks")
+    deadline = time.monotonic() + ranks.timeout_s
     problems = []
     for remote in ranks.all:
         remote.send(Exit())
     for remote in ranks.all:
         if remote.started is not None:
             try:
-                remote.started.end()
+                remote.started.end(until=deadline)
             except processes.RankDied as error:
                 problems.append(str(error))
     return problems[0] if problems else ""
@@ -175,12 +176,14 @@ def end(ranks: Ranks, progress: Progress) -> str:
 
 def _start_alone(case: Case, children: list[StartedRank]) -> dict[str, list[StartedRank]]:
     """Start each rank in its own process. `children` gets every started rank, even if a later one fails."""
-    leaders = processes.start([rank_config(case, "prefill", 0, None), rank_config(case, "decode", 0, None)])
+    configs = [rank_config(case, role, 0, None) for role in ("prefill", "decode")]
+    leaders = processes.start(configs, timeout_s=case.timeout_s)
     children += leaders
     at = {"prefill": leaders[0].addresses()[0], "decode": leaders[1].addresses()[0]}
     sides = {"prefill": [leaders[0]], "decode": [leaders[1]]}
     for role, side in (("prefill", case.prefill), ("decode", case.decode)):
-        others = processes.start([rank_config(case, role, rank, at[role]) for rank in range(1, side.num_ranks)])
+        configs = [rank_config(case, role, rank, at[role]) for rank in range(1, side.num_ranks)]
+        others = processes.start(configs, timeout_s=case.timeout_s)
         children += others
         sides[role] += others
     return sides
@@ -195,7 +198,7 @@ def _start_by_gpu(case: Case, children: list[StartedRank]) -> dict[str, list[Sta
     """Start the ranks of each side in one process, since they share a GPU, which would switch between two processes."""
     sides = {"prefill": case.prefill, "decode": case.decode}
     configs = [[rank_config(case, role, rank, None) for rank in range(side.num_ranks)] for role, side in sides.items()]
-    started = processes.start_together(configs)
+    started = processes.start_together(configs, timeout_s=case.timeout_s)
     children += [rank for ranks in started for rank in ranks]
     return dict(zip(sides, started, strict=True))
 

@@ -18,8 +18,8 @@ from disagg.commands.rank.serve import serve
 from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.errors import DisaggError
 
-START_TIMEOUT_S = 120.0
-EXIT_TIMEOUT_S = 15.0
+STOP_S = 15.0
+"""How long a thread that is told to stop may take."""
 TAIL_LINES = 15
 _ADDRESSES = re.compile(r"address=(\S+) driver=(\S+) ")
 
@@ -29,7 +29,7 @@ class RankDied(DisaggError):
 
 
 class StartedRank(Protocol):
-    """A rank that this driver started."""
+    """A rank that this driver started. It must be up within a time limit, and must end within the same when that is due."""
 
     name: str
 
@@ -39,19 +39,28 @@ class StartedRank(Protocol):
     def check(self) -> None:
         """Raises `RankDied` if it has ended."""
 
-    def end(self) -> None:
-        """Wait until it has ended, and kill it if it takes too long. Raises `RankDied` if its exit status is not 0."""
+    def end(self, *, until: float) -> None:
+        """Wait until it has ended, and kill it if it still runs. Raises `RankDied` if it did, or its exit status is not 0."""
 
     def kill(self) -> None:
         """End it at once."""
 
 
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _not_up(name: str, timeout_s: float) -> str:
+    return f"starting: rank {name} was not up within {timeout_s:g} s (--timeout)"
+
+
 class RankProcess:
     """A process of one or several ranks of one instance. It ends with this process, because its standard input ends."""
 
-    def __init__(self, configs: Sequence[RankConfig]) -> None:
+    def __init__(self, configs: Sequence[RankConfig], *, timeout_s: float) -> None:
         self.name = ", ".join(f"{config.name}/{config.rank}" for config in configs)
         self.ranks = tuple(ProcessRank(self, config) for config in configs)
+        self._timeout_s, self._up_by = timeout_s, time.monotonic() + timeout_s
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
         self._lines: list[str] = []
@@ -60,17 +69,15 @@ class RankProcess:
 
     def addresses(self, config: RankConfig) -> tuple[str, str]:
         """Wait for the addresses that one of its ranks reports. Raises `RankDied`."""
-        deadline = time.monotonic() + START_TIMEOUT_S
         begins = f"{config.name} rank {config.rank} of "
         while True:
             found = next((_ADDRESSES.search(line) for line in self._lines if line.startswith(begins)), None)
             if found:
                 return found[1], found[2]
             try:
-                self._lines.append(self._process.receive(timeout_s=max(0.0, deadline - time.monotonic())))
+                self._lines.append(self._process.receive(timeout_s=_left_s(self._up_by)))
             except TimeoutError:
-                message = f"rank {self.name} did not report its address within {START_TIMEOUT_S} s{self._tail()}"
-                raise RankDied(message) from None
+                raise RankDied(f"{_not_up(self.name, self._timeout_s)}{self._tail()}") from None
             except ChildEnded as error:
                 raise RankDied(f"rank {self.name} ended with {error}{self._tail()}") from error
 
@@ -78,14 +85,14 @@ class RankProcess:
         if (ending := self._process.ending) is not None:
             raise RankDied(f"rank {self.name} ended with {ending}{self._tail()}")
 
-    def end(self) -> None:
+    def end(self, *, until: float) -> None:
         if self._ended:
             return
         self._ended = True
-        ending, tail = self._process.wait(timeout_s=EXIT_TIMEOUT_S), self._tail()
+        ending, tail = self._process.wait(timeout_s=_left_s(until)), self._tail()
         self.kill()
         if ending is None:
-            raise RankDied(f"rank {self.name} was killed: it did not end within {EXIT_TIMEOUT_S} s{tail}")
+            raise RankDied(f"rank {self.name} was killed: it did not end within {self._timeout_s:g} s (--timeout){tail}")
         if ending != "exit status 0":
             raise RankDied(f"rank {self.name} ended with {ending}{tail}")
 
@@ -116,8 +123,8 @@ class ProcessRank:
     def check(self) -> None:
         self._process.check()
 
-    def end(self) -> None:
-        self._process.end()
+    def end(self, *, until: float) -> None:
+        self._process.end(until=until)
 
     def kill(self) -> None:
         self._process.kill()
@@ -126,9 +133,10 @@ class ProcessRank:
 class RankThread:
     """A rank in a thread of this process, because the `local` backend cannot reach other processes."""
 
-    def __init__(self, config: RankConfig) -> None:
+    def __init__(self, config: RankConfig, *, timeout_s: float) -> None:
         self.name = f"{config.name}/{config.rank}"
         self._config = config
+        self._timeout_s, self._up_by = timeout_s, time.monotonic() + timeout_s
         self._stop = threading.Event()
         self._lines: list[str] = []
         self._reported = threading.Event()
@@ -149,11 +157,11 @@ class RankThread:
         self._reported.set()
 
     def addresses(self) -> tuple[str, str]:
-        self._reported.wait(START_TIMEOUT_S)
+        self._reported.wait(_left_s(self._up_by))
         self.check()
         found = _ADDRESSES.search(self._lines[0]) if self._lines else None
         if found is None:
-            raise RankDied(f"rank {self.name} did not report its address")
+            raise RankDied(_not_up(self.name, self._timeout_s))
         return found[1], found[2]
 
     def check(self) -> None:
@@ -162,34 +170,40 @@ class RankThread:
         if not self._thread.is_alive():
             raise RankDied(f"rank {self.name} ended")
 
-    def end(self) -> None:
-        self._thread.join(EXIT_TIMEOUT_S)
-        if self._error is not None or self._thread.is_alive():
-            raise RankDied(f"rank {self.name} did not end cleanly: {self._error or 'it is still running'}")
+    def end(self, *, until: float) -> None:
+        self._thread.join(_left_s(until))
+        if self._error is not None:
+            raise RankDied(f"rank {self.name} did not end cleanly: {self._error}")
+        if self._thread.is_alive():
+            raise RankDied(f"rank {self.name} did not end within {self._timeout_s:g} s (--timeout)")
 
     def kill(self) -> None:
         self._stop.set()
-        self._thread.join(EXIT_TIMEOUT_S)
+        self._thread.join(STOP_S)
 
 
-def start(configs: Sequence[RankConfig]) -> list[StartedRank]:
+def start(configs: Sequence[RankConfig], *, timeout_s: float) -> list[StartedRank]:
     """Start all ranks at once; if one fails to start, kill the others."""
     started: list[StartedRank] = []
     with ExitStack() as undo:
         for config in configs:
-            rank = RankThread(config) if config.backend == "local" else RankProcess([config]).ranks[0]
+            rank = (
+                RankThread(config, timeout_s=timeout_s)
+                if config.backend == "local"
+                else RankProcess([config], timeout_s=timeout_s).ranks[0]
+            )
             undo.callback(rank.kill)
             started.append(rank)
         undo.pop_all()
     return started
 
 
-def start_together(instances: Sequence[Sequence[RankConfig]]) -> list[list[StartedRank]]:
+def start_together(instances: Sequence[Sequence[RankConfig]], *, timeout_s: float) -> list[list[StartedRank]]:
     """Start the ranks of each instance in one process, in which they share a GPU; the first of each is the leader."""
     started: list[list[StartedRank]] = []
     with ExitStack() as undo:
         for configs in instances:
-            process = RankProcess(configs)
+            process = RankProcess(configs, timeout_s=timeout_s)
             undo.callback(process.kill)
             started.append(list(process.ranks))
         undo.pop_all()
