@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from disagg.commands.bench import command
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.processes import RankDied, RankThread
 from disagg.commands.bench.report import Row
+from disagg.commands.bench.results import Files, results_to
 from disagg.commands.cases.instructions import AnyReply, Clear, Collect, Describe, Description, Done, Failed, Fault, Peer
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case, items_of, rows_needed
@@ -26,6 +31,7 @@ from disagg.models import PRESETS, load_model
 from disagg.runtime.keys import KeyPair
 from harness.ports import held_port
 from tests.commands.conftest import BYTES_PER_TOKEN, NUM_LAYERS, Bench
+from tests.commands.test_compare import ROW
 from tests.support.grid import LOCAL_PRESETS, LOCAL_SIDES
 
 TOKENS = 75
@@ -95,13 +101,55 @@ def test_a_rank_that_does_not_end_costs_no_results(model: str, monkeypatch: pyte
     assert row.gbps > 0
 
 
-def test_a_case_that_fails_costs_no_results_of_others(bench: Bench) -> None:
-    ended = bench("--backend", "local", "--model", "tiny,lama", "--tokens", "20", "--repeat", "1", *("--prefill", "tp=1"),
-                  *("--decode", "tp=1", "--no-ceiling"))  # fmt: skip
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("no such model"), 2), (KeyboardInterrupt(), 130)])
+def test_a_case_that_fails_costs_no_results_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
+) -> None:
+    def second_fails(wanted: Case, *given: Any, **named: Any) -> Row:
+        if wanted.tokens == 40:
+            raise error
+        return run(wanted, *given, **named)
+
+    monkeypatch.setattr(command, "run", second_fails)
+    json_file, html, plot, timeline = (tmp_path / f"rows.{end}" for end in ("json", "html", "svg", "timeline"))
+    files = ("--json", json_file, "--html", html, "--plot", plot, "--timeline", timeline)
+    case = (
+        "--backend",
+        "local",
+        "--model",
+        "tiny",
+        "--tokens",
+        "20,40",
+        "--repeat",
+        "1",
+        "--prefill",
+        "tp=1",
+        "--decode",
+        "tp=1",
+    )
+    ended = CliRunner().invoke(command.bench, [*case, "--no-ceiling", *map(str, files)])
+    assert ended.exit_code == status, ended.output
+    assert [(row["tokens"], row["verified"]) for row in json.loads(json_file.read_text())] == [(20, True)]
+    assert [line.split()[4] for line in ended.stdout.splitlines() if line.startswith("local")] == ["20"]
+    assert "1 case, 1 verified" in html.read_text()
+    assert "<svg" in plot.read_text()
+    assert json.loads(timeline.read_text())["traceEvents"]
+
+
+def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
+    rows, timeline = tmp_path / "rows.json", tmp_path / "timeline.json"
+    files = Files(json=rows, plot=None, html=tmp_path, timeline=timeline)
+    with pytest.raises(IsADirectoryError), results_to(files) as results:
+        results.rows.append(ROW)
+    assert json.loads(rows.read_text())[0]["model"] == "tiny"
+    assert timeline.exists()
+
+
+def test_a_folder_that_is_missing_is_named_before_ranks_start(bench: Bench, tmp_path: Path) -> None:
+    case = ("--backend", "local", "--model", "tiny", "--tokens", "20", "--prefill", "tp=1", "--decode", "tp=1")
+    ended = bench(*case, "--timeline", str(tmp_path / "absent" / "timeline.json"))
     assert ended.status == 2
-    assert "found 'lama'" in ended.err
-    assert [(row["model"], row["verified"]) for row in ended.rows] == [("tiny", True)]
-    assert [line.split()[3:5] for line in ended.out.splitlines() if line.startswith("local")] == [["tiny", "20"]]
+    assert ended.err == f"disagg-bench: {tmp_path}/absent/timeline.json: there is no folder {tmp_path}/absent\n"
 
 
 def test_waiting_for_a_running_rank_ends_with_the_time_limit(bench: Bench) -> None:

@@ -22,10 +22,9 @@ from disagg.commands.bench import compare as comparing
 from disagg.commands.bench import thresholds
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
-from disagg.commands.bench.html import write_html
-from disagg.commands.bench.plot import check_plot, plot
-from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, table, to_json
-from disagg.commands.bench.timelines import CaseRun, RankRun, write_timeline
+from disagg.commands.bench.report import Row
+from disagg.commands.bench.results import Files, Results, print_problems, print_rows, results_to
+from disagg.commands.bench.timelines import CaseRun, RankRun
 from disagg.commands.cases import options
 from disagg.commands.cases.arrivals import TOGETHER, Arrivals, Kind, generated, read_trace
 from disagg.commands.cases.costs import Costs, read_costs
@@ -34,7 +33,6 @@ from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.shell.errors import one_sentence
-from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -77,29 +75,10 @@ def run_cases(
         for number, case in enumerate(cases, 1):
             what = f"case {number} of {len(cases)}, {case.backend}: {case.prefill} -> {case.decode}: "
             last: deque[Sequence[RankRun]] = deque(maxlen=1)
-            yield run(case, lambda text, what=what: progress(what + text), connect=connect, observe=last.append)  # type: ignore[misc]
+            row = run(case, lambda text, what=what: progress(what + text), connect=connect, observe=last.append)  # type: ignore[misc]
             if runs is not None:
                 runs.append((f"{case.backend}: {case.prefill} -> {case.decode}", last.pop()))
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print the results as tables, then a sentence for each that was not verified."""
-    console = Console()
-    show(table(rows), console)
-    if (phases := phases_table(rows)) is not None:
-        console.print(f"\n{PHASES_TITLE}")
-        show(phases, console)
-    if (paced_rows := paced_table(rows)) is not None:
-        console.print(f"\n{PACED_TITLE}")
-        show(paced_rows, console)
-    print_problems(rows)
-
-
-def print_problems(rows: Sequence[Row]) -> None:
-    """Print one sentence for every row that is not verified."""
-    for row in rows:
-        if not row.verified:
-            print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
+            yield row
 
 
 def compare_files(before: Path, after: Path, *, tolerance: float) -> bool:
@@ -204,20 +183,25 @@ def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings:
     return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
 
 
-def measure_thresholds(by_backend: Mapping[str, Sequence[Case]]) -> list[Row]:
-    """Run the cases of each backend, and print its threshold."""
-    measured = [list(run_cases(cases)) for cases in by_backend.values()]
-    rows = [row for of_backend in measured for row in of_backend]
-    print_problems(rows)
-    for of_backend in measured:
-        thresholds.show_thresholds(of_backend, Console())
-    return rows
+def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str], costs: Costs | None) -> None:
+    """Run the cases, add their rows to `results`, and print these, also if a case fails."""
+    try:
+        for case, row in zip(cases, run_cases(cases, connect=connect, runs=results.runs), strict=True):
+            results.rows.append(with_prediction(row, case, costs))
+    finally:
+        if results.rows:
+            print_rows(results.rows)
 
 
-def write_rows(file: Path | None, rows: Sequence[Row]) -> None:
-    """Write the rows to `file` as JSON, if there is one."""
-    if file is not None:
-        file.write_bytes(to_json(rows))
+def measure_thresholds(by_backend: Mapping[str, Sequence[Case]], results: Results) -> None:
+    """Run the cases of each backend, add their rows to `results`, and print each backend's threshold."""
+    for cases in by_backend.values():
+        for row in run_cases(cases):
+            results.rows.append(row)
+    print_problems(results.rows)
+    rows = iter(results.rows)
+    for cases in by_backend.values():
+        thresholds.show_thresholds(list(itertools.islice(rows, len(cases))), Console())
 
 
 def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
@@ -361,39 +345,25 @@ def bench(
     if compare is not None:
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
     logging.basicConfig(level=logging.ERROR)
-    for file in filter(None, (plot_file, html_file and html_file.with_suffix(".svg"))):
-        check_plot(file)
-    if thresholds_only or calibrate_file is not None:
-        by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
-        rows = measure_thresholds(by_backend)
-        write_rows(json_file, rows)
-        if calibrate_file is not None:
-            (backend,) = by_backend
-            shorter = thresholds.threshold_cases(backend, (), thresholds.single_length(settings), share=thresholds.SHORTER)
-            thresholds.write_costs(calibrate_file, thresholds.fitted(rows, list(run_cases(shorter))))
-    else:
-        shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-        settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
-        has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
-        arrivals = paced(settings, has_requests=has_requests)
-        check_options(settings, prefill=prefill, connect=connect)
-        sides = parse_sides(prefill, decode)
-        cases = cases_of(sides, pages, settings, arrivals=arrivals, num_layers=layers, fault=Fault(fault) if fault else None)
-        if connect:
-            check_connected(cases)
-        costs = None if costs_file is None else read_costs(costs_file)
-        rows, runs = [], list[CaseRun]()
-        try:
-            for case, row in zip(cases, run_cases(cases, connect=connect, runs=runs), strict=True):
-                rows.append(with_prediction(row, case, costs))
-        finally:  # a case that fails does not cost the results of those before it
-            if rows:
-                print_rows(rows)
-                write_rows(json_file, rows)
-        if timeline_file is not None:
-            write_timeline(timeline_file, runs)
-    if plot_file is not None:
-        plot(rows, plot_file)
-    if html_file is not None:
-        write_html(rows, html_file)
-    sys.exit(0 if all(row.verified for row in rows) else 1)
+    files = Files(json_file, plot_file, html_file, timeline_file)
+    files.check()
+    with results_to(files) as results:
+        if thresholds_only or calibrate_file is not None:
+            by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
+            measure_thresholds(by_backend, results)
+            if calibrate_file is not None:
+                (backend,) = by_backend
+                shorter = thresholds.threshold_cases(backend, (), thresholds.single_length(settings), share=thresholds.SHORTER)
+                thresholds.write_costs(calibrate_file, thresholds.fitted(results.rows, list(run_cases(shorter))))
+        else:
+            shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+            settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
+            has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
+            arrivals = paced(settings, has_requests=has_requests)
+            check_options(settings, prefill=prefill, connect=connect)
+            same = {"num_layers": layers, "fault": Fault(fault) if fault else None}
+            cases = cases_of(parse_sides(prefill, decode), pages, settings, arrivals=arrivals, **same)
+            if connect:
+                check_connected(cases)
+            measure(cases, results, connect=connect, costs=None if costs_file is None else read_costs(costs_file))
+    sys.exit(0 if all(row.verified for row in results.rows) else 1)

@@ -1,0 +1,89 @@
+"""Where the results of a run go: tables on standard output, and files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from disagg.commands.bench.html import write_html
+from disagg.commands.bench.plot import check_plot, plot
+from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, table, to_json
+from disagg.commands.bench.timelines import CaseRun, write_timeline
+from disagg.commands.shell.text import show
+from disagg.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows so far, and the last run of each case."""
+
+    rows: list[Row] = field(default_factory=list)
+    runs: list[CaseRun] = field(default_factory=list)
+
+
+class Files(NamedTuple):
+    """The files to write, each if it is given."""
+
+    json: Path | None
+    plot: Path | None
+    html: Path | None
+    timeline: Path | None
+
+    def check(self) -> None:
+        """Check before measuring that they can be written. Raises `ConfigError` if not."""
+        for picture in filter(None, (self.plot, self.html and self.html.with_suffix(".svg"))):
+            check_plot(picture)
+        for file in filter(None, self):
+            if not file.parent.is_dir():
+                raise ConfigError(f"{file}: there is no folder {file.parent}")
+
+    def write(self, results: Results) -> None:
+        """Write all of them, even if one cannot be written. Raises `OSError`."""
+        with ExitStack() as all_of_them:
+            if self.timeline is not None:
+                all_of_them.callback(write_timeline, self.timeline, results.runs)
+            if self.html is not None:
+                all_of_them.callback(write_html, results.rows, self.html)
+            if self.plot is not None:
+                all_of_them.callback(plot, results.rows, self.plot)
+            if self.json is not None:
+                all_of_them.callback(self.json.write_bytes, to_json(results.rows))
+
+
+@contextmanager
+def results_to(files: Files) -> Iterator[Results]:
+    """Results that are written to `files` at the end of the block, however it ends: a case that fails, or an interrupt, does
+    not cost the results of the cases before it.
+    """
+    results = Results()
+    try:
+        yield results
+    finally:
+        if results.rows:
+            files.write(results)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the results as tables, then a sentence for each that was not verified."""
+    console = Console()
+    show(table(rows), console)
+    if (phases := phases_table(rows)) is not None:
+        console.print(f"\n{PHASES_TITLE}")
+        show(phases, console)
+    if (paced_rows := paced_table(rows)) is not None:
+        console.print(f"\n{PACED_TITLE}")
+        show(paced_rows, console)
+    print_problems(rows)
+
+
+def print_problems(rows: Sequence[Row]) -> None:
+    """Print one sentence for every row that is not verified."""
+    for row in rows:
+        if not row.verified:
+            print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
