@@ -89,16 +89,23 @@ def test_an_injected_fault_is_detected(model: str, fault: Fault) -> None:
     assert "expected 0x" in row.problem
 
 
-def test_a_rank_that_does_not_end_costs_no_results(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_end_costs_no_results(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(rank: RankThread, *, until: float) -> None:
         del until
         raise RankDied(f"rank {rank.name} was killed")
 
     monkeypatch.setattr(RankThread, "end", end)
-    row = moved(model, "tp=2", "tp=1")
-    assert (row.verified, row.problem) == (False, "rank prefill/0 was killed")
-    assert row.bytes == TOKENS * BYTES_PER_TOKEN
-    assert row.gbps > 0
+    sides = ("--prefill", "tp=2", "--decode", "tp=1")
+    file = tmp_path / "rows.json"
+    ended = CliRunner().invoke(
+        command.bench, ["--backend", "local", "--model", model, "--tokens", "75", *sides, "--json", str(file)]
+    )
+    assert ended.exit_code == 3
+    assert ended.stdout.splitlines()[1].split()[-2:] == ["yes", "BADLY"]
+    assert ended.stderr.endswith("local, tp=2,page=16 -> tp=1,page=16: ended badly: rank prefill/0 was killed\n")
+    (row,) = json.loads(file.read_text())
+    assert (row["verified"], row["problem"], row["ending"]) == (True, "", "rank prefill/0 was killed")
+    assert row["bytes"] == TOKENS * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("no such model"), 2), (KeyboardInterrupt(), 130)])

@@ -34,6 +34,7 @@ def changed(**fields: Any) -> Row:
         (changed(posts=9), ["9 posts instead of 8"]),
         (changed(bytes=4095), ["4095 bytes delivered instead of 4096"]),
         (changed(verified=False, problem="a byte"), ["no longer verified: a byte"]),
+        (changed(ending="rank decode/0 was killed"), ["ended badly: rank decode/0 was killed"]),
         (changed(transport="tcp"), []),
         (changed(tokens=65), ["the case is missing"]),
         (changed(run_pages=2), ["the case is missing"]),

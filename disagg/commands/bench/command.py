@@ -204,6 +204,13 @@ def measure_thresholds(by_backend: Mapping[str, Sequence[Case]], results: Result
         thresholds.show_thresholds(list(itertools.islice(rows, len(cases))), Console())
 
 
+def exit_status(rows: Sequence[Row]) -> int:
+    """Wrong bytes are worse than ranks that ended badly."""
+    if not all(row.verified for row in rows):
+        return 1
+    return 3 if any(row.ending for row in rows) else 0
+
+
 def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
     """The row with the phases that `disagg explain` predicts for a request as long as the median one."""
     if costs is None or row.median is None:
@@ -270,7 +277,13 @@ def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
 @click.option("--repeat", type=click.IntRange(1), default=10, help="Measured runs of each case; the row shows the median.")
 @click.option("--ceiling/--no-ceiling", default=True, help="Also measure engine, system and memory alone, between runs.")
 @click.option("--seed", type=int, default=0, help="Seed of the random page ids.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(1), default=120.0, help="Seconds that each step may take.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(1),
+    default=120.0,
+    help="Seconds that each step may take: the start of the ranks, their connection, each run, and their end.",
+)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rows (png, svg or pdf).")
 @click.option(
@@ -340,7 +353,8 @@ def bench(
 ) -> None:
     """Move requests between real prefill and decode ranks, compare every byte with an independent reference, and print
     one line per case. Options marked [,...] take comma-separated values; every combination is a case. The exit status
-    is 0 only if every byte of every case is correct.
+    is 0 if every byte of every case is correct, 1 if one is not or a case fails, 2 for invalid options, and 3 if all
+    bytes are correct, but ranks did not end by themselves.
     """
     if compare is not None:
         sys.exit(0 if compare_files(*compare, tolerance=tolerance) else 1)
@@ -366,4 +380,4 @@ def bench(
             if connect:
                 check_connected(cases)
             measure(cases, results, connect=connect, costs=None if costs_file is None else read_costs(costs_file))
-    sys.exit(0 if all(row.verified for row in results.rows) else 1)
+    sys.exit(exit_status(results.rows))

@@ -76,7 +76,7 @@ def compare(before: Sequence[Row], after: Sequence[Row], *, tolerance: float) ->
     """Every case of either run, in order; worse by more than the share `tolerance` is a regression.
 
     Speed is compared as a share of the same run's ceiling if both have one, since machines vary over time, else in GB/s.
-    A missing case, or one that is no longer verified, is always a regression.
+    A missing case, or one that is no longer verified or ends badly, is always a regression.
     """
     ours, theirs = _numbered(before), _numbered(after)
     found = []
@@ -94,6 +94,8 @@ def _regressions(before: Row | None, after: Row | None, tolerance: float) -> Ite
         return
     if before.verified and not after.verified:
         yield f"no longer verified: {after.problem}"
+    if after.ending and not before.ending:
+        yield f"ended badly: {after.ending}"
     if before.ratio is not None and after.ratio is not None:
         if after.ratio < before.ratio * (1 - tolerance):
             yield f"{after.ratio:.0%} of the ceiling instead of {before.ratio:.0%}"

@@ -41,13 +41,15 @@ def main() -> None:
     print(INTRODUCTION, flush=True)
     failed = [backend for backend in BACKENDS if not _moves(backend)]
     if failed:
-        sys.exit(f"demo: not verified: {', '.join(failed)}")
+        sys.exit(f"demo: failed: {', '.join(failed)}")
     print("Every byte was verified, for all engines.\n", flush=True)
     sys.exit(_example())
 
 
 def _moves(backend: str) -> bool:
-    """Run `disagg-bench` for every pair of sides over one engine; returns whether all bytes were correct."""
+    """Run `disagg-bench` for every pair of sides over one engine; returns whether all bytes were correct and all ranks ended
+    well.
+    """
     arguments = ["--backend", backend, *SETTINGS]
     for prefill, decode in SIDES:
         arguments += ["--prefill", prefill, "--decode", decode]

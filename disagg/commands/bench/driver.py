@@ -298,7 +298,7 @@ def run(case: Case, progress: Progress, *, connect: Sequence[str] = (), observe:
     """Run one case, on ranks started for it or on running ones at the driver addresses `connect`. `observe` is called with what
     the ranks did in each run.
 
-    The row of ranks that did not end properly has their problem and is not verified.
+    If ranks did not end properly, the row's `ending` says how; what was verified stays so.
     """
     check_case(case)
     if connect:
@@ -306,5 +306,4 @@ def run(case: Case, progress: Progress, *, connect: Sequence[str] = (), observe:
             return run_case(case, ranks, progress, observe)
     with started(case, progress) as ranks:
         row = run_case(case, ranks, progress, observe)
-        problem = row.problem or end(ranks, progress)
-        return msgspec.structs.replace(row, problem=problem, verified=not problem)
+        return msgspec.structs.replace(row, ending=end(ranks, progress))

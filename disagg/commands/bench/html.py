@@ -19,6 +19,7 @@ from disagg.commands.bench.report import (
     cells,
     paced_cells,
     phases_cells,
+    problems_of,
 )
 from disagg.commands.shell.text import counted
 
@@ -56,7 +57,7 @@ def write_html(rows: Sequence[Row], path: Path) -> None:
         "<h2>Versions</h2>",
         _table(("package", "version"), sorted({each for row in rows for each in row.versions.items()})),
     ]
-    problems = [f"{row.prefill} -> {row.decode}: {row.problem}" for row in rows if row.problem]
+    problems = [sentence for row in rows for sentence in problems_of(row)]
     if problems:
         parts.append("<h2>Problems</h2><ul class='no'>" + "".join(f"<li>{html.escape(each)}" for each in problems) + "</ul>")
     path.write_text("\n".join(parts) + "\n")
@@ -64,7 +65,9 @@ def write_html(rows: Sequence[Row], path: Path) -> None:
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(each)}</th>" for each in headings)
-    lines = ("".join(f"<td{' class=no' if cell == 'NO' else ''}>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    lines = (
+        "".join(f"<td{' class=no' if cell in ('NO', 'BADLY') else ''}>{html.escape(cell)}</td>" for cell in row) for row in rows
+    )
     return f"<div><table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
 
 

@@ -151,6 +151,8 @@ class Row(msgspec.Struct, frozen=True):
     * `ceiling_gbps`: the engine alone, with one block per pair of ranks; `ratio`: `gbps` as a share of it, if requests arrive
       together. `raw_gbps`: the
       system mechanism `raw` with the same blocks. `memcpy_gbps`: one thread.
+    * `verified`: every byte was right; if not, `problem` says where. `ending`: what went wrong when the ranks were to end; for
+      instance, one had to be killed.
     * `core_s_per_gb`: CPU seconds of all ranks' processes per GB delivered; `ceiling_core_s_per_gb`: the same for the ceiling.
       Where cores are the limit, their quotient bounds `ratio`.
     * `ways`: bytes by path. `thresholds`: if `pack_below` is `None`, the packing thresholds of the pairs of ranks, by origin.
@@ -190,6 +192,7 @@ class Row(msgspec.Struct, frozen=True):
     ceiling_core_s_per_gb: float | None = None
     thresholds: dict[str, list[int]] = {}
     problem: str = ""
+    ending: str = ""
     arrivals: str = "together"
     per_s: float | None = None
     queue_ms: dict[str, float] | None = None
@@ -303,7 +306,7 @@ def to_json(rows: Sequence[Row]) -> bytes:
 
 COLUMNS = (
     "backend", "transport", "model", "tokens", "prefill", "decode", "bytes", "pieces", "of", "way",
-    "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "verified",
+    "p50 ms", "p99 ms", "GB/s", "ceiling", "ratio", "verified", "ended",
 )  # fmt: skip
 
 
@@ -326,10 +329,20 @@ def cells(row: Row) -> tuple[str, ...]:
         "-" if row.ceiling_gbps is None else f"{row.ceiling_gbps:.2f}",
         "-" if row.ratio is None else f"{row.ratio:.0%}",
         "yes" if row.verified else "NO",
+        "BADLY" if row.ending else "well",
     )
 
 
-RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : -1] if name != "way"}
+def problems_of(row: Row) -> Iterator[str]:
+    """A sentence for each thing that went wrong."""
+    case = f"{row.backend}, {row.prefill} -> {row.decode}"
+    if not row.verified:
+        yield f"{case}: not verified: {row.problem}"
+    if row.ending:
+        yield f"{case}: ended badly: {row.ending}"
+
+
+RIGHT = {name for name in COLUMNS[COLUMNS.index("bytes") : COLUMNS.index("verified")] if name != "way"}
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from disagg.commands.bench.html import write_html
 from disagg.commands.bench.plot import check_plot, plot
-from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, table, to_json
+from disagg.commands.bench.report import PACED_TITLE, PHASES_TITLE, Row, paced_table, phases_table, problems_of, table, to_json
 from disagg.commands.bench.timelines import CaseRun, write_timeline
 from disagg.commands.shell.text import show
 from disagg.core.errors import ConfigError
@@ -70,7 +70,7 @@ def results_to(files: Files) -> Iterator[Results]:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the results as tables, then a sentence for each that was not verified."""
+    """Print the results as tables, then a sentence for each thing that went wrong."""
     console = Console()
     show(table(rows), console)
     if (phases := phases_table(rows)) is not None:
@@ -83,7 +83,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def print_problems(rows: Sequence[Row]) -> None:
-    """Print one sentence for every row that is not verified."""
+    """Print a sentence for each thing that went wrong."""
     for row in rows:
-        if not row.verified:
-            print(f"{row.backend}, {row.prefill} -> {row.decode}: not verified: {row.problem}", file=sys.stderr)
+        for sentence in problems_of(row):
+            print(sentence, file=sys.stderr)
