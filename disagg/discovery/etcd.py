@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import io
 import logging
+import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +22,8 @@ from disagg.discovery.source import Found
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
+"""How long one endpoint may take to connect and answer, its last byte included."""
+MAX_REPLY_NBYTES = 4 << 20
 TTL_S = 10
 """How long an announcement outlives its instance."""
 
@@ -52,6 +56,47 @@ class _Done(msgspec.Struct):
 Reply = TypeVar("Reply")
 
 
+class _Received(io.RawIOBase):
+    """The bytes that a socket receives before `deadline`. Afterwards reading raises `TimeoutError`, also amid a slow reply."""
+
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
+        self._socket = connected
+        self._deadline = deadline
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        """Give `http.client.HTTPResponse` a reader, as a socket does."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(remaining_s)
+        return self._socket.recv_into(buffer)
+
+
+def _post(url: str, body: bytes) -> bytes:
+    """The body of a reply. Raises `OSError` for another status than 200 or too long a reply, and `HTTPException`."""
+    deadline, parts = time.monotonic() + TIMEOUT_S, urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    with contextlib.closing(connect(parts.netloc, timeout=TIMEOUT_S)) as connection:
+        connection.request("POST", parts.path, body)
+        reply = http.client.HTTPResponse(_Received(connection.sock, deadline))  # type: ignore[arg-type]  # it calls `makefile` only
+        reply.begin()
+        if reply.status != 200:
+            problem = f"HTTP {reply.status} {reply.reason}"
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                problem += f": {reply.read(200).decode(errors='replace').strip()}"
+            raise OSError(problem)
+        content = reply.read(MAX_REPLY_NBYTES + 1)
+    if len(content) > MAX_REPLY_NBYTES:
+        raise OSError(f"expected a reply of at most {MAX_REPLY_NBYTES} bytes")
+    return content
+
+
 class EtcdClient:
     """Calls of etcd's v3 API at the first endpoint that answers, such as `http://10.0.0.9:2379`."""
 
@@ -66,14 +111,9 @@ class EtcdClient:
         problems = []
         body = msgspec.json.encode(fields)
         for endpoint in tuple(self._endpoints):
-            request = urllib.request.Request(f"{endpoint}/v3/{method}", data=body)  # noqa: S310 - http or https: see `announced_at`
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:  # noqa: S310
-                    return msgspec.json.decode(reply.read(), type=kind)
-            except urllib.error.HTTPError as error:
-                with error:
-                    problems.append(f"{endpoint}: {error}: {error.read(200).decode(errors='replace').strip()}")
-            except (OSError, ValueError, http.client.HTTPException, msgspec.DecodeError) as error:
+                return msgspec.json.decode(_post(f"{endpoint}/v3/{method}", body), type=kind)
+            except (OSError, ValueError, RecursionError, http.client.HTTPException, msgspec.DecodeError) as error:
                 problems.append(f"{endpoint}: {type(error).__name__}: {error}")
             self._endpoints.append(self._endpoints.pop(0))
         raise DiscoveryError(f"etcd: {method} failed at {'; '.join(problems)}")
@@ -136,7 +176,7 @@ class Announcement:
             try:
                 self._renew()
                 renewed_at = time.monotonic()
-            except DiscoveryError as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the next attempt may succeed)
                 self._warnings.warning("discovery: cannot announce %s: %s", self._what, error)
                 if time.monotonic() > renewed_at + self._ttl_s:
                     self._lease = None
