@@ -67,7 +67,7 @@ def etcd_server() -> Iterator[Etcd]:
 class DnsServer:
     """A DNS server at `port` of 127.0.0.1."""
 
-    def __init__(self, folder: Path, services: Collection[tuple[str, str, int]]) -> None:
+    def __init__(self, folder: Path, services: Collection[Sequence[str | int]]) -> None:
         (self.port,) = free_ports(1, socket.SOCK_DGRAM)
         self._hosts, self._log = folder / "hosts", folder / "dnsmasq.log"
         self._hosts.touch()
@@ -89,7 +89,7 @@ class DnsServer:
                     "--no-hosts",
                     "--local=/test/",
                     f"--addn-hosts={self._hosts}",
-                    *(f"--srv-host={name},{target},{port}" for name, target, port in services),
+                    *(f"--srv-host={','.join(map(str, service))}" for service in services),
                 ],
                 stdout=log,
                 stderr=log,
@@ -108,9 +108,10 @@ class DnsServer:
 
 
 @contextmanager
-def dns_server(services: Collection[tuple[str, str, int]] = ()) -> Iterator[DnsServer]:
-    """A DNS server for the domain `test`, with SRV records `(name, target, port)`. Raises `FetchError` where its package cannot
-    be had.
+def dns_server(services: Collection[Sequence[str | int]] = ()) -> Iterator[DnsServer]:
+    """A DNS server for the domain `test`, with SRV records `(name, target, port, priority, weight)`, the last two optional.
+
+    Raises `FetchError` where its package cannot be had.
     """
     with tempfile.TemporaryDirectory(prefix="disagg-dns-") as folder:
         server = DnsServer(Path(folder), services)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from disagg.core.address import bracketed
 from disagg.core.errors import BackendUnavailable, DiscoveryError
+from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.discovery.source import Found
 
 try:
@@ -14,6 +17,8 @@ try:
     import dns.resolver
 except ImportError as error:
     raise BackendUnavailable("discovery by DNS needs the package 'dnspython': pip install dnspython") from error
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 
@@ -23,8 +28,9 @@ class DnsPeers:
 
     With a `port`, each A and AAAA record of `name` is an instance `LABEL-ADDRESS`, such as `decode-10.0.0.7` for the Service
     `decode.default.svc.cluster.local`: start it with that name. Without, `name` has SRV records, and each target is an instance
-    with the name of its first label, as a StatefulSet names its pods. `LABEL` is the first label of `name` without an
-    underscore.
+    with the name of its first label, as a StatefulSet names its pods. Of several records with that label the one of the lowest
+    priority is taken, of those the highest weight, then the lowest port; a warning names the others. `LABEL` is the first label
+    of `name` without an underscore.
 
     DNS knows no keys. An instance's public key is that of its own name in `keys`, else that of `LABEL`, which all replicas
     share. `nameservers` are addresses to ask at `nameserver_port` instead of the system's. Raises `BackendUnavailable` without
@@ -52,6 +58,7 @@ class DnsPeers:
             self._resolver.nameservers = list(nameservers)
             self._resolver.port = nameserver_port
         self._resolver.lifetime = TIMEOUT_S
+        self._warnings = RateLimitedLog(logger, repeat_s=math.inf)
 
     def __str__(self) -> str:
         return f"{'SRV' if self._port is None else 'A and AAAA'} records of {self._name}"
@@ -62,9 +69,16 @@ class DnsPeers:
         return {name: Found(address, self._keys.get(name, self._keys.get(self._label))) for name, address in found}
 
     def _by_target(self) -> Iterator[tuple[str, str]]:
-        for record in self._ask("SRV"):
+        found: dict[str, dict[str, None]] = {}
+        for record in sorted(self._ask("SRV"), key=lambda each: (each.priority, -each.weight, each.port, each.target)):
             target = str(record.target).rstrip(".")
-            yield target.split(".")[0], f"tcp://{target}:{record.port}"
+            found.setdefault(target.split(".")[0], {})[f"tcp://{target}:{record.port}"] = None
+        for name, (address, *others) in found.items():
+            if others:
+                self._warnings.warning(
+                    "discovery: the %s have several for %r: %s is taken, not %s", self, name, address, ", ".join(others)
+                )
+            yield name, address
 
     def _by_address(self, port: int) -> Iterator[tuple[str, str]]:
         for kind in ("A", "AAAA"):

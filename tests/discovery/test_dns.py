@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,11 +18,18 @@ from tests.discovery.test_follower import DEADLINE_S, until
 
 SERVICE = "decode.default.svc.test"
 SRV = f"_disagg._tcp.{SERVICE}"
+TWICE = f"_twice._tcp.{SERVICE}"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DnsServer]:
-    with dns_server([(SRV, f"decode-0.{SERVICE}", 7100), (SRV, f"decode-1.{SERVICE}", 7101)]) as server:
+    same = [
+        ("port", "a", 7100, 0, 0), ("port", "a", 7101, 0, 0), ("weight", "a", 7100, 0, 1), ("weight", "a", 7101, 0, 2),
+        ("priority", "a", 7100, 2, 9), ("priority", "a", 7101, 1, 0), ("target", "b", 7100, 0, 0), ("target", "a", 7100, 0, 0),
+        ("equal", "a", 7100, 0, 0), ("equal", "a", 7100, 1, 0),
+    ]  # fmt: skip
+    twice = [(TWICE, f"{name}.{zone}.test", port, priority, weight) for name, zone, port, priority, weight in same]
+    with dns_server([(SRV, f"decode-0.{SERVICE}", 7100), (SRV, f"decode-1.{SERVICE}", 7101), *twice]) as server:
         yield server
 
 
@@ -53,6 +61,27 @@ def test_every_srv_target_is_an_instance_at_its_own_port(server: DnsServer) -> N
         "decode-1": Found(f"tcp://decode-1.{SERVICE}:7101", "shared"),
     }
     assert records(server, f"_other._tcp.{SERVICE}").find() == {}
+
+
+def test_of_several_srv_records_with_one_name_always_the_same_is_taken(
+    server: DnsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = records(server, TWICE)
+    expected = {
+        "port": ("a", 7100),
+        "weight": ("a", 7101),
+        "priority": ("a", 7101),
+        "target": ("a", 7100),
+        "equal": ("a", 7100),
+    }
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):  # the server rotates its records
+            assert source.find() == {name: Found(f"tcp://{name}.{zone}.test:{port}") for name, (zone, port) in expected.items()}
+    logged = [each.message for each in caplog.records]
+    assert len(logged) == 4, logged
+    assert f"{source} have several for 'weight': tcp://weight.a.test:7101 is taken, not tcp://weight.a.test:7100" in "".join(
+        logged
+    )
 
 
 def test_a_server_that_is_silent_is_an_error() -> None:
