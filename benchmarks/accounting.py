@@ -188,7 +188,7 @@ def parts() -> None:
     ):
         best = min(timeit.repeat(call, number=number, repeat=7)) / number
         lines.append((what, f"{best * 1e6:.2f}"))
-    metrics = Metrics(lambda: None)  # type: ignore[arg-type,return-value]
+    metrics = Metrics(lambda: None, dict)  # type: ignore[arg-type,return-value]
     ended = Ended(direction="send", peer="decode", cause="", nbytes=1, seconds=0.1)
     times = dict.fromkeys(("total_s", *(f"{phase}_s" for phase in PHASES[:-1])), 0.25)
     texts = {

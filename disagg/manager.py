@@ -373,9 +373,11 @@ def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:
         "name": me.instance,
         "rank": str(me.rank),
         "backend": runtime.backend.name,
-        "transport": runtime.backend.transport,
     }
-    metrics = runtime.requests.metrics = Metrics(lambda: snapshot_of(runtime), build)
+    metrics = runtime.requests.metrics = Metrics(
+        lambda: snapshot_of(runtime),
+        lambda: {**build, "transport": runtime.backend.transport},  # known once there is a peer
+    )
     server = MetricsServer(metrics.registry, lambda: runtime.problem, host=host, port=port)
     runtime.add_on_close(server.close)
     return server.url

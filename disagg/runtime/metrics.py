@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 MAX_PEERS = 2048
@@ -55,10 +55,11 @@ Row = tuple[str, str, str | None, Mapping[str, float]]
 
 
 class _Reader(Collector):
-    """Reads a snapshot at every scrape."""
+    """Reads a snapshot and the labels of `disagg_build_info` at every scrape."""
 
-    def __init__(self, read: Callable[[], Snapshot]) -> None:
+    def __init__(self, read: Callable[[], Snapshot], build: Callable[[], Mapping[str, str]]) -> None:
         self._read = read
+        self._build = build
 
     def describe(self) -> Iterable[Metric]:
         """Describe no metrics, so that registration reads nothing."""
@@ -90,6 +91,7 @@ class _Reader(Collector):
         for (direction, state), count in now.requests.items():
             states.add_metric((direction, state), count)
         yield states
+        yield InfoMetricFamily("disagg_build", "What runs here now: join it by the scrape's labels.", value=dict(self._build()))
 
 
 def _family(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: Row) -> Metric:
@@ -102,11 +104,12 @@ def _family(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], row: Row)
 
 @dataclass
 class Metrics:
-    """The registry of one manager. `read` is called at every scrape, in the scraper's thread."""
+    """The registry of one manager. `read` and `build`, which gives the labels of `disagg_build_info`, are called at every
+    scrape, in the scraper's thread.
+    """
 
     read: Callable[[], Snapshot]
-    build: Mapping[str, str] = field(default_factory=dict)
-    """Labels of `disagg_build_info`."""
+    build: Callable[[], Mapping[str, str]]
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
@@ -120,9 +123,7 @@ class Metrics:
             "disagg_request_seconds", "From the call to the end.", ("direction", "outcome"), buckets=SECONDS, registry=own
         )
         self._children: dict[str, dict[tuple[str, str], tuple[Counter, Histogram, Counter]]] = {}
-        if self.build:
-            Info("disagg_build", "What runs here: join it by the scrape's labels.", registry=own).info(dict(self.build))
-        self.registry.register(_Reader(self.read))
+        self.registry.register(_Reader(self.read, self.build))
 
     def count(self, ended: Ended) -> None:
         """Count a request that has ended."""

@@ -11,6 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from disagg.protocol.receive_session import ReceiveState
 from disagg.protocol.send_session import SendState
 from disagg.runtime import metrics
 from disagg.runtime.accounting import HeldSize, Quarantine, RequestRecord, num_rows, quarantine_of
-from disagg.testing.reference import PageList
+from disagg.testing.reference import KVModel, PageList
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, cluster, introduce, receive, send, start_side
 
 ROOT = Path(__file__).parents[2]
 LABELS = {
@@ -144,7 +145,7 @@ def test_label_values_are_fixed_words_or_configured_names(instances: Cluster) ->
 
 def test_of_too_many_peers_those_that_were_first_counted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_PEERS", 2)
-    counted = metrics.Metrics(lambda: pytest.fail("nothing reads here"))
+    counted = metrics.Metrics(lambda: pytest.fail("nothing reads here"), dict)
     for peer in ("a", "b", "a", "c"):
         for cause in ("", "deadline", "aborted"):
             counted.count(metrics.Ended(direction="send", peer=peer, cause=cause, nbytes=5, seconds=0.1))
@@ -167,6 +168,24 @@ def test_the_build_says_which_rank_and_what_runs(instances: Cluster) -> None:
         "backend": "local",
         "transport": instances.prefill[1].manager.backend.transport,
     }
+
+
+def test_the_build_names_the_transport_to_the_peers_that_there_are_now() -> None:
+    def transport(manager: KVManager) -> str:
+        return next(dict(labels)["transport"] for name, labels in scrape(manager) if name == "disagg_build_info")
+
+    def start(name: str) -> list[Rank]:
+        return start_side(model, Side(), name, num_layers=1, settings={"metrics_port": 0, "backend": "auto"})
+
+    model = KVModel(num_kv_heads=4, dims={"k": 8, "v": 8})
+    with ExitStack() as opened:
+        prefill, decode = start("prefill-0"), start("decode-0")
+        managers = [opened.enter_context(rank.manager) for rank in (*prefill, *decode)]
+        assert all("no peer yet" in transport(manager) for manager in managers)
+        introduce(prefill, decode)
+        managers[0].wait_ready("decode-0", timeout_s=DEADLINE_S)
+        managers[1].wait_ready("prefill-0", timeout_s=DEADLINE_S)
+        assert [transport(manager) for manager in managers] == ["cma: shm"] * 2
 
 
 def test_the_dashboard_and_the_alerts_query_existing_metrics_and_labels(instances: Cluster) -> None:
