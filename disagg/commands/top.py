@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import http.client
+import re
 import sys
 import time
 import urllib.error
@@ -13,13 +15,12 @@ from dataclasses import dataclass
 
 import click
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from disagg.commands.shell.errors import one_sentence
-from disagg.commands.shell.text import size
 from disagg.core.errors import ConfigError
 
 EPILOG = """\b
@@ -27,20 +28,9 @@ Examples, for ranks with --metrics-port:
   disagg top http://127.0.0.1:9400 http://127.0.0.1:9401
   disagg top --once prefill-0:9400 decode-0:9400
 """
-HEADINGS = (
-    "rank",
-    "engine",
-    "health",
-    "peers",
-    "sending",
-    "receiving",
-    "ok/s",
-    "failed/s",
-    "p50",
-    "p99",
-    "written/s",
-    "quarantined",
-)
+HEADINGS = ("rank", "health", "peers", "send", "recv", "ok/s", "fail/s", "p50 ms", "p99 ms", "MB/s", "engine")
+MIN_WIDTHS = {"rank": 12, "engine": 6}
+"""The columns that narrow terminals show on several lines, and how narrow they get. The others are never cut."""
 Labels = frozenset[tuple[str, str]]
 
 
@@ -57,9 +47,17 @@ class Sample:
         wanted = labels.items()
         return sum(value for (found, has), value in self.values.items() if found == f"disagg_{name}" and wanted <= has)
 
-    def label(self, name: str, label: str) -> str:
-        """A label of the first sample of `disagg_NAME`."""
-        return next((dict(labels).get(label, "") for found, labels in self.values if found == f"disagg_{name}"), "")
+    def build(self, label: str) -> str:
+        """A label of `disagg_build_info`."""
+        return next((dict(labels).get(label, "") for found, labels in self.values if found == "disagg_build_info"), "")
+
+    def peers(self, *, ready: bool) -> list[str]:
+        """The names of the peers that are ready, or of those that are not."""
+        return [
+            dict(labels).get("peer", "")
+            for (found, labels), value in self.values.items()
+            if found == "disagg_peer_ready" and bool(value) == ready
+        ]
 
     def buckets(self) -> list[tuple[float, float]]:
         """The upper bounds in seconds of the successful requests' durations, and how many requests took at most as long."""
@@ -89,9 +87,9 @@ def read(url: str, *, timeout_s: float) -> Sample:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return Sample(time.monotonic(), {}, str(reason))
+        return Sample(time.monotonic(), {}, str(reason) or type(reason).__name__)
     return Sample(time.monotonic(), values, "" if values else "no metrics")
 
 
@@ -111,59 +109,83 @@ def quantile(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, f
     return low
 
 
+def rank_of(url: str, now: Sample) -> str:
+    """NAME/RANK of the rank that answered at `url`, or `url`."""
+    return f"{now.build('name')}/{now.build('rank')}" if now.build("name") else url
+
+
 def row(url: str, before: Sample | None, now: Sample) -> tuple[str, ...]:
     """The cells of one rank. Rates are those since `before`; without it, the totals since the rank's start are averaged over
     nothing and shown as a dash.
     """
     if now.problem:
-        return (url, "", now.problem, *[""] * (len(HEADINGS) - 3))
+        return (url, "silent", *[""] * (len(HEADINGS) - 2))
     if before is not None and before.problem:
         before = None
 
-    def rate(name: str, **labels: str) -> float | None:
+    def rate(name: str, *, unit: float = 1.0, **labels: str) -> str:
         if before is None:
-            return None
-        return max(0.0, now.total(name, **labels) - before.total(name, **labels)) / max(now.at - before.at, 1e-6)
+            return "-"
+        grown = max(0.0, now.total(name, **labels) - before.total(name, **labels))
+        return f"{grown / unit / max(now.at - before.at, 1e-6):.1f}"
 
-    ready = [value for (name, _), value in now.values.items() if name == "disagg_peer_ready"]
+    num_ready = len(now.peers(ready=True))
     histogram = [] if before is None else before.buckets()
-    written = rate("transfer_bytes_total")
-    name = now.label("build_info", "name") or url
+    durations = [quantile(histogram, now.buckets(), share) for share in (0.5, 0.99)]
     return (
-        f"{name}/{now.label('build_info', 'rank')}",
-        f"{now.label('build_info', 'backend')} {now.label('build_info', 'transport')}",
+        rank_of(url, now),
         "ok" if now.total("healthy") else "dead",
-        f"{sum(ready):.0f}/{len(ready)}",
+        f"{num_ready}/{num_ready + len(now.peers(ready=False))}",
         f"{now.total('requests', direction='send'):.0f}",
         f"{now.total('requests', direction='receive'):.0f}",
-        _number(rate("requests_ended_total", outcome="ok")),
-        _number(rate("requests_ended_total", outcome="failed")),
-        *(_milliseconds(quantile(histogram, now.buckets(), share)) for share in (0.5, 0.99)),
-        "-" if written is None else size(written),
-        f"{now.total('quarantined_rows'):.0f}",
+        rate("requests_ended_total", outcome="ok"),
+        rate("requests_ended_total", outcome="failed"),
+        *("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in durations),
+        rate("transfer_bytes_total", unit=1e6),
+        engine_of(now),
     )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def engine_of(now: Sample) -> str:
+    """The engine and its transport, without the notes in parentheses; `auto` names those in use itself."""
+    engine, transport = now.build("backend"), re.sub(r" \([^)]*\)", "", now.build("transport"))
+    return transport if engine == "auto" else f"{engine}: {transport}"
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+def problems(url: str, now: Sample) -> str:
+    """What is wrong with a rank, in a line; empty if nothing is."""
+    found = [now.problem] if now.problem else []
+    if not now.problem and not now.total("healthy"):
+        found.append("a thread of it has died: its log has the cause, restart it")
+    if lost := now.peers(ready=False):
+        found.append(f"not ready: {', '.join(sorted(lost))}")
+    if rows := now.total("quarantined_rows"):
+        found.append(f"{rows:.0f} quarantined rows")
+    return f"{rank_of(url, now)}: {'; '.join(found)}" if found else ""
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> Table:
-    """The rows, with what needs attention in colour."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for number, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="left" if number < 3 else "right", no_wrap=number != 2)
-    for cells in rows:
-        bad = [
-            (number == 2 and cell != "ok") or (number in (7, 11) and cell not in ("-", "", "0", "0.0"))
-            for number, cell in enumerate(cells)
-        ]
-        shown.add_row(*(Text(cell, style="red" if is_bad else "") for cell, is_bad in zip(cells, bad, strict=True)))
-    return shown
+def is_bad(heading: str, cell: str) -> bool:
+    """Whether a cell needs attention."""
+    ready, _, known = cell.partition("/")
+    return {"health": cell != "ok", "peers": ready != known, "fail/s": cell not in ("-", "", "0.0")}.get(heading, False)
+
+
+def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sample]) -> Group:
+    """The table of all ranks and, below it, their problems; what needs attention in colour."""
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(
+            heading,
+            justify="left" if heading in ("rank", "health", "engine") else "right",
+            no_wrap=heading not in MIN_WIDTHS,
+            overflow="fold",
+            min_width=MIN_WIDTHS.get(heading),
+        )
+    for each in zip(urls, before, now, strict=True):
+        cells = zip(HEADINGS, row(*each), strict=True)
+        table.add_row(*(Text(cell, style="red" if is_bad(heading, cell) else "") for heading, cell in cells))
+    lines = filter(None, map(problems, urls, now))
+    return Group(table, *(Text(line, style="red", overflow="fold") for line in lines))
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
@@ -176,21 +198,24 @@ def table(rows: Sequence[tuple[str, ...]]) -> Table:
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def top(*, urls: tuple[str, ...], interval: float, timeout: float, once: bool) -> None:
-    """Show the requests, rates and health of ranks, from the metrics that each serves at URL."""
+    """Show the requests, rates and health of ranks, from the metrics that each serves at URL, and what is wrong with them.
+
+    `send` and `recv` are requests under way, `p50` and `p99` the time that requests took which ended in the interval, and
+    `MB/s` what is written to peers.
+    """
     for url in urls:
         metrics_of(url)
     console, read_now = Console(), functools.partial(read, timeout_s=timeout)
     with ThreadPoolExecutor(min(len(urls), 32)) as pool:
         before = list(pool.map(read_now, urls))
-        shown = table([row(url, None, sample) for url, sample in zip(urls, before, strict=True)])
-        with Live(shown, console=console, auto_refresh=False, transient=once) as live:
+        table = shown(urls, [None] * len(urls), before)
+        with Live(table, console=console, auto_refresh=False, transient=once) as live:
             while True:
                 time.sleep(interval)
                 now = list(pool.map(read_now, urls))
-                rows = [row(*each) for each in zip(urls, before, now, strict=True)]
-                before = now
+                table, before = shown(urls, before, now), now
                 if once:
                     break
-                live.update(table(rows), refresh=True)
-    console.print(table(rows))
-    sys.exit(any(cells[2] != "ok" for cells in rows))
+                live.update(table, refresh=True)
+    console.print(table)
+    sys.exit(any(sample.problem or not sample.total("healthy") for sample in now))

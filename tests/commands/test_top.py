@@ -6,11 +6,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from disagg.commands.top import Sample, quantile, read, row
+from disagg.commands.top import HEADINGS, Sample, engine_of, is_bad, problems, quantile, read, row
 from harness.ports import held_port
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
 
@@ -33,17 +34,19 @@ def test_rates_count_what_ended_between_two_readings(instances: Cluster) -> None
         instances.transfer(20)
     _, now = sample(instances)
     cells = row(url, before, now)
-    assert cells[:6] == ("decode-0/0", "local " + instances.decode[0].manager.backend.transport, "ok", "1/1", "0", "0")
-    assert float(cells[6]) == pytest.approx(3 / (now.at - before.at), abs=0.06)
-    assert cells[7] == "0.0"
-    assert all(re.fullmatch(r"[0-9.]+ ms", cell) for cell in cells[8:10])
-    assert row(url, None, now)[6:11] == ("-", "-", *cells_of_all(now), "-")
+    transport = instances.decode[0].manager.backend.transport
+    assert (*cells[:5], cells[10]) == ("decode-0/0", "ok", "1/1", "0", "0", f"local: {transport}")
+    assert float(cells[5]) == pytest.approx(3 / (now.at - before.at), abs=0.06)
+    assert cells[6] == "0.0"
+    assert all(re.fullmatch(r"[0-9.]+", cell) for cell in cells[7:9])
+    assert row(url, None, now)[5:10] == ("-", "-", *cells_of_all(now), "-")
+    assert problems(url, now) == ""
 
 
 def cells_of_all(now: Sample) -> tuple[str, str]:
     both = [quantile([], now.buckets(), share) for share in (0.5, 0.99)]
     assert None not in both
-    return f"{both[0] * 1e3:.1f} ms", f"{both[1] * 1e3:.1f} ms"  # type: ignore[operator]
+    return f"{both[0] * 1e3:.1f}", f"{both[1] * 1e3:.1f}"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -62,25 +65,92 @@ def test_a_quantile_is_interpolated_within_its_bucket(
     assert quantile(before, now, share) == expected
 
 
-def test_the_command_shows_every_rank_and_fails_for_a_silent_one(instances: Cluster) -> None:
-    command = [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1", "--timeout", str(DEADLINE_S)]
-    urls = [str(rank.manager.metrics_url) for rank in (*instances.prefill, *instances.decode)]
+def metrics(**values: float) -> Sample:
+    """A healthy rank's sample with these values. `__PEER` after a name is its label."""
+    build = frozenset(
+        {"name": "prefill-0", "rank": "1", "backend": "auto", "transport": "cma: shm; nixl: tcp (inferred)"}.items()
+    )
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {("disagg_build_info", build): 1.0}
+    for key, value in {"healthy": 1.0, **values}.items():
+        name, _, peer = key.partition("__")
+        found[f"disagg_{name}", frozenset({("peer", peer)} if peer else ())] = value
+    return Sample(0.0, found)
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *urls, *more], capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "180"}
-        )
 
-    ended = run()
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [name in ended.stdout for name in ("prefill-0/0", "prefill-0/1", "decode-0/0")] == [True] * 3
-    with held_port() as port:
-        ended = run(f"127.0.0.1:{port}")
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (metrics(peer_ready__a=1), ""),
+        (metrics(peer_ready__a=1, peer_ready__c=0, peer_ready__b=0), "prefill-0/1: not ready: b, c"),
+        (metrics(quarantined_rows=12), "prefill-0/1: 12 quarantined rows"),
+        (metrics(healthy=0), "prefill-0/1: a thread of it has died: its log has the cause, restart it"),
+        (Sample(0.0, {}, "timed out"), "here:1: timed out"),
+    ],
+)
+def test_what_is_wrong_with_a_rank_is_a_line_below_the_table(now: Sample, expected: str) -> None:
+    assert problems("here:1", now) == expected
+    assert engine_of(metrics()) == "cma: shm; nixl: tcp"
+
+
+def test_what_needs_attention_is_in_colour() -> None:
+    now = metrics(peer_ready__a=1, peer_ready__b=0)
+    assert [is_bad(*each) for each in zip(HEADINGS, row("here:1", now, now), strict=True)] == [
+        heading == "peers" for heading in HEADINGS
+    ]
+    assert is_bad("health", "dead")
+    assert is_bad("health", "silent")
+    assert is_bad("fail/s", "0.1")
+
+
+def top(*urls: str, columns: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1", "--timeout", str(DEADLINE_S), *urls],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"COLUMNS": str(columns)},
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_command_shows_every_rank_and_fails_for_a_silent_one(columns: int) -> None:
+    with cluster(Side(tp=2), Side(), settings={"metrics_port": 0, "backend": "auto"}) as instances:
+        urls = [str(rank.manager.metrics_url) for rank in (*instances.prefill, *instances.decode)]
+        ended = top(*urls, columns=columns)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        head, *lines = ended.stdout.splitlines()
+        assert head.split() == " ".join(HEADINGS).split()
+        expected = [[name, "ok", "1/1", "0", "0"] for name in ("prefill-0/0", "prefill-0/1", "decode-0/0")]
+        assert [line.split()[:5] for line in lines] == expected
+        assert all(line.rstrip().endswith("cma: shm") for line in lines)
+        with held_port() as port:
+            silent = f"127.0.0.1:{port}"
+            ended = top(urls[0], silent, columns=columns)
     assert ended.returncode == 1
-    assert "refused" in ended.stdout
+    _, first, second, problem = ended.stdout.splitlines()
+    assert first.split()[:3] == ["prefill-0/0", "ok", "1/1"]
+    assert second.split() == [silent, "silent"]
+    assert problem.startswith(f"{silent}: ")
+    assert "refused" in problem
 
 
 def test_a_rank_that_does_not_answer_in_time_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert row(url, None, read(url, timeout_s=0.1))[:3] == (url, "", "timed out")
+        now = read(url, timeout_s=0.1)
+    assert row(url, None, now)[:3] == (url, "silent", "")
+    assert problems(url, now) == f"{url}: timed out"
+
+
+def test_an_answer_that_is_cut_is_a_problem() -> None:
+    def answer() -> None:
+        with server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert "IncompleteRead" in read(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=DEADLINE_S).problem
+        thread.join()
