@@ -24,7 +24,17 @@ def test_prometheus_accepts_the_alerts() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("change", [("", ""), ("disagg_healthy == 0", "disagg_healthy == 2"), ("> 0.01", "> 0.2")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("", ""),
+        ("disagg_healthy == 0", "disagg_healthy == 2"),
+        ("> 0.01", "> 0.2"),
+        ('cause="verification"', 'cause="deadline"'),
+        ("offset 1h", "offset 1m"),
+        ("[1h]", "[1m]"),
+    ],
+)
 def test_each_alert_fires_for_its_metrics_alone(tmp_path: Path, change: tuple[str, str]) -> None:
     rules = RULES.read_text()
     assert change[0] in rules
