@@ -3,7 +3,7 @@
 A receiver's span is a child of the span that is current where the server makes the receiver. Its context travels in the
 reserve, as a W3C `traceparent`. A sender's span is linked to those of its receivers. It is a child of the span that is current
 where the server makes the sender, or of the first receiver's if there is none. Spans need the package `opentelemetry-api`, and
-reach a collector where the server has set up OpenTelemetry's SDK.
+reach a collector where the process has set up OpenTelemetry's SDK; a warning is logged where it has not.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Tracing:
             raise ConfigError(
                 f"tracing: expected the package 'opentelemetry-api' (pip install opentelemetry-api): {error}"
             ) from error
+        if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            logger.warning(
+                "tracing: expected a tracer provider, found none: spans reach nobody until the process sets one. "
+                "`opentelemetry-instrument COMMAND` does so"
+            )
         self._tracer, self._api = trace.get_tracer("disagg", importlib.metadata.version("disagg")), trace
         self._texts = TraceContextTextMapPropagator()
         self._receiving: dict[Receiver, Span] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from disagg import ConfigError, new_request_id
 from disagg.core.timeline import PHASES
+from disagg.runtime.tracing import Tracing
 from tests.manager.test_peers import until
 from tests.manager.test_timelines import begin
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
@@ -28,7 +30,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Where the spans of this process go."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return exporter
 
 
@@ -118,7 +120,7 @@ def test_a_span_processor_that_fails_fails_no_request(
     """Spans start in the server's thread, where it may be interrupted, and end in one of the manager."""
     provider = TracerProvider()
     provider.add_span_processor(Broken(where, error))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     with cluster(Side(), Side(), settings=TRACED) as instances:
         for _ in range(2):
             receiver, senders = begin(instances)
@@ -130,7 +132,7 @@ def test_a_span_processor_that_fails_fails_no_request(
 @pytest.mark.parametrize("sampled_out", [True, False])
 def test_a_request_that_is_not_sampled_says_so(monkeypatch: pytest.MonkeyPatch, sampled_out: bool) -> None:
     if sampled_out:
-        monkeypatch.setattr(trace, "get_tracer", TracerProvider(sampler=ALWAYS_OFF).get_tracer)
+        monkeypatch.setattr(trace, "get_tracer_provider", lambda: TracerProvider(sampler=ALWAYS_OFF))
     with cluster(Side(), Side(), settings=TRACED) as instances:
         receiver, senders = begin(instances)
         assert all(handle.wait(timeout_s=DEADLINE_S).ok for handle in (receiver, *senders))
@@ -152,6 +154,16 @@ def test_a_peers_trace_context_may_be_anything(exporter: InMemorySpanExporter, t
     (span,) = named(exporter.get_finished_spans(), "disagg.send")
     assert span.parent is None
     assert not span.links
+
+
+def test_spans_that_reach_nobody_are_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Tracing()
+        (warned,) = caplog.messages
+        monkeypatch.setattr(trace, "get_tracer_provider", TracerProvider)
+        Tracing()
+    assert "expected a tracer provider, found none" in warned
+    assert caplog.messages == [warned]
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
