@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,6 +34,21 @@ def test_each_architecture_gets_a_wheel_for_3_11_and_one_of_the_stable_abi(arch:
     assert ended.stdout.split() == [f"cp311-manylinux_{arch}", f"cp312-manylinux_{arch}"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"
+
+
+def test_an_index_can_show_what_the_package_is(tmp_path: Path) -> None:
+    build = "import sys; from scikit_build_core.build import prepare_metadata_for_build_wheel as build; build(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, timeout=120, check=True)
+    (written,) = tmp_path.glob("*.dist-info/METADATA")
+    found = email.message_from_string(written.read_text())
+    assert found["Description-Content-Type"] == "text/markdown"
+    description = found.get_payload()
+    assert isinstance(description, str)
+    assert description.strip().startswith("# disagg")
+    assert re.findall(r"\]\((?!https://)", description) == [], "an index has no files that a relative link could name"
+    prefix = "Programming Language :: Python :: 3."
+    versions = [each.removeprefix(prefix) for each in found.get_all("Classifier", []) if each.startswith(prefix)]
+    assert [f"3.{version}" for version in versions] == list(VERSIONS)
 
 
 def test_every_later_python_uses_the_wheel_of_the_stable_abi(tmp_path: Path) -> None:
