@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from harness import aarch64
 from harness.pythons import installed
-from harness.wheels import VERSIONS, wheel_for
+from harness.wheels import VERSIONS, outcome, wheel_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +65,23 @@ def test_every_later_python_uses_the_wheel_of_the_stable_abi(tmp_path: Path) -> 
         f"disagg-0.1.0-{tag}.whl" for tag in (tags[0], *[tags[1]] * 3)
     ]
     assert [used(version, "x86_64") for version in VERSIONS] == ["", *[f"disagg-0.1.0-{tags[2]}.whl"] * 3]
+
+
+def test_the_wheel_of_the_stable_abi_runs_the_tests_once_under_emulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def use(wheel: Path, version: str, *, tests: bool = False) -> str:
+        used.append((wheel.name.split("-")[3], version, tests))
+        return ""
+
+    monkeypatch.setattr(aarch64, "use", use)
+    for tag in ("cp311-cp311", "cp312-abi3"):
+        (tmp_path / f"disagg-0.1.0-{tag}-manylinux_2_24_aarch64.whl").touch()
+    passed = [version for version in VERSIONS if outcome(version, "aarch64", tmp_path)[1] == "passed"]
+    assert passed == ["3.11", "3.13", "3.14"]
+    assert used == [("cp311", "3.11", False), ("abi3", "3.13", True), ("abi3", "3.14", False)]
 
 
 def test_an_installed_python_has_the_version_that_was_asked_for() -> None:
