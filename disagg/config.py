@@ -24,7 +24,7 @@ from disagg.protocol.messages import Verify
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Limits
 from disagg.runtime.keys import KeyPair, parse_key
-from disagg.settings import expected_of, meaning, settings, sources, unknown_key, value_of
+from disagg.settings import expected_of, hint, meaning, settings, sources, unknown_key, value_of
 
 Transport = Literal["auto", "rdma", "tcp", "shm"]
 _OF_DISCOVERY = ("discover", "announce")
@@ -107,7 +107,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             announced_at(self.announce)
         unknown = sorted(self.peer_keys.keys() - self.peers.keys())
         if unknown and self.admit != "keys" and self.discover is None:
-            raise ConfigError(f"config: key 'peer_keys': expected names of peers, found {unknown[0]!r}")
+            meant = hint(unknown[0], self.peers)
+            raise ConfigError(f"config: key 'peer_keys': expected names of peers, found {unknown[0]!r}{meant}")
 
     @classmethod
     def load(

@@ -150,10 +150,10 @@ def _is_of_kubernetes(name: str, value: str, known: Collection[str]) -> bool:
 
 def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     """The error for a key that no setting has, with those that are spelled similarly."""
-    return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){_hint(key, known)}")
+    return ConfigError(f"config: expected keys of {', '.join(known)}, found {key!r} ({where}){hint(key, known)}")
 
 
-def _hint(word: str, known: Iterable[str]) -> str:
+def hint(word: str, known: Iterable[str]) -> str:
     """Which of the words that are known may be meant."""
     near = difflib.get_close_matches(word, list(known))
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -181,7 +181,7 @@ def value_of(setting: Setting, value: Any, where: str, *, text: bool = False) ->
     if names is not None and isinstance(value, Mapping):
         unknown = sorted(value.keys() - set(names))
         if unknown:
-            raise wrong(f"names of {', '.join(names)}", unknown[0], _hint(unknown[0], names))
+            raise wrong(f"names of {', '.join(names)}", unknown[0], hint(unknown[0], names))
     try:
         return msgspec.convert(value, setting.kind, strict=not text)
     except msgspec.ValidationError as error:

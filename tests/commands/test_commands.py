@@ -52,6 +52,16 @@ def test_a_wrong_option_is_one_sentence(capsys: pytest.CaptureFixture[str], name
     assert sentence.endswith(f"; see {name} --help")
 
 
+@pytest.mark.parametrize(("word", "meant"), [("prefil", "prefill"), ("dekode", "decode"), ("zzzz", None)])
+def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
+    capsys: pytest.CaptureFixture[str], word: str, meant: str | None
+) -> None:
+    status, out, err = ended(capsys, "disagg", word)
+    assert (status, out) == (2, "")
+    hint = f" (did you mean {meant!r}?)" if meant else ""
+    assert err == f"disagg: No such command {word!r}{hint}; see disagg --help\n"
+
+
 FAILING = {
     "disagg prefill": ("--model", "tiny", "--side", "tp=x"),
     "disagg decode": ("--config", "/nowhere/rank.toml"),

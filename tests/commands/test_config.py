@@ -128,6 +128,10 @@ def test_keywords_override_the_environment_which_overrides_the_file(tmp_path: Pa
         ({"verify": "most"}, ["'verify'", "one of off, sample, full", "'most'", "(keyword)"]),
         ({"peers": {"a": 1}}, ["'peers'", "str as every value"]),
         ({"peer_keys": {"b": "x"}}, ["'peer_keys'", "names of peers", "'b'"]),
+        (
+            {"peers": {"decode": "tcp://127.0.0.1:1"}, "peer_keys": {"decod": "x"}},
+            ["'peer_keys'", "found 'decod'; did you mean 'decode'?"],
+        ),
         ({"name": 7}, ["'name'", "expected str", "7"]),
     ],
 )

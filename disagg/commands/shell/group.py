@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -32,6 +33,13 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """The subcommand that `args` begin with. The error for another word names those that are spelled similarly."""
+        near = difflib.get_close_matches(args[0], COMMANDS)
+        if near and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r} (did you mean {' or '.join(map(repr, near))}?)")
+        return super().resolve_command(ctx, args)
 
 
 EPILOG = """\b
