@@ -275,9 +275,9 @@ def command_line() -> Iterator[str]:
         arguments = [each.metavar or each.name or "" for each in command.params if isinstance(each, click.Argument)]
         yield f"`{' '.join([name, '[OPTIONS]', *arguments])}`"
         yield ""
-        yield "| option | | default |"
+        yield "| option | | default, bounds |"
         yield "|---|---|---|"
-        with click.Context(command, info_name=name) as context:
+        with click.Context(command, info_name=name, **command.context_settings) as context:
             for each in command.params:
                 if isinstance(each, click.Option) and not each.hidden:
                     yield _option_row(each, context)
@@ -288,11 +288,10 @@ def _option_row(option: click.Option, context: click.Context) -> str:
     names = " / ".join(filter(None, (", ".join(option.opts), ", ".join(option.secondary_opts))))
     value = "" if option.is_flag else f" {option.make_metavar(context)}"
     text, _, default = (option.help or "").partition("  [default: ")
-    default = default.rstrip("]")
-    shown = option.default
-    if not default and isinstance(shown, str | int | float) and not isinstance(shown, bool) and not option.multiple:
-        default = str(shown)
-    cells = (f"`{names}{value}`", " ".join(text.split()), f"`{default}`" if default else "")
+    shown = option.get_help_extra(context)
+    default = default.rstrip("]") or shown.get("default", "")
+    more = [shown.get("required", ""), f"`{default}`" if default else "", shown.get("range", "")]
+    cells = (f"`{names}{value}`", " ".join(text.split()), "; ".join(filter(None, more)))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -60,6 +61,19 @@ def test_a_misspelt_command_is_one_sentence_with_those_that_may_be_meant(
     assert (status, out) == (2, "")
     hint = f" (did you mean {meant!r}?)" if meant else ""
     assert err == f"disagg: No such command {word!r}{hint}; see disagg --help\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `--tokens INTEGER RANGE` | Length of the request. | required; x>=1 |",
+        "| `--interval SECONDS` | Time between two readings. | `2.0`; x>=0.1 |",
+        "| `--engines / --no-engines` | Start engines in child processes and measure them. | `engines` |",
+        "| `--rank N` | The number of this rank in its instance. | `0` |",
+    ],
+)
+def test_the_page_of_commands_has_bounds_and_defaults_as_the_help_does(row: str) -> None:
+    assert row in (Path(__file__).parents[2] / "docs/commands.md").read_text().splitlines()
 
 
 FAILING = {
