@@ -21,6 +21,10 @@ from disagg.commands.bench.fleet import rank_config
 from disagg.commands.bench.report import PHASES_TITLE, Sample
 from disagg.commands.bench.thresholds import TENSORS, TOKEN_NBYTES, PathSpeeds, break_even, path_speeds, threshold_cases
 from disagg.commands.cases.costs import ALWAYS, Costs, read_costs
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.commands.explain.engine import engine_of_row, shipped_costs
+from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.core.errors import ConfigError
 from disagg.core.timeline import PHASES
 from disagg.models import load_model
@@ -143,9 +147,35 @@ def test_calibration_writes_costs_that_explain_reads(tmp_path: Path, monkeypatch
     )  # fmt: skip
     found = json.loads(explained.stdout)
     assert found["costs"] == json.loads(file.read_text())
+    assert found["costs"]["engine"] == "local memory"
     assert found["pack_below"] == costs.break_even_nbytes
     assert found["seconds"] == pytest.approx(sum(found["phases"].values()))
     assert tuple(found["phases"]) == PHASES
+
+
+def test_costs_of_another_engine_give_way_to_those_that_come_with_the_package(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_bytes(msgspec.json.encode(Costs(1e-6, 5.0, 5.0, engine="nixl tcp")))
+    sides = ("--model", "tiny", "--prefill", "tp=1", "--decode", "tp=1", "--no-ceiling")
+    ended = bench("--backend", "local", *sides, "--costs", str(file), *SMALL)
+    (row,) = ended.rows
+    assert row["predicted_by"] == "a host with 2 cores"
+    case = Case(backend="local", model="tiny", tokens=64, prefill=Side.parse("tp=1"), decode=Side.parse("tp=1"))
+    assert row["predicted"] == pytest.approx(explain_request(ExplainRequest(case=case)).summary.phases)
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "key"),
+    [
+        ("cma", "shm", "cma shm"),
+        ("nixl", "tcp (inferred)", "nixl tcp"),
+        ("auto", "cma: shm", "cma shm"),
+        ("local", "memory copy", "local memory"),
+    ],
+)
+def test_a_row_names_the_engine_whose_costs_apply(backend: str, transport: str, key: str) -> None:
+    assert engine_of_row(backend, transport) == key
+    assert shipped_costs(key) is not None
 
 
 def test_predicted_phases_are_shown_beside_measured_ones(bench: Bench, tmp_path: Path) -> None:
@@ -163,7 +193,7 @@ def test_predicted_phases_are_shown_beside_measured_ones(bench: Bench, tmp_path:
     assert columns.split() == ["prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all"]
     assert measured.split()[3:6] == ["1", "0", "64"]
     assert float(measured.split()[-1]) == pytest.approx(row["latency_ms"]["p50"], abs=0.01)
-    assert predicted.split() == ["predicted", *["1.00"] * len(PHASES), "8.00"]
+    assert predicted.split() == ["predicted", "by", "--costs", *["1.00"] * len(PHASES), "8.00"]
     assert "<td>predicted" in report.read_text()
 
 

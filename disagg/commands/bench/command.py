@@ -31,6 +31,7 @@ from disagg.commands.cases.costs import Costs, read_costs
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
+from disagg.commands.explain.engine import engine_of_row, shipped_costs
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.shell.errors import one_sentence
 from disagg.core.errors import ConfigError
@@ -212,11 +213,17 @@ def exit_status(rows: Sequence[Row]) -> int:
 
 
 def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
-    """The row with the phases that `disagg explain` predicts for a request as long as the median one."""
-    if costs is None or row.median is None:
+    """The row with the phases that `disagg explain` predicts for a request as long as the median one: by the given costs, or
+    by those that come with this package. Neither are of GPUs.
+    """
+    key = engine_of_row(row.backend, row.transport)
+    given = costs if costs is not None and costs.engine in ("", key) else None
+    chosen = given or shipped_costs(key)
+    if chosen is None or row.median is None or row.device == "cuda":
         return row
     median = replace(case, tokens=row.median.tokens, requests=1, arrivals=TOGETHER)
-    return msgspec.structs.replace(row, predicted=explain_request(ExplainRequest(case=median, costs=costs)).summary.phases)
+    phases = explain_request(ExplainRequest(case=median, costs=chosen)).summary.phases
+    return msgspec.structs.replace(row, predicted=phases, predicted_by="--costs" if given else "a host with 2 cores")
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
@@ -309,7 +316,7 @@ def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
     "--costs",
     "costs_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Show the phases that these costs predict beside the measured ones; --calibrate writes the file.",
+    help="Predict the phases with these costs instead of those that come with disagg; --calibrate writes the file.",
 )
 @click.option(
     "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank. Repeat for all ranks of the case."

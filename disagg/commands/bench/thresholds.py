@@ -19,6 +19,7 @@ from disagg.commands.bench.report import Row
 from disagg.commands.cases.costs import ALWAYS, Costs, Measured, fitted_costs, fitted_phases
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
+from disagg.commands.explain.engine import engine_of_row
 from disagg.commands.shell.text import counted, indented_json, plain_table, show, size
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.runtime.paths import MIN_PIECES
@@ -115,7 +116,7 @@ def fitted(rows: Sequence[Row], shorter: Sequence[Row]) -> Costs:
     path_speeds(shorter)
     costs = fitted_costs([(each.nbytes, each.direct, each.packed) for each in path_speeds(rows)])
     phases = fitted_phases([Measured(row.way, row.pieces, row.bytes, row.phases) for row in (*rows, *shorter)])
-    return msgspec.structs.replace(costs, phases=phases)
+    return msgspec.structs.replace(costs, phases=phases, engine=engine_of_row(rows[0].backend, rows[0].transport))
 
 
 def write_costs(file: Path, costs: Costs) -> None:

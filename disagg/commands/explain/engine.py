@@ -83,6 +83,17 @@ def engine_of(backend: str, transport: str) -> Engine:
     return Engine(name, chosen, declared_staging(name, transport), _measured().get(f"{name} {chosen}"))
 
 
+def engine_of_row(backend: str, transport: str) -> str:
+    """The key of the engine that a row of the benchmark names: `nixl` over `tcp (inferred)`, or `auto` over `cma: shm`."""
+    name, _, way = transport.partition(" (")[0].rpartition(": ")
+    return f"{name or backend} {way.removesuffix(' copy')}"
+
+
+def shipped_costs(key: str) -> Costs | None:
+    """The costs that come with this package, of an engine and its transport."""
+    return _measured().get(key)
+
+
 @functools.cache
 def _measured() -> dict[str, Costs]:
     """The costs by engine and transport that `benchmarks/phases.py` has measured on a host with two cores."""

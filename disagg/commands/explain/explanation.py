@@ -32,7 +32,7 @@ class ExplainRequest:
     """A case of the benchmark to be explained. `decode_model` is the decode side's model if it differs.
 
     `consecutive`: the request's pages follow each other, instead of the benchmark's random ones. `favoured`: pieces take the
-    path that `costs` favour, unless the case has a threshold.
+    path that `costs` favour, unless the case has a threshold; without `costs`, a better threshold is looked for.
     """
 
     case: Case
@@ -88,7 +88,7 @@ def explain_request(request: ExplainRequest) -> Explanation:
 
     pairs = explained(engine)
     summary = _summary(case.tokens, engine, source, destination, pairs)
-    if case.pack_below is None and engine.costs is not None and summary.seconds is not None:
+    if request.favoured and request.costs is None and case.pack_below is None and engine.costs and summary.seconds is not None:
         longest = max((part.run_bytes_mean for pair in pairs for part in pair.components), default=0.0)
         below = min(engine.costs.break_even_nbytes, 1 << math.ceil(longest).bit_length())
         seconds, _ = predict(explained(engine.with_threshold(below, "")), engine.costs, one_link=engine.one_link)
