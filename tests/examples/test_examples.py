@@ -130,4 +130,4 @@ def test_a_third_partys_engine_is_found_by_its_entry_point(tmp_path: Path) -> No
     assert bench.returncode == 0, bench.stderr
     (row,) = [line for line in bench.stdout.splitlines() if line.startswith("procmem")]
     assert row.split()[:2] == ["procmem", "procmem"]
-    assert row.split()[-1] == "yes"
+    assert row.split()[-2:] == ["yes", "well"]

@@ -11,6 +11,7 @@ import pytest
 
 from disagg import KVManager, ModelId, PeerUnreachable
 from disagg.protocol.peer_state import ConnectionLimits, Undecided
+from harness.ports import free_ports
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import manager, until
@@ -119,9 +120,9 @@ def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pyt
     """The manager keeps asking it, because another process may replace it."""
     caplog.set_level(logging.WARNING)
     with ExitStack() as stack:
-        prefill, decode = opened(stack, "prefill"), opened(stack, "decode", model=ModelId("another"))
-        prefill.add_peer("decode", address=decode.address)
-        decode.add_peer("prefill", address=prefill.address)
+        there = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        prefill = opened(stack, "prefill", peers={"decode": there})
+        decode = opened(stack, "decode", model=ModelId("another"), listen=there, peers={"prefill": prefill.address})
         for each in (prefill, decode):
             until(lambda each=each: each._runtime.dispatch.num_rejected_hellos >= NUM_REFUSED)
         assert sorted(record.getMessage() for record in caplog.records) == [

@@ -296,6 +296,7 @@ def test_a_connection_whose_message_does_not_end_is_ended(
 ) -> None:
     """Others are not. libzmq bounds a frame, not the number of frames of a message."""
     monkeypatch.setattr(endless, "MAX_NBYTES", 1 << 20)
+    monkeypatch.setattr(endless, "CHECK_S", 0.0)
     server, client = channels
     connect_locally(server, client)
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
