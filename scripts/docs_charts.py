@@ -23,7 +23,7 @@ COLOURS = dict(
 """The colour of each phase of a request."""
 FLOOR, DISAGG, NIXL = ("nothing moved", "#999999"), ("disagg", "#4477aa"), ("NixlConnector", "#ee6677")
 TIMES = {"floor_ms": FLOOR, "disagg_ms": DISAGG, "nixl_ms": NIXL}
-RATES = {"disagg_rps": DISAGG, "nixl_rps": NIXL}
+RATES = {"floor_rps": FLOOR, "disagg_rps": DISAGG, "nixl_rps": NIXL}
 """How each column of vLLM's figures is named and coloured."""
 STYLES = {"1 -> 1": "-", "2 -> 1": "--"}
 """The line of each pair of tensor-parallel sizes."""
@@ -48,10 +48,11 @@ def first_tokens(axes: Axes, rows: Sequence[Figures]) -> None:
 def rates(axes: Axes, rows: Sequence[Figures]) -> None:
     """Requests per second by the number of clients and prefill's tensor-parallel size."""
     for number, (column, (_, colour)) in enumerate(RATES.items()):
-        bars = axes.bar([place + 0.4 * number for place in range(len(rows))], [row[column] for row in rows], 0.38, color=colour)
-        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+        places = [place + 0.28 * number for place in range(len(rows))]
+        bars = axes.bar(places, [row[column] for row in rows], 0.26, color=colour)
+        axes.bar_label(bars, fmt="%.0f", fontsize=7)
     axes.set_xticks(
-        [place + 0.2 for place in range(len(rows))],
+        [place + 0.28 for place in range(len(rows))],
         [f"{row['concurrency']} clients\nTP {row['tp'].replace('->', '→')}" for row in rows],
         fontsize=8,
     )

@@ -26,10 +26,10 @@ def vllm_figures() -> Iterator[str]:
             where = "the same"
     for row in gpu["load"]:
         if row["concurrency"] == 32:
-            rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl"))
-            gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl"))
-            yield f"| the same: requests per second, {row['concurrency']} clients, TP {_arrow(row['tp'])} | {rates} | - |"
-            yield f"| the same: longest gap between two tokens | {gaps} | - |"
+            rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl", "floor"))
+            gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl", "floor"))
+            yield f"| the same: requests per second, {row['concurrency']} clients, TP {_arrow(row['tp'])} | {rates} |"
+            yield f"| the same: longest gap between two tokens | {gaps} |"
     found = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
     times = [found[name, 32]["first_token_ms_p50"].values() for name in (OURS, THEIRS)]
     cells = " | ".join(f"{min(each):.1f} to {max(each):.1f} ms" for each in times)
@@ -51,11 +51,13 @@ def vllm_first_tokens() -> Iterator[str]:
 
 def vllm_loads() -> Iterator[str]:
     """Requests per second between two GPUs."""
-    yield f"| clients | TP | requests/s, `nvlink` | requests/s, {THEIRS} | longest gap, `nvlink` | longest gap, {THEIRS} |"
-    yield "|---|---|---|---|---|---|"
+    whose = ("`nvlink`", THEIRS, "nothing moved")
+    columns = " | ".join(f"{what}, {each}" for what in ("requests/s", "longest gap") for each in whose)
+    yield f"| clients | TP | {columns} |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in _read(SERVERS)["load"]:
-        rates = f"{row['disagg_rps']:.1f} | {row['nixl_rps']:.1f}"
-        gaps = f"{row['disagg_max_gap_ms']:.0f} ms | {row['nixl_max_gap_ms']:,.0f} ms"
+        rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl", "floor"))
+        gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl", "floor"))
         yield f"| {row['concurrency']} | {_arrow(row['tp'])} | {rates} | {gaps} |"
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.vllm_connectors import OTHERS, exchange
+from benchmarks.gpu.vllm_connectors import DECODE_ONLY, OTHERS, exchange
 from benchmarks.gpu.vllm_load import ask_many
 from benchmarks.gpu.vllm_requests import Broken, Reply, compute, num_external, prompt_of, stream
 from benchmarks.gpu.vllm_tables import load_of, rows_of
@@ -132,8 +132,8 @@ def note(pair: Pair, plan: Plan, what: str, error: Exception) -> None:
 
 def measure_all(pairs: list[Pair], plan: Plan) -> Iterator[dict[str, Any]]:
     """The parts of the table, each as soon as it is complete."""
-    moving = [pair for pair in pairs if pair.prefill]
-    timed = [pair for pair in pairs if pair.name != "undivided"]
+    moving = [pair for pair in pairs if pair.prefill and pair.name not in DECODE_ONLY]
+    timed = [pair for pair in pairs if pair.name != "undivided" and (pair in moving or not pair.prefill)]
     prompts = [prompt_of(random.Random(length + place), length) for place, length in enumerate(plan.checked)]
     expected = [answers_alone(pair, prompts, plan) for pair in pairs if pair.name == "undivided"]
     yield {"tokens": tokens([(pair, pair.decode) for pair in moving], prompts, expected, plan)}
@@ -143,7 +143,7 @@ def measure_all(pairs: list[Pair], plan: Plan) -> Iterator[dict[str, Any]]:
         rows += [] if plan.is_over(f"first token, {length} tokens") else first_token(timed, length, plan)
         yield {"rows": rows_of(rows), "first_token": rows}
     loads: list[dict[str, Any]] = []
-    loaded = [pair for pair in moving if pair.name not in OTHERS]
+    loaded = [pair for pair in pairs if pair.prefill and pair.name not in OTHERS]
     for clients, turn in itertools.product(plan.clients, range(plan.rounds)):
         what = f"load, {clients} clients, round {turn}"
         loads += [load(pair, clients, plan) for pair in loaded if pair.is_usable and not plan.is_over(f"{pair.name}: {what}")]

@@ -22,7 +22,7 @@ PREFILL = {
 OURS = ("nvlink", "nixl")
 """This library's connector with one of these backends."""
 DECODE_ONLY = ("nothing", "floor", "undivided")
-"""Servers without prefill: `DecodeBenchConnector`, `FloorConnector`, and none."""
+"""Servers that are asked without prefill: `DecodeBenchConnector`, `FloorConnector`, and none."""
 OTHERS = ("MooncakeConnector", "P2pNcclConnector")
 """vLLM's connectors that are measured at TP 1 to 1 only, and without load."""
 CONNECTORS = (*OURS, "NixlConnector", *OTHERS, *DECODE_ONLY)
@@ -43,7 +43,7 @@ class Exchange:
 
 def options(connector: str, *, decodes: bool, side_port: int) -> list[str]:
     """The options of vLLM for a connector."""
-    if connector == "undivided":
+    if connector in ("undivided", "none"):
         return []
     return ["--kv-transfer-config", _config(connector, decodes=decodes, side_port=side_port)]
 
@@ -89,6 +89,8 @@ def environment(connector: str, side_port: int) -> dict[str, str]:
 def exchange(connector: str, prefill: Server, decode: Server) -> Exchange:
     """What a proxy sends for a new request."""
     name = secrets.token_hex(16)
+    if connector == "floor":
+        return Exchange({}, {})
     if connector == "MooncakeConnector":
         return Exchange(
             {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name},

@@ -5,7 +5,8 @@
 Prefill and decode are servers of their own. The model has random weights, and the KV of a Llama with 8 billion parameters:
 128 KiB per token. `nvlink` and `nixl` are this library's connector with that backend. The connectors whose names end in
 `Connector` are vLLM's. Two decode servers move nothing: `nothing` has vLLM's `DecodeBenchConnector`, which loads within a step,
-and `floor` goes the way of every connector that loads between steps. `vllm_clients.py` describes the figures. `--gpus 0` tries
+and `floor` goes the way of every connector that loads between steps; under load it has prefill servers without a connector.
+`vllm_clients.py` describes the figures. `--gpus 0` tries
 the program on the CPU with a small model.
 
 Prefill is on the first half of the GPUs, and decode on the second half; a server of more ranks than that takes GPUs of the
@@ -78,7 +79,10 @@ def wanted(
     """
     for connector in connectors:
         if connector in DECODE_ONLY:
-            yield Wanted(connector, connector, 1, block, SMALL, chunk, decode_tp, clients)
+            size = LARGE if connector == "floor" else SMALL
+            yield Wanted(f"{connector} decode", connector, 1, block, size, chunk, decode_tp, clients)
+            for tp in sizes if connector == "floor" else ():
+                yield Wanted(f"{connector} prefill {tp}", "none", 0, block, LARGE, chunk, tp, clients)
         elif connector in OTHERS:
             yield Wanted(f"{connector} prefill {sizes[0]}", connector, 0, block, SMALL, chunk, sizes[0], clients)
             yield Wanted(f"{connector} decode", connector, 1, block, SMALL, chunk, decode_tp, clients)
@@ -175,8 +179,8 @@ def pairs_of(
 ) -> Iterator[Pair]:
     """The complete pairs among the servers that have started. Only those of TP 1 have a decode server with other blocks."""
     for connector in connectors:
-        if connector in ready:
-            yield Pair(connector, None, ready[connector], decode_tp=decode_tp)
+        if connector in DECODE_ONLY and f"{connector} decode" in ready:
+            yield Pair(connector, None, ready[f"{connector} decode"], decode_tp=decode_tp)
         for tp in sizes:
             if {f"{connector} prefill {tp}", f"{connector} decode"} <= ready.keys():
                 other = ready.get(f"{connector} decode {2 * block}") if tp == 1 else None

@@ -19,7 +19,7 @@ TIMES = {
     "P2pNcclConnector": "p2p_nccl_ms",
 }
 """The column of each pair in `rows`: decode's time to the first token. Pairs without prefill are the same for every TP."""
-LOADS = {"nvlink": "disagg", "NixlConnector": "nixl"}
+LOADS = {"nvlink": "disagg", "NixlConnector": "nixl", "floor": "floor"}
 """The prefix of each pair's columns in `load`."""
 
 
