@@ -29,7 +29,7 @@ TOO_WIDE = """
   if (document.scrollingElement.scrollWidth > width) found.push('the page: ' + document.scrollingElement.scrollWidth);
   for (const each of document.querySelectorAll('article *')) {
     const right = each.getBoundingClientRect().right;
-    const inside = each.parentElement.closest('.md-typeset__scrollwrap, pre, code, .md-typeset__table');
+    const inside = each.parentElement.closest('.md-typeset__scrollwrap, pre, code, .md-typeset__table, p:has(> img)');
     if (right > width + 1 && !inside && getComputedStyle(each).display !== 'none')
       found.push(each.tagName.toLowerCase() + ' to ' + Math.round(right) + ': ' + each.textContent.trim().slice(0, 40));
   }
