@@ -119,25 +119,33 @@ def retransmit_soon(descriptor: int) -> None:
 
 
 class EngineConnections:
-    """The connections that an engine opens to the ports of a peer, whenever it needs them. Used without a lock."""
+    """The connections that an engine opens to the ports of its peers, whenever it needs them. Any thread may use it."""
 
-    def __init__(self, ports: Collection[int]) -> None:
-        self._ports = ports
-        self._noted_at = 0.0
+    def __init__(self) -> None:
+        self._ports: set[int] = set()
+        self._not_before = 0.0
+
+    def add(self, ports: Collection[int]) -> None:
+        """The engine of another peer listens on these."""
+        self._ports.update(ports)
 
     def note_progress(self, moved_at: float) -> None:
         """Bytes of a transfer that is under way have last moved then, as far as is known. If that is long ago, the link may be
         cut.
         """
         now = time.monotonic()
-        if now - max(moved_at, self._noted_at) >= SLOW_S:
-            self._noted_at = now
+        if now - moved_at >= SLOW_S and now >= self._not_before:
             self.retransmit_soon()
 
     def retransmit_soon(self) -> None:
-        """`retransmit_soon` for those that are there, open or being opened."""
+        """`retransmit_soon` for those that are there, open or being opened. The table may be long: a call takes a share of time
+        of 5% at most, if it is called for slow transfers.
+        """
+        began = time.monotonic()
+        self._not_before = began + SLOW_S
         with contextlib.suppress(OSError):
             own = own_sockets()
             for row in tcp_sockets():
                 if row.inode in own and port_of(row.remote) in self._ports:
                     retransmit_soon(own[row.inode])
+        self._not_before = max(self._not_before, began + 20 * (time.monotonic() - began))

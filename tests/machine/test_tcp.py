@@ -32,8 +32,10 @@ def test_new_listeners_what_they_accept_and_slow_connections_retransmit_soon() -
             with accepted:
                 assert longest_wait_ms(accepted) == LONGEST_WAIT_S * 1000
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_S * 1000
-                EngineConnections([earlier.getsockname()[1]]).note_progress(0.0)
-                connections = EngineConnections(ports_of(found))
+                others, connections = EngineConnections(), EngineConnections()
+                others.add([earlier.getsockname()[1]])
+                others.retransmit_soon()
+                connections.add(ports_of(found))
                 connections.note_progress(time.monotonic())
                 assert longest_wait_ms(client) > LONGEST_WAIT_S * 1000
                 connections.note_progress(time.monotonic() - SLOW_S)

@@ -62,7 +62,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
-from disagg.machine.tcp import new_listeners, ports_of
+from disagg.machine.tcp import EngineConnections, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._gpu: Gpu | None = None
         self._scratch = np.zeros(8, dtype=np.uint8)
         self._queues: dict[str, PeerQueue] = {}
+        self._connections = EngineConnections()
         self._lock = threading.Lock()
         logger.info("Mooncake engine at %s, transport %s", self._descriptor.session, self._protocol)
 
@@ -156,6 +157,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
             raise PeerUnreachable(f"peer {descriptor.session} uses {descriptor.protocol!r}, this engine {self._protocol!r}")
         if (status := engine.send_probe(descriptor.session)) != 0:
             raise PeerUnreachable(f"backend 'mooncake': no engine answers at {descriptor.session} (status {status})")
+        self._connections.add(descriptor.ports)
         peer = MooncakePeer(self._queue(engine, descriptor), process, regions, epoch=epoch)
         try:
             self._warm(peer, descriptor)
@@ -175,6 +177,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
                     self._opcodes,
                     descriptor,
                     self._limit,
+                    connections=self._connections,
                     by_caller=self._protocol == "tcp",
                     gpu=self._gpu,
                 )

@@ -85,6 +85,7 @@ class PeerQueue:
         descriptor: MooncakeDescriptor,
         limit: int,
         *,
+        connections: EngineConnections,
         by_caller: bool,
         gpu: Gpu | None,
     ) -> None:
@@ -107,7 +108,7 @@ class PeerQueue:
         self._end_reason = "the engine was closed before the transfer had ended"
         self._moved_at = time.monotonic()
         self._probe_at = 0.0
-        self._connections = EngineConnections(descriptor.ports)
+        self._connections = connections
         # Not a daemon: a daemon thread that the interpreter ends inside the engine takes the process down with it.
         self._thread = threading.Thread(target=self._run, name=f"disagg-mooncake-{descriptor.session}")
         self._thread.start()

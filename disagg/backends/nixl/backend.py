@@ -109,6 +109,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self._nixl = Bindings()
             self._agent, self._ucx = self._start()
         self._ports = ports_of(self._listening)
+        self._connections = EngineConnections()
         self._requests = Requests(self._nixl, self._agent, self._ucx)
         self._scratch = np.zeros(64, np.uint8)  # where the first byte from each peer goes
         self._registered: list[Any] = []
@@ -192,8 +193,9 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         descriptor, regions = self.decode(endpoint)
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
-        peer = NixlPeer(descriptor.agent, process, EngineConnections(descriptor.ports), regions, epoch=epoch)
+        peer = NixlPeer(descriptor.agent, process, self._connections, regions, epoch=epoch)
         self._neighbours.add(process)
+        self._connections.add(descriptor.ports)
         self._load(descriptor)
         try:
             transport = self._infer(peer)
@@ -202,7 +204,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
             self.disconnect(peer)
             raise
         finally:  # UCX also answers the peer's writes by them, when nobody here waits for anything
-            peer.connections.retransmit_soon()
+            self._connections.retransmit_soon()
         self._transports.add(transport)
         return peer
 
