@@ -80,9 +80,11 @@ class _Received(io.RawIOBase):
 
 def _post(url: str, body: bytes) -> bytes:
     """The body of a reply. Raises `OSError` for another status than 200 or too long a reply, and `HTTPException`."""
-    deadline, parts = time.monotonic() + TIMEOUT_S, urlsplit(url)
+    parts = urlsplit(url)
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     with contextlib.closing(connect(parts.netloc, timeout=TIMEOUT_S)) as connection:
+        connection.connect()  # each address of the host has its time, and the reply
+        deadline = time.monotonic() + TIMEOUT_S
         connection.request("POST", parts.path, body)
         reply = http.client.HTTPResponse(_Received(connection.sock, deadline))  # type: ignore[arg-type]  # it calls `makefile` only
         reply.begin()

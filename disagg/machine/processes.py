@@ -35,7 +35,7 @@ import numpy as np
 
 from disagg.core import _native
 from disagg.core.thread_log import ThreadLog
-from disagg.machine.tcp import CLOSE_WAIT, ESTABLISHED, LISTEN, SYN_RECV, own_sockets, port_of, tcp_sockets
+from disagg.machine.tcp import CLOSE_WAIT, ESTABLISHED, LISTEN, SYN_RECV, duplicate, own_sockets, port_of, tcp_sockets
 
 logger = ThreadLog(__name__)
 
@@ -271,7 +271,7 @@ def _received_until_reset(descriptor: int) -> int | None:
     they have not read yet.
     """
     try:
-        found = socket.socket(fileno=os.dup(descriptor))
+        found = duplicate(descriptor)
     except OSError as error:
         if error.errno in (errno.EBADF, errno.ENOTSOCK):  # closed meanwhile
             return None

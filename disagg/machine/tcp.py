@@ -8,6 +8,9 @@ in seconds takes their place. On older kernels nothing is changed.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import math
 import os
 import socket
 import time
@@ -25,8 +28,10 @@ TCP_RTO_MAX_MS = 44
 LONGEST_WAIT_S = 1
 """Longest wait between two retransmissions; the shortest that Linux accepts."""
 SLOW_S = 0.5
-SILENCE_S = 120
-"""How long a connection lasts without an answer. Rows whose write was under way stay quarantined when it ends."""
+SILENCE_S = 900
+"""How long bytes may stay unacknowledged, or not be taken by a stopped peer, until a connection ends: about as long as with
+Linux's own settings. Rows whose write was under way stay quarantined then.
+"""
 
 
 MAX_PORTS = 64
@@ -100,11 +105,21 @@ def new_listeners() -> Iterator[dict[int, int]]:
         retransmit_soon(descriptor)
 
 
+def duplicate(descriptor: int) -> socket.socket:
+    """The socket of a descriptor, under another one. Raises `OSError` if it is closed, or no socket."""
+    other = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=other)
+    except OSError:
+        os.close(other)
+        raise
+
+
 def ports_of(listeners: Collection[int]) -> tuple[int, ...]:
-    """The ports on which sockets listen, at most `MAX_PORTS`."""
+    """The ports on which sockets listen, at most `MAX_PORTS`. Those that were closed meanwhile are left out."""
     found = set[int]()
     for descriptor in listeners:
-        with socket.socket(fileno=os.dup(descriptor)) as listener:
+        with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as listener:
             found.add(listener.getsockname()[1])
     return tuple(sorted(found)[:MAX_PORTS])
 
@@ -113,9 +128,20 @@ def retransmit_soon(descriptor: int) -> None:
     """Retransmit at least every `LONGEST_WAIT_S` on a TCP socket, and on those that it accepts. Other descriptors are left as
     they are.
     """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+    with contextlib.suppress(OSError), duplicate(descriptor) as found:
         found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+@functools.cache
+def can_retransmit_soon() -> bool:
+    """Whether Linux has the option, as far as this process can tell."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_WAIT_S * 1000)
+    except OSError as error:
+        return error.errno != errno.ENOPROTOOPT
+    return True
 
 
 class EngineConnections:
@@ -141,6 +167,9 @@ class EngineConnections:
         """`retransmit_soon` for those that are there, open or being opened. The table may be long: a call takes a share of time
         of 5% at most, if it is called for slow transfers.
         """
+        if not can_retransmit_soon():
+            self._not_before = math.inf
+            return
         began = time.monotonic()
         self._not_before = began + SLOW_S
         with contextlib.suppress(OSError):

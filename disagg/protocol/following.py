@@ -9,7 +9,7 @@ from disagg.protocol.peer_state import LEADER, PeerInstance
 MAX_MOVED = 16
 """Ranks that are connected to, or disconnected from, in one turn."""
 CHANGE_S, MEMBER_S = 1.0, 0.01
-"""How long other members of a peer are not looked at after a change: in all, and for each of them."""
+"""How long other members of a peer are not looked at after a change: in all, and for each that has changed."""
 
 
 class Following:
@@ -25,7 +25,8 @@ class Following:
         named = {member.address: member.rank for member in members if member.rank != LEADER}
         if named == instance.members or now < instance.members_at:
             return
-        instance.members, instance.members_at = named, now + CHANGE_S + MEMBER_S * len(named)
+        num_changed = len(named.items() ^ instance.members.items())
+        instance.members, instance.members_at = named, now + CHANGE_S + MEMBER_S * num_changed
         self.pending[instance.name] = None
         self.tick(now)
 

@@ -18,6 +18,8 @@ from disagg.protocol.peer_state import (
 )
 from disagg.protocol.types import NEVER, PeerRank
 
+NUM_NEWEST = 8
+"""Effects among which a connection is looked for that was not opened yet."""
 MAX_CLOSED = 4096
 """Closed connections whose generation is remembered."""
 
@@ -84,7 +86,12 @@ class Links:
         """Forget a connection."""
         self.drop(link, cause)
         del instance.links[link.address]
+        newest = itertools.islice(reversed(self._effects), NUM_NEWEST)
+        asked = next((each for each in newest if isinstance(each, Connect) and each.dial == link.dial), None)
         self._forget(link)
+        if asked is not None:  # nothing is dialled for an instance that is rejected at once
+            self._effects.remove(asked)
+            self._effects.pop()
         if link.epoch:
             self._closed[link.peer] = link.epoch, link.generation
             if len(self._closed) > MAX_CLOSED:

@@ -219,7 +219,8 @@ class PeerConnection:
 @dataclass
 class PeerInstance:
     """A peer. One that is not configured for good is forgotten at `forget_at`. `members`: the ranks that its leader names, by
-    address; others are not taken before `members_at`. Any thread may read the properties.
+    address; others are not taken before `members_at`. `admitted`: nobody but itself has named it. Any thread may read the
+    properties.
     """
 
     name: str
@@ -230,6 +231,7 @@ class PeerInstance:
     num_ranks: int | None = None
     members: dict[str, int] = field(default_factory=dict)
     members_at: float = 0.0
+    admitted: bool = False
 
     @property
     def ready(self) -> bool:

@@ -130,10 +130,7 @@ class PeerTable:
         self._inbound.forget_instance(name, epochs)
 
     def _admit(self, hello: Hello, user: str, now: float) -> bool:
-        """Add an instance that was not configured, if the server admits it.
-
-        Raises `RemoteProtocolError` if there are too many.
-        """
+        """Add an instance that nobody configured, if the server admits it. Raises `RemoteProtocolError` for too many."""
         if self._admits is None or hello.leader is None:
             return False
         if sum(instance.forget_at < NEVER for instance in self.instances.values()) >= MAX_ADMITTED:
@@ -142,12 +139,13 @@ class PeerTable:
         if not self._admits(hello.instance, hello.leader, user):
             return False
         self.add_peer(hello.instance, hello.leader, user or None, now, lasting=False)
+        self.instances[hello.instance].admitted = True
         return True
 
     def _expel(self, name: str) -> None:
         """Forget an admitted instance whose hello was rejected, unless it is connected."""
         instance = self.instances.get(name)
-        if instance is not None and instance.forget_at < NEVER and not any(link.is_ready for link in instance.links.values()):
+        if instance is not None and instance.admitted and not any(link.is_ready for link in instance.links.values()):
             self.remove_peer(name, "its hello was rejected")
 
     def _forget_absent(self, now: float) -> None:
@@ -266,10 +264,10 @@ class PeerTable:
         self._links.arm(link)
 
     def _refuse(self, link: PeerConnection, problem: str, now: float, *, final: bool) -> None:
-        """Say hello again much later: a change at the peer shows by its own hello. If that has overtaken a reason that may
-        pass, the reason may be of before the change: ask again soon.
+        """Say hello again much later, since a change at the peer shows by its own hello; soon if that has come meanwhile, or
+        will never come, from a leader to its own rank, and the reason may pass.
         """
-        overtaken = link.heard and not final
+        overtaken = (link.heard or link.instance == self.identity.instance) and not final
         later_s = self._limits.hello_retry_s if overtaken else self._limits.refused_retry_s
         link.refuse(problem, now + later_s, final=final)
 

@@ -317,6 +317,7 @@ class Channel:
             self._close_local(descriptor)
             return
         source, messages = found
+        self._monitor.hears(source.connection)  # only pings come over TCP
         page = self._local.page_of(source)
         for message in messages:
             yield Inbound(source.connection, source.user, message, page)

@@ -134,7 +134,8 @@ class Directory:
             return PeerStatus("ready", "")
         if refusal := self.refusal(name):
             return PeerStatus("refused", refusal)
-        is_known = name in self._added or name in self._peers.instances
+        is_removed = name in self._changing and name not in self._added
+        is_known = name in self._added or (name in self._peers.instances and not is_removed)
         return PeerStatus("connecting" if is_known else "unknown", self.problem(name))
 
     def notify(self) -> None:

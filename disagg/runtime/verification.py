@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.core import _native
-from disagg.core.errors import DisaggError, VerificationFailed
+from disagg.core.errors import Cause, DisaggError, RequestAborted, VerificationFailed
 from disagg.core.events import ReadyEvent
 from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import LocalRank
@@ -147,7 +147,7 @@ class ChecksumWorker:
             try:
                 self.thread.start()
             except RuntimeError as error:  # there are no more threads; the next job tries again
-                self._on_summed(token, None, VerificationFailed(f"no thread to compute checksums with: {error}"))
+                self._on_summed(token, None, _uncomputed(f"there is no thread to compute them with: {error}"))
                 return
             self._started = True
         self._jobs.append(_Job(token, run, ready, wanted))
@@ -196,7 +196,12 @@ class ChecksumWorker:
             return None, error
         except BaseException as error:  # one request's error ends that request only, also SystemExit of the server's event
             logger.exception("a checksum failed")
-            return None, VerificationFailed(f"{type(error).__name__}: {error}")
+            return None, _uncomputed(f"{type(error).__name__}: {error}")
+
+
+def _uncomputed(why: str) -> RequestAborted:
+    """The error of a request whose bytes were not compared."""
+    return RequestAborted(f"checksums could not be computed: {why}", cause=Cause.TRANSFER)
 
 
 @dataclass

@@ -106,7 +106,7 @@ class TransferWorker:
 
     def run_small(self) -> list[Report]:
         """Run small jobs inline, wake the worker's thread for the rest, and return the reports so far."""
-        if self._caller_steps:
+        if self._caller_steps and len(self._new) <= MAX_INLINE_JOBS:
             self.step()
         else:
             self._run_inline()

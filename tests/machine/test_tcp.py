@@ -45,5 +45,8 @@ def test_new_listeners_what_they_accept_and_slow_connections_retransmit_soon() -
 def test_other_descriptors_are_left_alone() -> None:
     left, right = socket.socketpair()
     with left, right, Path(os.devnull).open("rb") as file:
+        held = {entry.name for entry in Path("/proc/self/fd").iterdir()}
         for descriptor in (left.fileno(), file.fileno(), 1 << 20, -1):
             retransmit_soon(descriptor)
+        assert ports_of([file.fileno(), 1 << 20]) == ()
+        assert {entry.name for entry in Path("/proc/self/fd").iterdir()} == held

@@ -251,6 +251,19 @@ def test_a_removed_peer_is_refused_and_its_requests_fail() -> None:
         decode.wait_ready("prefill-0", timeout_s=DEADLINE_S)
 
 
+def test_a_peer_that_was_just_removed_is_added_again_by_the_address_of_a_request() -> None:
+    """Also before the control thread has removed it."""
+    with strangers(Side(), Side()) as made:
+        (prefill,), (decode,) = made.prefill, made.decode
+        for _ in range(5):
+            request = new_request_id()
+            sender = offer(prefill, request)
+            receiver = want(decode, request, prefill.manager.address)
+            assert receiver.wait(timeout_s=DEADLINE_S).ok
+            assert sender.wait(timeout_s=DEADLINE_S).ok
+            decode.manager.remove_peer("prefill-0")
+
+
 def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuses() -> None:
     with strangers(Side(), Side()) as instances:
         decode = instances.decode[0].manager

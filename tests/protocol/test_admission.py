@@ -72,14 +72,17 @@ def test_the_number_of_admitted_instances_is_bounded(monkeypatch: pytest.MonkeyP
 def test_an_admitted_instance_whose_hello_is_rejected_is_forgotten() -> None:
     table = admitting(lambda *_: True)
     table.on_inbound(b"c1", "", hello(table=b"bad", leader=LEADER), 0.0)
-    connect, answer, disconnect, forgotten = take_effects(table)
-    assert (type(connect), type(disconnect), forgotten) == (Connect, Disconnect, Forgotten("decode-0"))
+    answer, forgotten = take_effects(table)  # and it is not dialled
+    assert forgotten == Forgotten("decode-0")
     assert isinstance(answer, ReplyOn)
     assert isinstance(answer.message, Reject)
     assert table.instances == {}
     make_ready(table)
     table.on_inbound(b"c1", "", hello(table=b"bad", leader=LEADER), 1.0)
     assert list(table.instances) == ["decode-0"], "it is configured"
+    table.add_peer("decode-1", SECOND, None, 1.0, lasting=False)
+    table.on_inbound(b"c2", "", hello("decode-1", table=b"bad", leader=SECOND), 1.0)
+    assert "decode-1" in table.instances, "a request has named it"
 
 
 def test_an_admitted_instance_is_forgotten_once_it_was_away() -> None:

@@ -28,6 +28,7 @@ from tests.protocol.peer_table import (
     DRAINED,
     EPOCH,
     LEADER,
+    LIMITS,
     SECOND,
     hello,
     make_ready,
@@ -121,6 +122,17 @@ def test_ranks_that_have_swapped_their_addresses_are_connected_anew() -> None:
     reply(table, third, welcome(rank=1, epoch=8), 3.0)
     reply(table, SECOND, welcome(rank=2, epoch=9), 3.0)
     assert table.instances["decode-0"].ready
+
+
+def test_a_rank_that_its_leader_refuses_for_now_asks_again_soon() -> None:
+    """Its place may be free as soon as the leader sees that the last connection has ended."""
+    table = peer_table(num_ranks=2, rank=1, leader=LEADER)
+    table.join(0.0)
+    table.tick(0.0)
+    table.on_reply(0, Reject(field="hello", reason="another process is rank 1"), 1.0)
+    take_effects(table)
+    table.tick(1.0 + LIMITS.hello_retry_s)
+    assert [type(effect) for effect in take_effects(table)] == [SendHello]
 
 
 def many(port: int) -> tuple[Member, ...]:

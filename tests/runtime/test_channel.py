@@ -315,6 +315,21 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
 
 
+def test_pings_are_no_part_of_a_message_that_does_not_end(
+    channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of one host take the local connection, and pings TCP."""
+    server, client = channels
+    connect_locally(server, client)
+    monkeypatch.setattr(endless, "CHECK_S", 0.0)
+    heard: list[int] = []
+    monkeypatch.setattr(endless.EndlessMessages, "hear", lambda _, descriptor: heard.append(descriptor))
+    client.send(DIAL, b"by the local connection")
+    client.flush()
+    assert [each.data for each in until(server, 1) if isinstance(each, Inbound)] == [b"by the local connection"]
+    assert heard
+
+
 def test_messages_that_leave_together_are_few_and_short() -> None:
     long = bytes(MAX_MESSAGE_NBYTES)
     assert list(_batches([b"a", long, b"b"])) == [[b"a"], [long], [b"b"]]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from disagg.core.errors import VerificationFailed
+from disagg.core.errors import RequestAborted
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.verification import ChecksumWorker
 
@@ -46,7 +46,7 @@ def test_checksums_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with no_threads(monkeypatch):
         worker.submit("first", lambda: 1)
     token, sums, error = summed.get_nowait()
-    assert (token, sums, type(error)) == ("first", None, VerificationFailed)
+    assert (token, sums, type(error)) == ("first", None, RequestAborted)
     assert REFUSAL in str(error)
     worker.stop(PATIENCE_S)  # nothing has started
     worker = ChecksumWorker(name="decode-0/0", on_summed=lambda *each: summed.put(each), on_death=lambda _: None)

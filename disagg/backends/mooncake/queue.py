@@ -45,7 +45,7 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     host: str
     port: int
     protocol: str
-    ports: Ports
+    ports: Ports = ()
 
     @property
     def session(self) -> str:

@@ -81,7 +81,7 @@ class NixlDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     agent: str
     metadata: bytes
     digest: bytes
-    ports: Ports
+    ports: Ports = ()
 
 
 _DECODER = msgspec.msgpack.Decoder(NixlDescriptor)
