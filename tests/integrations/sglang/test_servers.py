@@ -182,7 +182,8 @@ def test_aborts(servers: Servers) -> None:
     abort(servers, servers.decode, "decode_transfer", room, prompt)
     with pytest.raises(urllib.error.HTTPError) as refused:
         servers.prefill.complete(prompt, stream=False, **where(servers, room))
-    assert "decode does not want the request" in refused.value.read().decode()
+    reason = refused.value.read().decode()  # SGLang ends it on all ranks once the first rank says so
+    assert "decode does not want the request" in reason or "from another rank" in reason
     room = next(ROOMS)
     abort(servers, servers.prefill, "prefill_bootstrap", room, prompt)
     abort(servers, servers.decode, "decode_transfer", room, prompt)
