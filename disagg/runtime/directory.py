@@ -57,7 +57,15 @@ class Directory:
         if public_key is not None:
             self._allowed_keys.add(public_key)
         self._added.add(name)
-        self._change(name, lambda now: self._peers.add_peer(name, address, public_key, now, lasting=lasting))
+
+        def add(now: float) -> None:
+            self._peers.add_peer(name, address, public_key, now, lasting=lasting)
+
+        known = self._peers.instances.get(name)
+        if name not in self._changing and known is not None and (known.address, known.public_key) == (address, public_key):
+            self._command(add)  # nothing changes, except that it may be lasting now
+        else:
+            self._change(name, add)
 
     def remove(self, name: str) -> None:
         """Forget an instance: its requests end, and it is not accepted any more."""

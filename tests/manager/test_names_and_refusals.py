@@ -55,6 +55,8 @@ def test_a_peer_whose_address_has_just_changed_is_not_ready() -> None:
         prefill.add_peer("decode", address=decode.address)
         prefill.wait_ready("decode", timeout_s=DEADLINE_S)
         for _ in range(10):
+            prefill.add_peer("decode", address=decode.address)
+            assert prefill.peer("decode").state == "ready", "nothing has changed"
             prefill.add_peer("decode", address="tcp://127.0.0.1:9")
             assert prefill.peer("decode").state == "connecting"
             with pytest.raises(PeerUnreachable, match=r"is not ready after 0\.01 s"):
