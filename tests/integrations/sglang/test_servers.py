@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -218,7 +219,7 @@ def test_prefill_is_replaced_under_load(servers: Servers) -> None:
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.result()
         assert time.monotonic() - begun_s < NOTICED_S
-        assert "is gone: its process has ended" in failed.value.read().decode()
+        assert re.search("is gone: its (process|connection) has ended", failed.value.read().decode())  # what is seen first
         servers.prefill = servers.stack.enter_context(
             Server.sglang(servers.model, *PREFILL, mode="prefill", instead_of=servers.prefill)
         )
