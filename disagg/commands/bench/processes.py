@@ -64,7 +64,7 @@ class RankProcess:
         self._ended = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end` or `kill`)
         self._lines: list[str] = []
-        command = [sys.executable, "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()]
+        command = [sys.executable, "-P", "-m", "disagg.commands.bench.child", msgspec.json.encode(configs).decode()]
         self._process = ChildProcess(command, errors=self._errors)
 
     def addresses(self, config: RankConfig) -> tuple[str, str]:

@@ -24,7 +24,7 @@ class Child:
     def __init__(self, task: str, environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.task = task
         self._deadline = time.monotonic() + timeout_s
-        self._process = ChildProcess([sys.executable, "-m", "disagg.commands.doctor.child", task], environ=environ)
+        self._process = ChildProcess([sys.executable, "-P", "-m", "disagg.commands.doctor.child", task], environ=environ)
 
     def answer(self) -> dict[str, Any]:
         """Its next line of JSON; other lines come from the engine and are skipped. Raises `ChildFailed`."""
