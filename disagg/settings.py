@@ -154,9 +154,15 @@ def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """Which of the words that are known may be meant."""
+    """Which of the words that are known may be meant, at the end of a message."""
+    meant = did_you_mean(word, known)
+    return f"; {meant}" if meant else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The question whether a similar word is meant; empty if there is none."""
     near = difflib.get_close_matches(word, list(known))
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ def vllm_figures() -> Iterator[str]:
             where = "the same"
     for row in gpu["load"]:
         if row["concurrency"] == 32:
-            rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl", "floor"))
-            gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl", "floor"))
+            rates, gaps = _load_cells(row)
             yield f"| the same: requests per second, {row['concurrency']} clients, TP {_arrow(row['tp'])} | {rates} |"
             yield f"| the same: longest gap between two tokens | {gaps} |"
     found = {(row["connector"], row["decode_block"]): row for row in cpu["rows"]}
@@ -38,6 +37,13 @@ def vllm_figures() -> Iterator[str]:
     for block in (32, 64):
         cells = " | ".join(f"{found[name, block]['equal']} of {found[name, block]['asked']}" for name in (OURS, THEIRS))
         yield f"| the same: right answers, blocks of 32 → {block} tokens | {cells} | - |"
+
+
+def _load_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Requests per second, and the longest gap between two tokens: with each connector, and with nothing moved."""
+    names = ("disagg", "nixl", "floor")
+    rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in names)
+    return rates, " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in names)
 
 
 def vllm_first_tokens() -> Iterator[str]:
@@ -56,8 +62,7 @@ def vllm_loads() -> Iterator[str]:
     yield f"| clients | TP | {columns} |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in _read(SERVERS)["load"]:
-        rates = " | ".join(f"{row[f'{name}_rps']:.1f}" for name in ("disagg", "nixl", "floor"))
-        gaps = " | ".join(f"{row[f'{name}_max_gap_ms']:,.0f} ms" for name in ("disagg", "nixl", "floor"))
+        rates, gaps = _load_cells(row)
         yield f"| {row['concurrency']} | {_arrow(row['tp'])} | {rates} | {gaps} |"
 
 

@@ -6,8 +6,7 @@ Prefill and decode are servers of their own. The model has random weights, and t
 128 KiB per token. `nvlink` and `nixl` are this library's connector with that backend. The connectors whose names end in
 `Connector` are vLLM's. Two decode servers move nothing: `nothing` has vLLM's `DecodeBenchConnector`, which loads within a step,
 and `floor` goes the way of every connector that loads between steps; under load it has prefill servers without a connector.
-`vllm_clients.py` describes the figures. `--gpus 0` tries
-the program on the CPU with a small model.
+`vllm_clients.py` describes the figures. `--gpus 0` tries the program on the CPU with a small model.
 
 Prefill is on the first half of the GPUs, and decode on the second half; a server of more ranks than that takes GPUs of the
 other half too. With one GPU all servers share it. A server that does not start is reported with the end of its log, and the

@@ -153,7 +153,7 @@ def engine_of(now: Sample) -> str:
 
 
 def problems(url: str, now: Sample) -> str:
-    """What is wrong with a rank, in a line; empty if nothing is."""
+    """The problem of a rank in one line; empty if it has none."""
     found = [now.problem] if now.problem else []
     if not now.problem and not now.total("healthy"):
         found.append("a thread of it has died: its log has the cause, restart it")
@@ -198,10 +198,10 @@ def shown(urls: Sequence[str], before: Sequence[Sample | None], now: Sequence[Sa
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @one_sentence
 def top(*, urls: tuple[str, ...], interval: float, timeout: float, once: bool) -> None:
-    """Show the requests, rates and health of ranks, from the metrics that each serves at URL, and what is wrong with them.
+    """Show the requests, rates, health and problems of ranks, from the metrics that each serves at URL.
 
     `send` and `recv` are requests under way, `p50` and `p99` the time that requests took which ended in the interval, and
-    `MB/s` what is written to peers.
+    `MB/s` the rate at which bytes are written to peers.
     """
     for url in urls:
         metrics_of(url)

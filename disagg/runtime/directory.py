@@ -79,7 +79,7 @@ class Directory:
         self._change(name, remove)
 
     def _change(self, name: str, change: Callable[[float], None]) -> None:
-        """Change what is configured of an instance, in the control thread. It is not ready before that is done."""
+        """Change an instance's configuration in the control thread. Until then the instance does not count as ready."""
         with self._changed:
             self._changing[name] += 1
 

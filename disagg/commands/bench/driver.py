@@ -298,7 +298,7 @@ def run(case: Case, progress: Progress, *, connect: Sequence[str] = (), observe:
     """Run one case, on ranks started for it or on running ones at the driver addresses `connect`. `observe` is called with what
     the ranks did in each run.
 
-    If ranks did not end properly, the row's `ending` says how; what was verified stays so.
+    If ranks did not end properly, the row's `ending` says how. `verified` does not change then.
     """
     check_case(case)
     if connect:

@@ -80,7 +80,7 @@ def engine_of(backend: str, transport: str) -> Engine:
     chosen = _AUTO.get(name, transport) if transport == "auto" or name in _FIXED else transport
     if known and chosen not in known:
         raise ConfigError(f"transport: backend {name!r} has {', '.join(known)}, found {transport!r}")
-    return Engine(name, chosen, declared_staging(name, transport), _measured().get(f"{name} {chosen}"))
+    return Engine(name, chosen, declared_staging(name, transport), shipped_costs(f"{name} {chosen}"))
 
 
 def engine_of_row(backend: str, transport: str) -> str:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from disagg.commands.cases.places import streams
 from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason
 from disagg.commands.explain.engine import Engine
@@ -62,7 +60,8 @@ def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
         if count.nbytes
     }
     nbytes, runs = (sum(column) for column in zip(*division.counts.values(), strict=True))
-    part = Part(
+    moved = {path: (share.runs, share.bytes) for path, share in ways.items()}
+    return Part(
         name=name,
         bytes=nbytes,
         runs=runs,
@@ -71,9 +70,8 @@ def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
         way="mixed" if len(ways) > 1 else next(iter(ways)),
         reason=division.reason,
         ways=ways,
-        seconds=None,
+        seconds=engine.costs.seconds(moved) if engine.costs else None,
     )
-    return part if engine.costs is None else msgspec.structs.replace(part, seconds=engine.costs.seconds(shares([part])))
 
 
 def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 import click
+
+from disagg.settings import did_you_mean
 
 COMMANDS = {
     "prefill": "disagg.commands.rank.command:prefill",
@@ -36,9 +37,9 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """The subcommand that `args` begin with. The error for another word names those that are spelled similarly."""
-        near = difflib.get_close_matches(args[0], COMMANDS)
-        if near and args[0] not in COMMANDS and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r} (did you mean {' or '.join(map(repr, near))}?)")
+        meant = did_you_mean(args[0], COMMANDS)
+        if meant and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r} ({meant})")
         return super().resolve_command(ctx, args)
 
 

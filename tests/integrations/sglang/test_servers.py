@@ -219,7 +219,7 @@ def test_prefill_is_replaced_under_load(servers: Servers) -> None:
         with pytest.raises(urllib.error.HTTPError) as failed:
             alone.result()
         assert time.monotonic() - begun_s < NOTICED_S
-        assert re.search("is gone: its (process|connection) has ended", failed.value.read().decode())  # what is seen first
+        assert re.search("is gone: its (process|connection) has ended", failed.value.read().decode())  # whichever it sees first
         servers.prefill = servers.stack.enter_context(
             Server.sglang(servers.model, *PREFILL, mode="prefill", instead_of=servers.prefill)
         )
