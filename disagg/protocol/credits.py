@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from disagg.core.rings import Ring
+from disagg.core.rings import NUM_USES, Ring, is_later, is_same_grant
 from disagg.protocol.messages import Credit, Filled, RingGrant, SlotsFilled
 from disagg.protocol.timers import back_off
 from disagg.protocol.types import (
@@ -29,8 +29,6 @@ from disagg.protocol.types import (
 
 MAX_RINGS = 4
 """Rings of one peer rank once they are scarce, so that one that connects anew without end does not take those of others."""
-USES_BITS = 32
-"""Uses of one grant's slots are numbered from a multiple of 2 to this power."""
 
 
 class Rings(Protocol):
@@ -112,7 +110,7 @@ class Credits:
                 self._granted.pop(peer, None)
                 self._without[peer] = epoch, generation
                 return None
-            granted = self._granted[peer] = GrantedRing(epoch, generation, ring, self._draw(30) << USES_BITS)
+            granted = self._granted[peer] = GrantedRing(epoch, generation, ring, self._draw(30) * NUM_USES)
         ring = granted.ring
         return RingGrant(ring.address, ring.slot_nbytes, ring.num_slots, granted.first)
 
@@ -123,10 +121,10 @@ class Credits:
         granted = self._find(peer, filled.ring)
         if granted is None or filled.slot >= granted.ring.num_slots or not 0 < filled.nbytes <= granted.ring.slot_nbytes:
             return
-        if filled.sequence >> USES_BITS != granted.first >> USES_BITS:
+        if not is_same_grant(filled.sequence, granted.first):
             return  # a use of a ring that was granted before this one
         newest, unpacked = granted.uses.get(filled.slot, (granted.first, True))
-        if filled.sequence <= newest:
+        if not is_later(filled.sequence, newest):
             if filled.sequence == newest and unpacked:
                 self._credit(peer, filled)
             return

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from disagg.backends.base import StagingShape
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
-from disagg.core.rings import Ring
+from disagg.core.rings import Ring, next_use
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -150,7 +150,7 @@ class RemoteRing:
             if not self._free:
                 return None
             slot = self._free.popleft()
-            self._sequence += 1
+            self._sequence = next_use(self._sequence)
             self._outstanding[slot] = self._sequence
             return slot, self._sequence
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from disagg.core.rings import Ring
+from disagg.core.rings import NUM_USES, Ring
 from disagg.protocol.credits import MAX_RINGS, Credits
 from disagg.protocol.messages import Credit, Filled, Part, RingGrant, SlotsFilled
 from disagg.protocol.receive_session import ReceiveSession
@@ -248,6 +248,22 @@ def test_reports_about_an_earlier_grant_of_a_ring_are_ignored() -> None:
     assert unpack_of(ledger, filled(first)) is None
     assert sent(ledger) == []
     assert unpack_of(ledger, filled(again)) is not None
+
+
+def test_a_ring_goes_on_after_all_numbers_were_used() -> None:
+    ledger = make(first=5)
+    grant = ledger.grant(PEER, 7, 0)
+    assert grant is not None
+    last = grant.first + NUM_USES - 1
+    ledger._granted[PEER].uses[0] = last - 1, True
+    for use, earlier in ((last, last - 1), (grant.first, last), (grant.first + 1, grant.first)):
+        unpack = unpack_of(ledger, filled(grant, use=use - grant.first))
+        assert unpack is not None
+        ledger.unpacked(unpack)
+        assert credited(ledger) == [((0, use),)]
+        assert unpack_of(ledger, filled(grant, use=earlier - grant.first)) is None, "a late report of the use before"
+        assert credited(ledger) == []
+    assert unpack_of(ledger, filled(grant, use=NUM_USES)) is None, "of another grant"
 
 
 def test_a_filled_slot_is_reported_until_its_credit_arrives() -> None:

@@ -10,7 +10,7 @@ import pytest
 from disagg import ConfigError, RemoteProtocolError
 from disagg.backends.base import StagingShape
 from disagg.core.memory import RemoteRegion
-from disagg.core.rings import Ring
+from disagg.core.rings import NUM_USES, Ring
 from disagg.transfer.staging import RemoteRing, RingPool, SlotPool
 
 SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
@@ -83,6 +83,16 @@ def test_only_the_credit_of_its_latest_use_frees_a_remote_slot() -> None:
     assert not ring.credit(0, 1), "a duplicate credit frees no slot"
     assert ring.take() == (0, 2)
     assert not ring.credit(0, 1), "an old credit does not free a newer use"
+
+
+def test_uses_of_a_ring_are_numbered_on_after_the_last_number() -> None:
+    first = 3 * NUM_USES
+    ring = RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1024),), first=first)
+    ring._sequence = first + NUM_USES - 2
+    taken = [ring.take() for _ in range(2)]
+    assert taken == [(0, first + NUM_USES - 1), (1, first)]
+    assert all(ring.credit(*use) for use in taken if use is not None)
+    assert ring.take() == (0, first + 1)
 
 
 def test_a_ring_outside_the_peers_regions_is_refused() -> None:
