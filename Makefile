@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 # One more than there are cores, because tests also wait for the processes that they start.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py
+PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
 .PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
@@ -60,6 +60,7 @@ check: setup ## Check format, lint, types and the direction of imports
 	@echo "check: lint"; $(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE)
 	@echo "check: types"; $(BIN)/mypy --no-error-summary $(PYTHON_CODE)
 	@echo "check: direction of imports"; $(BIN)/lint-imports | grep -E 'KEPT|BROKEN|->|not allowed|Contracts:|rror'
+	@echo "check: long files, classes and functions (a hint for reviewers)"; $(BIN)/python scripts/sizes.py
 	@echo "check: format of C++"; $(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
 
 format: setup ## Format Python and C++
