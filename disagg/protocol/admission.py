@@ -60,6 +60,8 @@ class Admission:
                     final=True,
                 )
                 return
+            if self._is_for_another(connection, hello):
+                return
             if hello.instance == self._identity.instance:
                 self._members.join(connection, user, hello)
             else:
@@ -91,6 +93,17 @@ class Admission:
             self._inbound.accept(connection, hello)
             self._on_accepted(hello, now)
         self._effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
+
+    def _is_for_another(self, connection: bytes, hello: Hello) -> bool:
+        """Reject a hello to another rank: accepted, it would take the place of the connection that the same process has opened
+        to this rank by its right name.
+        """
+        me = self._identity
+        if hello.to is None or hello.to == me.peer:
+            return False
+        peer, expected = PeerRank(hello.instance, hello.rank), PeerRank(*hello.to)
+        self._reject(connection, f"{me} is at {me.address}, where {peer} expects {expected}", final=True)
+        return True
 
     def _admit(self, user: str, hello: Hello, now: float) -> None:
         """Check that a hello comes from a peer that is configured, or that the server admits. Raises `RemoteProtocolError` with

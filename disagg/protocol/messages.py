@@ -73,7 +73,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     number wins. `generation` counts the connections that either side gave up, to the peer's process at `peer_epoch` (0: to none
     yet). Ranks of the same instance send their address to their leader. `leader` is the address of the instance's leader, for a
     peer that admits instances which it was not told of. `again`: the connection that the receiver had opened has ended, so the
-    sender waits for its hello on another.
+    sender waits for its hello on another. `to` is the instance and rank that the sender expects at the address; any other rank
+    rejects the hello.
     """
 
     version: int
@@ -89,6 +90,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     dial: Small = 0
     leader: Name | None = None
     again: bool = False
+    to: tuple[Name, Small] | None = None
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):

@@ -68,6 +68,10 @@ class Identity:
     address: str
     leader: bool
 
+    @property
+    def peer(self) -> PeerRank:
+        return PeerRank(self.instance, self.rank)
+
     def __str__(self) -> str:
         return f"{self.instance}/{self.rank}"
 

@@ -179,6 +179,11 @@ class PeerTable:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    def expected_at(self, dial: int) -> PeerRank | None:
+        """The rank that a connection leads to; `None` if the connection is not known any more."""
+        link = self._links.get(dial)
+        return link.peer if link is not None else None
+
     def link(self, peer: PeerRank) -> PeerConnection | None:
         """The ready connection to a rank."""
         link = self._links.to(peer)

@@ -237,7 +237,8 @@ class Dispatch:
                 self._resolving.discard(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial, generation, peer_epoch, again):
-                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch, again=again)))
+                to = self._peers.expected_at(dial)
+                self.channel.send(dial, encode(self._handshake.hello(dial, generation, peer_epoch, to=to, again=again)))
             case SendTo(dial, message):
                 self.channel.send(dial, encode(message))
             case ReplyOn(connection, message):

@@ -121,8 +121,10 @@ class Handshake:
         found = self._instances.get(instance)
         return len(found.ranks) if found is not None else 0
 
-    def hello(self, dial: int, generation: int, peer_epoch: int, *, again: bool = False) -> Hello:
-        """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch."""
+    def hello(self, dial: int, generation: int, peer_epoch: int, *, to: PeerRank | None = None, again: bool = False) -> Hello:
+        """This rank's introduction on its connection number `dial`, of that generation to the peer's process at that epoch. The
+        rank `to` is expected there.
+        """
         return Hello(
             **self._header(),
             address=self._identity.address,
@@ -131,6 +133,7 @@ class Handshake:
             dial=dial,
             leader=self.leader_address,
             again=again,
+            to=to,
         )
 
     def _header(self) -> dict[str, Any]:

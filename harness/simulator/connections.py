@@ -29,6 +29,7 @@ from disagg.protocol.peer_state import (
     SendTo,
 )
 from disagg.protocol.peers import PeerTable
+from disagg.protocol.types import PeerRank
 
 LIMITS = ConnectionLimits()
 NAMES = ("prefill", "decode")
@@ -177,7 +178,9 @@ class ConnectionWorld:
             case Disconnect(dial):
                 self._close(process, dial, process.opened.pop(dial))
             case SendHello(dial, generation, peer_epoch, again):
-                self._send(process, dial, _hello(me, generation, peer_epoch, dial, again=again))
+                self._send(
+                    process, dial, _hello(me, generation, peer_epoch, dial, to=process.table.expected_at(dial), again=again)
+                )
             case SendTo(dial, message):
                 self._send(process, dial, message)  # type: ignore[arg-type]
             case ReplyOn(connection, message):
@@ -255,7 +258,7 @@ def _connection(process: Process, dial: int, number: int) -> bytes:
     return f"{process.table.identity.epoch} {dial} {number}".encode()
 
 
-def _hello(me: Identity, generation: int, peer_epoch: int, dial: int, *, again: bool) -> Hello:
+def _hello(me: Identity, generation: int, peer_epoch: int, dial: int, *, to: PeerRank | None, again: bool) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
         instance=me.instance,
@@ -269,6 +272,7 @@ def _hello(me: Identity, generation: int, peer_epoch: int, dial: int, *, again: 
         peer_epoch=peer_epoch,
         dial=dial,
         again=again,
+        to=to,
     )
 
 

@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from disagg import KVManager, ModelId, PeerUnreachable
+from disagg import KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
 from disagg.protocol.peer_state import ConnectionLimits, Undecided
+from disagg.state import paged
 from harness.ports import free_ports
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
@@ -103,9 +105,45 @@ def test_a_wrong_advertise_harms_its_owner_only() -> None:
             each.add_peer("prefill", address=prefill.address)
         for one, other in ((prefill, "healthy"), (healthy, "prefill")):
             one.wait_ready(other, timeout_s=DEADLINE_S)
-        with pytest.raises(PeerUnreachable, match="answers as healthy/0, expected wrong/0"):
+        with pytest.raises(PeerUnreachable, match=r"healthy/0 is at tcp://.*, where prefill/0 expects wrong/0"):
             prefill.wait_ready("wrong", timeout_s=DEADLINE_S)
         assert prefill.health().peers["healthy"].ready
+
+
+@pytest.mark.parametrize("backend", ["local", "cma"])
+def test_a_second_name_for_the_address_of_a_peer_harms_no_request(backend: str) -> None:
+    """A stale entry whose address is used again, for instance. The connection by the wrong name is opened last."""
+    pools = [np.full((2, 8, 4, 2, 8), byte, dtype=np.uint8) for byte in (1, 2)]
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(
+                KVManager(
+                    name=name,
+                    components=[paged.gqa({0: (pool[0], pool[1])}, axes="nhd", num_kv_heads=2, topology=Topology())],
+                    model=ModelId("m"),
+                    backend=backend,
+                    connection_limits=QUICK,
+                )
+            )
+            for name, pool in zip(("prefill", "decode"), pools, strict=True)
+        )
+        prefill.add_peer("decode", address=decode.address)
+        decode.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "decode"), (decode, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        for one, address in ((prefill, decode.address), (decode, prefill.address)):
+            one.add_peer("stale", address=address)
+            with pytest.raises(PeerUnreachable, match="stale/0"):
+                one.wait_ready("stale", timeout_s=DEADLINE_S)
+        request = new_request_id()
+        receiver = decode.receiver(
+            request, peer="prefill", rows={"kv": Pages(np.array([3]))}, need={"kv": (0, 4)}, deadline_s=DEADLINE_S
+        )
+        prefill.sender(request, peer="decode").finish({"kv": Pages(np.array([5]))})
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert event is not None
+        assert event.ok, event.error
+        assert (pools[1][:, 3] == 1).all()
 
 
 def test_waiting_ends_at_once_where_one_side_has_refused_for_good() -> None:

@@ -64,6 +64,7 @@ SAMPLES: dict[str, Message] = {
         address="tcp://h:1",
         leader="tcp://h:0",
     ),
+    "hello_to": Hello(version=4, instance="d", rank=0, epoch=1, model="m", revision="r", table=b"t", to=("prefill-0", 3)),
     "welcome": Welcome(
         version=1,
         instance="prefill-0",

@@ -231,6 +231,21 @@ def test_a_late_hello_of_a_closed_connection_does_not_replace_a_later_connection
     )
 
 
+@pytest.mark.parametrize("to", [("prefill-9", 0), ("prefill-0", 1)])
+def test_a_hello_to_another_rank_is_rejected_and_takes_the_place_of_no_connection(to: tuple[str, int]) -> None:
+    """A process that knows this rank by two names, or has a stale address."""
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c2", "", hello(epoch=7, dial=9, to=to), 1.0)
+    answer = take_reply(table)
+    assert isinstance(answer, Reject)
+    assert answer.reason == f"prefill-0/0 is at tcp://127.0.0.1:7000, where decode-0/0 expects {to[0]}/{to[1]}"
+    assert answer.final
+    assert table.on_inbound(b"c1", "", DRAINED, 1.0) == DECODE, "the connection by the right name goes on"
+    table.on_inbound(b"c1", "", hello(epoch=7, to=("prefill-0", 0)), 2.0)
+    assert isinstance(take_reply(table), Welcome)
+
+
 def test_hellos_carry_the_number_of_their_connection() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
