@@ -122,8 +122,8 @@ class Runtime:
         shape = self.memory.staging(self.backend.staging, pack_below=settings.pack_below)
         self._slots = SlotPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
         rings = RingPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
-        staging = [pool.region for pool in (self._slots, rings) if pool is not None]
-        self.backend.register(merge_regions([*self.memory.regions, *staging]))
+        self._staging = [pool.memory for pool in (self._slots, rings) if pool is not None]
+        self.backend.register(merge_regions([*self.memory.regions, *(each.region for each in self._staging)]))
         self.pack_below = shape.pack_below
         self.address = advertised_address(settings.advertise, self.channel.address)
         identity = Identity(
@@ -300,9 +300,14 @@ class Runtime:
         self.verification.stop(JOIN_TIMEOUT_S)
         self.requests.fail_all("the manager was closed")
         self.directory.notify()
-        self._opened.close()
-        if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
-            self.requests.release_all()
+        try:
+            self._opened.close()
+        finally:
+            if isinstance(self.backend, QuietWhenClosed) and self.backend.is_quiet_when_closed():
+                self.requests.release_all()
+            else:
+                for memory in self._staging:
+                    memory.keep_mapped()
 
     def abandon(self) -> None:
         """Give back everything before `start`."""

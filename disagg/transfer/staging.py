@@ -13,6 +13,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,32 +29,65 @@ Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE_NBYTES = 2 << 20
 
 
-def _arena(nbytes: int) -> Bytes:
-    """Private memory, in huge pages if the system has them. An engine that copies through the kernel looks up every page, which
-    costs more than the copy itself if pages are small.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    # After a fork the system would otherwise copy memory that an engine has pinned.
-    memory.madvise(mmap.MADV_DONTFORK)
-    whole = np.frombuffer(memory, dtype=np.uint8)
-    start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
-    return whole[start : start + nbytes]
-
-
-def _region(arena: Bytes | None) -> MemoryRegion:
-    assert arena is not None
-    return MemoryRegion(int(arena.__array_interface__["data"][0]), arena.nbytes)
-
-
 AllocateOnDevice = Callable[[int], MemoryRegion | None]
 """Allocates a number of bytes on the device of the pools; `None` means host memory."""
 
 
 def on_host(_nbytes: int) -> None:
     """Allocate nothing on a device: slots and rings are in host memory."""
+
+
+class HostArena:
+    """Private host memory, in huge pages if the system has them. An engine that copies through the kernel looks up every page,
+    which costs more than the copy itself if pages are small.
+    """
+
+    _kept: ClassVar[list[mmap.mmap]] = []
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        # After a fork the system would otherwise copy memory that an engine has pinned.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        whole = np.frombuffer(self._memory, dtype=np.uint8)
+        start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
+        self._bytes: Bytes = whole[start : start + nbytes]
+        self.region = MemoryRegion(int(self._bytes.__array_interface__["data"][0]), nbytes)
+
+    def fault_in(self, nbytes: int) -> None:
+        """Have the system give the pages of the first `nbytes` now, and not at the first transfer."""
+        self._bytes[: nbytes : mmap.PAGESIZE] = 0
+
+    def keep_mapped(self) -> None:
+        """Keep the addresses from everything else in this process, for as long as it lives. The pages go back to the system."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._kept.append(self._memory)
+
+
+class StagingMemory:
+    """Memory for slots, on the device of the pools or on the host."""
+
+    def __init__(self, nbytes: int, allocate_on_device: AllocateOnDevice) -> None:
+        self._arena: HostArena | None = None
+        region = allocate_on_device(nbytes)
+        if region is None:
+            self._arena = HostArena(nbytes)
+            region = self._arena.region
+        self.region = region
+
+    def fault_in(self, nbytes: int) -> None:
+        """As `HostArena.fault_in`, on the host."""
+        if self._arena is not None:
+            self._arena.fault_in(nbytes)
+
+    def keep_mapped(self) -> None:
+        """The engine is closed, but a peer may still write here: nothing else may get these addresses. A GPU's memory stays
+        with the peers that have mapped it, also once it is freed here.
+        """
+        if self._arena is not None:
+            self._arena.keep_mapped()
 
 
 class SlotPool:
@@ -66,13 +100,9 @@ class SlotPool:
         self.slot_nbytes = shape.slot_nbytes
         self.at_once = shape.at_once
         active = shape.slot_nbytes * shape.num_slots
-        nbytes = active + shape.slot_nbytes * shape.spares
-        region = allocate_on_device(nbytes)
-        self._arena = _arena(nbytes) if region is None else None
-        self.region = _region(self._arena) if region is None else region
-        if self._arena is not None:
-            self._arena[: active : mmap.PAGESIZE] = 0  # fault in every page now, and not at the first transfer
-        base = self.region.address
+        self.memory = StagingMemory(active + shape.slot_nbytes * shape.spares, allocate_on_device)
+        self.memory.fault_in(active)
+        base = self.memory.region.address
         slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots + shape.spares)]
         self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
 
@@ -97,11 +127,8 @@ class RingPool:
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         slots = shape.ring_slots()
-        nbytes = shape.slot_nbytes * sum(slots)
-        region = allocate_on_device(nbytes)
-        self._arena = _arena(nbytes) if region is None else None
-        self.region = _region(self._arena) if region is None else region
-        starts = (self.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
+        self.memory = StagingMemory(shape.slot_nbytes * sum(slots), allocate_on_device)
+        starts = (self.memory.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
         self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
         self._count = len(self._free)
 

@@ -37,15 +37,15 @@ def test_pools_give_each_slot_and_ring_once_without_overlap() -> None:
     assert rings.take() is None
     addresses = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
     assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(addresses))
-    assert addresses[0] >= rings.region.address
-    assert addresses[-1] + SHAPE.slot_nbytes <= rings.region.address + rings.region.nbytes
+    assert addresses[0] >= rings.memory.region.address
+    assert addresses[-1] + SHAPE.slot_nbytes <= rings.memory.region.address + rings.memory.region.nbytes
 
 
 def test_rings_after_the_whole_rings_are_smaller_and_the_largest_free_ring_is_taken() -> None:
     shape = StagingShape(slot_nbytes=512, num_slots=8, num_rings=8, whole_rings=2)
     assert shape.ring_slots() == (8, 8, 4, 4, 2, 2, 1, 1)
     rings = RingPool(shape)
-    assert rings.region.nbytes >= 512 * 30
+    assert rings.memory.region.nbytes >= 512 * 30
     all_rings = [rings.take() for _ in range(8)]
     assert [ring.num_slots for ring in all_rings if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
     addresses = sorted(ring.slot(n) for ring in all_rings if ring is not None for n in range(ring.num_slots))
@@ -63,7 +63,11 @@ def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
     while slots.replace():
         spares.append(slots.take())
     assert len({*held, *spares}) == SHAPE.num_slots + SHAPE.spares
-    assert all(slots.region.address <= spare < slots.region.address + slots.region.nbytes for spare in spares if spare)
+    assert all(
+        slots.memory.region.address <= spare < slots.memory.region.address + slots.memory.region.nbytes
+        for spare in spares
+        if spare
+    )
     for address in held:
         assert address is not None
         slots.give_back(address, replaced=True)
