@@ -8,13 +8,13 @@ large; one system call takes up to 1,024 pieces. So the transfer that `submit` r
 | the calls copy every byte | `DONE` | the kernel has returned |
 | a call fails, or copies less | `FAILED` | the same: nothing is under way, and a part may have been copied |
 | the peer's process has ended | `PeerUnreachable` at submit | its memory is gone; another process may have its number |
-| the peer's process has ended | `fence`: `QUIET` | only threads of that process copied for it |
+| the peer's process has ended, or executes another program | `fence`: `QUIET` | only its threads copied for it |
 | the peer's process lives | `fence`: `UNKNOWN` | one of its threads may be inside a copy to or from this process |
 | a copy with the peer is under way here | `fence`: `UNKNOWN` | another thread of this process is inside `submit` |
 
 The process is the one that the kernel attests (`disagg.machine.processes`), never one that the peer only names: otherwise a
 peer could have this process write to any process that it may trace, itself included. Closing proves that nothing can touch
-memory here only if every process that this engine has met has ended.
+memory here only if every process that this engine has met has ended, or executes another program.
 
 `connect` refuses a peer on another host or in another network or process-id namespace, and one whose memory the kernel does not
 let this process read: the two processes must have the same user, and `kernel.yama.ptrace_scope` must allow it.
@@ -160,12 +160,12 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
             return Fence.UNKNOWN if own.num_copying else Fence.QUIET
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
-        """See `ProvesByProcess`: only threads of that process copied for it."""
-        return process.has_ended()
+        """See `ProvesByProcess`: only threads of that program copied for it."""
+        return process.has_left()
 
     def is_quiet_when_closed(self) -> bool:
         """See `QuietWhenClosed`: a process that lives may copy into this one, whether or not the engine here is closed."""
-        return all(process.has_ended() for process in self._neighbours)
+        return all(process.has_left() for process in self._neighbours)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ the peer has proved on its control channel, so that a peer cannot pass on the so
 **Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id,
 and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
 
+**Left.** A program that executes another (`exec`) goes on as the same process, with its sockets, but without its threads and its
+memory. The new program has its stack elsewhere, which `/proc` shows to those who may read the process's memory.
+
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
 memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
 process had bytes to read, and an engine closes its socket once it has read that end. So nothing of a dead process can arrive
@@ -50,6 +53,8 @@ _MAX_WATCHERS = 1024
 _NOT_ACCEPTED = (SYN_RECV, ESTABLISHED, CLOSE_WAIT)
 _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
+_STACK_FIELD = 25
+"""The start of the stack in `/proc/PID/stat`, counted behind the program's name: see proc_pid_stat(5). 0 if it is hidden."""
 _TCP_INFO = struct.Struct("=B127xQ")
 """Of `struct tcp_info`: the state, and `tcpi_bytes_received` (Linux 4.1)."""
 _CLOSED = 7
@@ -125,6 +130,7 @@ class ProcessWatch:
         self._connection = connection
         self._lock = threading.RLock()
         self._ended = self._gone = False
+        self._stack = _stack_of(pid)
 
     @classmethod
     def attest(cls, name: str) -> ProcessWatch | None:
@@ -157,6 +163,10 @@ class ProcessWatch:
             if not self._ended and self._descriptor is not None:
                 self._ended = _native.is_readable(self._descriptor)
             return self._ended
+
+    def has_left(self) -> bool:
+        """Whether the attested program has no thread any more: the process has ended, or executes another program."""
+        return self.has_ended() or (self._stack is not None and _stack_of(self.pid) not in (None, self._stack))
 
     def is_gone(self) -> bool:
         """Whether it has ended, and no child of it holds what it held."""
@@ -211,6 +221,15 @@ def _pidfd_of(connection: socket.socket, pid: int) -> int:
         os.close(descriptor)
         raise ProcessLookupError(f"process {pid} has ended")
     return descriptor
+
+
+def _stack_of(pid: int) -> int | None:
+    """Where the stack of a process's program starts; `None` if this process may not know."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[_STACK_FIELD]) or None
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -74,6 +74,31 @@ def watch_from(lines: IO[str], stack: ExitStack) -> ProcessWatch:
     return watch
 
 
+def test_a_process_that_executes_another_program_has_left_but_not_ended(stack: ExitStack) -> None:
+    """It keeps its number, its pidfd and its sockets, the identity socket among them."""
+    code = f"""{IMPORTS}
+import os
+identity = IdentitySocket()
+print(identity.name, flush=True)
+sys.stdin.readline()
+os.execv(sys.executable, [sys.executable, "-c", "import time; print('executed', flush=True); time.sleep(600)"])
+"""
+    process = stack.enter_context(
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    stack.callback(process.kill)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    watch = watch_from(process.stdout, stack)
+    assert not watch.has_left()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "executed\n"
+    assert watch.has_left()
+    assert not watch.has_ended()
+    assert not watch.is_gone(), "the new program holds the identity socket, and may hold others"
+
+
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
 def test_a_dead_process_is_quiet_once_all_that_it_sent_was_read(
     family: socket.AddressFamily, host: str, stack: ExitStack

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 
+from disagg import Pages, new_request_id
 from disagg.protocol.peer_state import ConnectionLimits
 from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
@@ -55,3 +59,30 @@ def test_a_killed_process_is_noticed_long_before_it_would_count_as_silent(engine
             assert "has ended" in survivor.health().peers[name].problem
         assert survivor.health().ok
     assert statistics.median(times) < SHARE * LIMITS.heartbeat_timeout_s, times
+
+
+def execute_another(pipe: Connection, address: str, request: bytes) -> None:
+    """A writer whose reader has reserved rows, until it executes another program."""
+    with manager(name="writer", backend="cma", connection_limits=LIMITS, peers={"reader": address}) as writer:
+        pipe.send(writer.address)
+        sender = writer.sender(request, peer="reader")
+        until(lambda: sender.needed("kv") is not None)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def test_rows_come_back_when_their_writer_executes_another_program() -> None:
+    """The process lives on, so that its end never comes; nothing of the program that may have written does."""
+    context, request = multiprocessing.get_context("spawn"), new_request_id()
+    with manager(name="reader", backend="cma", connection_limits=LIMITS) as reader, ExitStack() as stack:
+        pipe, theirs = context.Pipe()
+        child = context.Process(target=execute_another, args=(theirs, reader.address, request))
+        child.start()
+        stack.callback(child.kill)
+        assert pipe.poll(3 * DEADLINE_S)
+        reader.add_peer("writer", address=pipe.recv())
+        receiver = reader.receiver(request, peer="writer", rows={"kv": Pages(np.array([0]))}, need={"kv": (0, 4)})
+        event = receiver.wait(timeout_s=3 * DEADLINE_S)
+        assert event is not None
+        assert not event.ok
+        until(lambda: event.lease.released)
+        assert child.is_alive()
