@@ -8,7 +8,7 @@ the peer has proved on its control channel, so that a peer cannot pass on the so
 **Ended.** Only the pidfd tells that. It was taken while the process lived, so it never means a later process with the same id,
 and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
 
-**Left.** A program that executes another (`exec`) goes on as the same process, with its sockets, but without its threads and its
+**Left.** A program that executes another (`exec`) goes on as the same process, with its sockets, but without its threads and
 memory. The new program has its stack elsewhere, which `/proc` shows to those who may read the process's memory.
 
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
