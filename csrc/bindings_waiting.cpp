@@ -72,43 +72,6 @@ Status query(const GilCudaQueue& queue, std::uintptr_t event) {
     return {call, status};
 }
 
-// ------------------------------------------------------------------------------------------------------------ completions
-
-// The word at `index` of a page of completion words.
-template <typename T>
-CompletionWord word_of(const MutableColumn<T>& page, std::size_t index, std::uint64_t value) {
-    if (index >= page.shape(0)) {
-        throw std::out_of_range("completion word: expected an index below " + std::to_string(page.shape(0)) + ", found " +
-                                std::to_string(index));
-    }
-    return {const_cast<std::uint64_t*>(page.data()) + index, value};
-}
-
-// A word that is only read, so its page may be read-only; keeps the page alive.
-struct HeldCompletionWord : CompletionWord {
-    Addresses held;
-
-    HeldCompletionWord(Addresses page, std::size_t index, std::uint64_t value_)
-        : CompletionWord{word_of(page, index, value_)}, held{std::move(page)} {}
-};
-
-// A signal; keeps the page of its word and its flag or event alive.
-struct HeldCompletionSignal : CompletionSignal {
-    MutableColumn<std::uint64_t> held_page;
-    nb::object held_completion;
-
-    HeldCompletionSignal(nb::object completion, MutableColumn<std::uint64_t> page, std::size_t index, std::uint64_t value)
-        : CompletionSignal{word_of(page, index, value), nullptr, {}},
-          held_page{std::move(page)},
-          held_completion{std::move(completion)} {
-        if (nb::isinstance<Flag>(held_completion)) {
-            flag = nb::inst_ptr<Flag>(held_completion);
-        } else {
-            event = *value_of<HeldCudaEvent>(held_completion, "completion: expected a Flag or a CudaEvent");
-        }
-    }
-};
-
 // ---------------------------------------------------------------------------------------------------------------- waiting
 
 bool busy_poll_flag(Flag& flag, double seconds) {
@@ -135,15 +98,10 @@ bool busy_poll_all(double seconds, const Descriptors& descriptors, const nb::lis
     Completions awaited;
     for (const nb::handle each : completions) {
         held.push_back(nb::borrow(each));
-        if (nb::isinstance<HeldCompletionSignal>(each)) {
-            awaited.signals.push_back(nb::inst_ptr<HeldCompletionSignal>(each));
-        } else if (nb::isinstance<HeldCompletionWord>(each)) {
-            awaited.words.push_back(nb::inst_ptr<HeldCompletionWord>(each));
-        } else if (nb::isinstance<Flag>(each)) {
+        if (nb::isinstance<Flag>(each)) {
             awaited.flags.push_back(nb::inst_ptr<Flag>(each));
         } else {
-            awaited.events.push_back(*value_of<HeldCudaEvent>(
-                each, "completions: expected only Flag, CudaEvent, CompletionWord and CompletionSignal"));
+            awaited.events.push_back(*value_of<HeldCudaEvent>(each, "completions: expected only Flag and CudaEvent"));
         }
     }
     const ReleaseGilToWait released;
@@ -184,13 +142,6 @@ bool is_readable(int descriptor) {
     return any_readable({&watched, 1});
 }
 
-void send_packet(int socket, const nb::bytes& packet) {
-    if (send(socket, packet.c_str(), packet.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        throw nb::python_error();
-    }
-}
-
 void bind_cuda(nb::module_& m) {
     nb::class_<GilCudaQueue>(m, "CudaQueue", "Work for one stream of a CUDA context; loads the driver by name.")
         .def(nb::init<const std::string&, std::uintptr_t, std::uintptr_t, std::uintptr_t, bool>(), "library"_a, "context"_a,
@@ -210,13 +161,6 @@ void bind_completions(nb::module_& m) {
         .def("yield_to_waiter", &yield_to_waiter, "Let the threads that busy-poll the flag take the GIL first, once it is set.")
         .def("busy_poll", &busy_poll_flag, "seconds"_a,
              "Wait up to `seconds` for the flag, without sleeping and without the GIL. Returns whether it is set.");
-    nb::class_<HeldCompletionWord>(m, "CompletionWord", "A word that another process writes, and the value that it waits for.")
-        .def(nb::init<Addresses, std::size_t, std::uint64_t>(), "page"_a.noconvert(), "index"_a, "value"_a)
-        .def("is_set", &CompletionWord::is_set, "Whether the word has that value.");
-    nb::class_<HeldCompletionSignal>(m, "CompletionSignal", "Sets a word of shared memory once a flag or event has completed.")
-        .def(nb::init<nb::object, MutableColumn<std::uint64_t>, std::size_t, std::uint64_t>(), "completion"_a,
-             "page"_a.noconvert(), "index"_a, "value"_a)
-        .def("signal", &CompletionSignal::signal, "Set the word now.");
 }
 
 }  // namespace
@@ -226,8 +170,6 @@ void bind_waiting(nb::module_& m) {
     bind_completions(m);
     m.def("is_readable", &is_readable, "descriptor"_a,
           "Whether a descriptor is readable or closed by its peer; holds the GIL.");
-    m.def("send", &send_packet, "socket"_a, "packet"_a,
-          "Send a packet at once, holding the GIL. OSError: it cannot be sent; BlockingIOError: no room now.");
     m.def("busy_poll", &busy_poll_all, "seconds"_a, "descriptors"_a.noconvert() = nb::none(), "completions"_a = nb::list(),
           "Wait without sleeping until a descriptor is readable or something has completed. Returns whether that is so.");
     m.def("sleep", &sleep, "seconds"_a, "Sleep.");

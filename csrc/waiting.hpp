@@ -106,45 +106,14 @@ class Flag {
     std::atomic<int> num_waiters_ = 0;
 };
 
-// A word of memory that another process may share, and the value that marks it as set.
-struct CompletionWord {
-    std::uint64_t* word;
-    std::uint64_t value;
-
-    // Only this library accesses such memory, and always by atomic operations.
-    bool is_set() const { return std::atomic_ref{*word}.load(std::memory_order_acquire) == value; }
-    void set() const { std::atomic_ref{*word}.store(value, std::memory_order_release); }
-};
-
-// Sets a word once a flag is set or an event has completed. Exactly one of `flag` and `event.queue` is not null.
-struct CompletionSignal {
-    CompletionWord word;
-    const Flag* flag = nullptr;
-    CudaEvent event;
-
-    void signal() const { word.set(); }
-
-    // Returns whether polling can end: the flag is set or the event has completed, which signals, or the event has failed,
-    // which does not.
-    bool poll() const {
-        const int status = event.queue ? event.status() : flag->is_set() ? 0 : CudaQueue::kNotReady;
-        if (status == 0) signal();
-        return status != CudaQueue::kNotReady;
-    }
-};
-
 // What one call of `busy_poll` waits for.
 struct Completions {
-    std::vector<const CompletionSignal*> signals;
-    std::vector<const CompletionWord*> words;
     std::vector<const Flag*> flags;
     std::vector<CudaEvent> events;
 
-    // Returns whether any has completed. Polls every signal even after it found one: another process waits for each of them.
+    // Returns whether any has completed.
     bool poll() const {
-        return std::count_if(signals.begin(), signals.end(), [](const CompletionSignal* s) { return s->poll(); }) > 0 ||
-               std::any_of(words.begin(), words.end(), [](const CompletionWord* word) { return word->is_set(); }) ||
-               std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set(); }) ||
+        return std::any_of(flags.begin(), flags.end(), [](const Flag* flag) { return flag->is_set(); }) ||
                std::any_of(events.begin(), events.end(), [](const CudaEvent& event) { return event.is_done(); });
     }
 };

@@ -24,7 +24,6 @@ int main() {
     test_copies(random);
     test_busy_poll();
     test_flag_waiters();
-    test_completion_signals();
     test_alarm();
     test_alarm_counts();
     test_busy_threads();

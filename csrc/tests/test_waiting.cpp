@@ -34,24 +34,6 @@ void test_flag_waiters() {
     thread.join();
 }
 
-void test_completion_signals() {
-    std::vector<std::uint64_t> page(3);
-    disagg::Flag flag, other;
-    const disagg::CompletionSignal first{{&page[0], 7}, &flag, {}}, second{{&page[1], 8}, &flag, {}},
-        third{{&page[2], 9}, &other, {}};
-    const disagg::CompletionWord word{&page[1], 8};
-    disagg::Completions signals{{&first, &second, &third}, {}, {}, {}}, words{{}, {&word}, {}, {}}, flags{{}, {}, {&other}, {}};
-    CHECK(!signals.poll() && !words.poll() && !flags.poll() && !disagg::Completions{}.poll());
-    CHECK(page == std::vector<std::uint64_t>(3));
-    flag.set();
-    CHECK(signals.poll() && words.poll() && !flags.poll());  // one poll sets the words of all set flags
-    CHECK((page == std::vector<std::uint64_t>{7, 8, 0}));
-    third.signal();
-    CHECK(page[2] == 9);
-    other.set();
-    CHECK(flags.poll());
-}
-
 void test_alarm() {
     disagg::Alarm alarm;
     CHECK(!alarm.wait(0.0) && !alarm.wait(-1.0));

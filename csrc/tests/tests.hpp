@@ -47,7 +47,6 @@ void test_refused_digests();
 void test_copies(std::mt19937_64& random);
 void test_busy_poll();
 void test_flag_waiters();
-void test_completion_signals();
 void test_alarm();
 void test_alarm_counts();
 void test_busy_threads();

@@ -282,12 +282,6 @@ class CudaQueue:
 def is_readable(descriptor: int) -> bool:
     """Whether a descriptor is readable or closed by its peer. Holds the GIL."""
 
-def send(socket: int, packet: bytes) -> None:
-    """Send a packet at once, holding the GIL.
-
-    Raises `OSError` if it cannot be sent, and `BlockingIOError` if there is no room now.
-    """
-
 class Flag:
     """A flag that any thread may set, once."""
 
@@ -304,29 +298,7 @@ class CudaEvent:
 
     def __init__(self, queue: CudaQueue, event: int) -> None: ...
 
-class CompletionWord:
-    """A word of memory that another process may write, and the value that marks it as set.
-
-    The word has index `index` in `page`, a uint64 array, which may be read-only and is kept alive. Raises `IndexError` if the
-    page is too short.
-    """
-
-    def __init__(self, page: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
-    def is_set(self) -> bool:
-        """Whether the word has that value."""
-
-class CompletionSignal:
-    """Sets word `index` of `page` to `value` once `completion` has completed; a failed event does not set it.
-
-    This happens while a thread passes the signal to `busy_poll`. Raises like `CompletionWord`, and `TypeError` for another kind
-    of completion.
-    """
-
-    def __init__(self, completion: Flag | CudaEvent, page: npt.NDArray[np.uint64], index: int, value: int) -> None: ...
-    def signal(self) -> None:
-        """Set the word now."""
-
-Completion = Flag | CudaEvent | CompletionWord | CompletionSignal
+Completion = Flag | CudaEvent
 """What `busy_poll` can wait for. For type checkers only."""
 
 def enlist_thread() -> None:
@@ -335,8 +307,8 @@ def enlist_thread() -> None:
 def busy_poll(seconds: float, descriptors: npt.NDArray[np.int32] | None = None, completions: list[Completion] = ...) -> bool:
     """Wait up to `seconds` for work in a thread of this library, without sleeping and without the GIL.
 
-    Ends when a descriptor is readable or closed by its peer, or something has completed: a flag is set, the work before an
-    event is done or has failed, or a word has its value. Signals are sent meanwhile. Returns whether any of this happened.
+    Ends when a descriptor is readable or closed by its peer, or something has completed: a flag is set, or the work before an
+    event is done or has failed. Returns whether any of this happened.
     """
 
 def sleep(seconds: float) -> None:

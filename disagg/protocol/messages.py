@@ -15,7 +15,7 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
@@ -237,10 +237,6 @@ class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True)
     slots: Many[Filled]
 
 
-class CopyBegun(RequestMessage, frozen=True, tag="copy_begun", kw_only=True):
-    """A long copy has begun: the receiver may want to be awake when it ends. An ended attempt is answered with its outcome."""
-
-
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """All that the writer sends for this attempt has landed; nothing is in flight. `packed`: of each chunk, the bytes that went
     through the receiver's ring; `sums`: the checksums that were asked for; `took`: seconds of the last transfer, by phase.
@@ -251,39 +247,6 @@ class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     packed: Many[tuple[Small, Tokens]] = ()
     sums: Many[PartialChecksums] = ()
     took: Annotated[tuple[Seconds, ...], msgspec.Meta(max_length=4)] = ()
-
-
-class EarlyComplete(RequestMessage, frozen=True, tag="early_complete", kw_only=True):
-    """A `Complete` that counts once word `word[0]` of the writer's completion page has the value `word[1]`."""
-
-    word: tuple[Small, Nonce]
-    written: Many[Written] = ()
-    payload: Payload = b""
-    packed: Many[tuple[Small, Tokens]] = ()
-
-    @classmethod
-    def of(cls, complete: Complete, word: tuple[int, int]) -> EarlyComplete:
-        """The early form of `complete`, which has no checksums."""
-        return cls(
-            request_id=complete.request_id,
-            attempt=complete.attempt,
-            nonce=complete.nonce,
-            word=word,
-            written=complete.written,
-            payload=complete.payload,
-            packed=complete.packed,
-        )
-
-    def complete(self) -> Complete:
-        """What it says once the word has its value."""
-        return Complete(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            nonce=self.nonce,
-            written=self.written,
-            payload=self.payload,
-            packed=self.packed,
-        )
 
 
 class Abort(RequestMessage, frozen=True, tag="abort", kw_only=True):
@@ -328,9 +291,7 @@ AnyMessage = (
     | Decline
     | Busy
     | SlotsFilled
-    | CopyBegun
     | Complete
-    | EarlyComplete
     | Abort
     | Drained
     | Outcome

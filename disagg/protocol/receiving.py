@@ -13,9 +13,7 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
-    CopyBegun,
     Drained,
-    EarlyComplete,
     Outcome,
     RequestMessage,
     SlotsFilled,
@@ -268,7 +266,7 @@ class Receives:
             writer.retry_at = now + min(max(message.retry_after_s, 0.001), self._limits.max_retry_s)
             self._timers.arm(session)
 
-    def answer_unknown(self, peer: PeerRank, message: SlotsFilled | CopyBegun | EarlyComplete) -> None:
+    def answer_unknown(self, peer: PeerRank, message: SlotsFilled) -> None:
         """Answer a message about an attempt that is unknown or has ended, so that its writer does not wait for a deadline."""
         session = self._receive_of(peer, message)
         if session is None or peer not in session.writers:

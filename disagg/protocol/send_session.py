@@ -59,10 +59,8 @@ SEND_TABLE: dict[tuple[SendState, SendStep], SendState] = {
 
 @dataclass
 class Destination:
-    """One destination rank of a send. `early_complete` is the complete message that it was sent before the transfer finished,
-    and `early_outcome` whether it has answered that. `sums`
-    are by component, added up over its chunks. `took` is that of the next `Complete`. `knows_failure`: the receiver knows
-    that the attempt has failed. `lost_at` is the epoch at which the peer was lost.
+    """One destination rank of a send. `sums` are by component, added up over its chunks. `took` is that of the `Complete`.
+    `knows_failure`: the receiver knows that the attempt has failed. `lost_at` is the epoch at which the peer was lost.
     """
 
     state: SendState = SendState.AWAITED
@@ -74,8 +72,6 @@ class Destination:
     sums: dict[str, PartialChecksums] = field(default_factory=dict)
     took: tuple[float, ...] = ()
     started: int = 0
-    early_complete: Complete | None = None
-    early_outcome: bool = False
     reason: str = ""
     knows_failure: bool = False
     cause: Cause = Cause.PEER
@@ -115,11 +111,6 @@ class Destination:
     def is_read_for(self) -> bool:
         """Whether the rows may still be read for it."""
         return self.state is SendState.ACTIVE or not self.quiet
-
-    def is_last(self, chunk: int) -> bool:
-        """Whether nothing but this chunk, which has no checksums, is in flight to it."""
-        alone = self.in_flight == {chunk} and not self.unsettled
-        return self.state is SendState.ACTIVE and alone and self.reserved.verify == "off"
 
     @property
     def waiting(self) -> bool:

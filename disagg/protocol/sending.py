@@ -8,13 +8,13 @@ from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import Lease
-from disagg.protocol.destination_steps import DestinationSteps
 from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve
 from disagg.protocol.parked import CONTRADICTION, Early, refusal
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.send_table import Readers, SendTable
-from disagg.protocol.timers import Timers, Tombstone
+from disagg.protocol.timers import Timers, Tombstone, back_off
 from disagg.protocol.types import (
+    CancelTransfers,
     Chunk,
     Effect,
     Event,
@@ -24,11 +24,15 @@ from disagg.protocol.types import (
     ReleaseLease,
     RequestKey,
     SendMessage,
+    StartTransfer,
     Ticket,
     brief,
     ids,
     key_of,
 )
+
+MAX_RESENT = 20
+"""How often a drained message is sent again: for a minute and a half by default."""
 
 
 class Sends:
@@ -46,7 +50,7 @@ class Sends:
         self._group = group
         self._effects = effects
         self._timers = timers
-        self._steps = DestinationSteps(limits=limits, effects=effects, timers=timers)
+        self._limits = limits
         self.table = SendTable(limits, readers_of)
         self.sessions = self.table.sessions
         self.parked = self.table.parked
@@ -98,8 +102,8 @@ class Sends:
             return
         session.chunks.append(chunk)
         for peer, destination in session.destinations.items():
-            self._steps.start_chunks(session, peer, destination)
-            self._steps.progress(session, peer, destination, now)
+            self._start_chunks(session, peer, destination)
+            self._progress(session, peer, destination, now)
 
     def finish(self, session: SendSession, payload: bytes, now: float) -> None:
         """Nothing more will be sent. Raises `LocalProtocolError` the second time."""
@@ -107,7 +111,7 @@ class Sends:
             raise LocalProtocolError(f"request {session.key}: finish() was already called")
         session.finished, session.payload = True, payload
         for peer, destination in session.destinations.items():
-            self._steps.progress(session, peer, destination, now)
+            self._progress(session, peer, destination, now)
         self._settle(session)
 
     def abort(self, session: SendSession, error: DisaggError, now: float) -> None:
@@ -120,20 +124,8 @@ class Sends:
         session.error = error
         self._report(session)
         for peer, destination in session.destinations.items():
-            self._steps.fail(session, peer, destination, brief(error), now)
+            self._fail(session, peer, destination, brief(error), now)
         self._settle(session)
-
-    def complete_early(self, ticket: Ticket) -> Complete | None:
-        """The complete message that follows if a transfer under way succeeds and nothing else happens before.
-
-        The caller may send it early, in a form that counts once the transfer has finished, and tells `settled` whether the
-        receiver has seen that. `None` if the transfer is not the last of its request, or its checksums are still missing.
-        """
-        session, destination = self._find(ticket.peer, ticket.key)
-        if session is None or destination is None or not session.finished or not destination.is_last(ticket.chunk):
-            return None
-        destination.early_complete = session.complete(destination)
-        return destination.early_complete
 
     def settled(
         self,
@@ -144,27 +136,25 @@ class Sends:
         unsettled: bool = False,
         packed: int = 0,
         sums: tuple[PartialChecksums, ...] = (),
-        known: bool = False,
         took: tuple[float, ...] = (),
     ) -> None:
         """A transfer that was started is done, failed with `error`, or (`unsettled`) not provably finished.
 
-        `packed`, `sums`, `took`: for the complete message. `known`: the receiver has seen that it is done, so an early one is
-        not sent again unless it stays unanswered. A transfer that was unsettled may be reported again once it has settled.
+        `packed`, `sums`, `took`: for the complete message. A transfer that was unsettled may be reported again once it has
+        settled.
         """
         session, destination = self._find(ticket.peer, ticket.key)
         if session is None or destination is None or ticket.chunk not in destination.in_flight | destination.unsettled:
             return
-        if not known:
-            destination.early_complete, destination.took = None, took
+        destination.took = took
         destination.settle(ticket.chunk, packed=packed, sums=sums, unsettled=unsettled)
         if unsettled:
             self._effects.append(QuarantineLease(session.lease, error))
         if error:
             destination.landed.pop(ticket.chunk, None)
             destination.cause = destination.cause if destination.reason else Cause.TRANSFER
-            self._steps.fail(session, ticket.peer, destination, brief(error), now)
-        self._steps.progress(session, ticket.peer, destination, now)
+            self._fail(session, ticket.peer, destination, brief(error), now)
+        self._progress(session, ticket.peer, destination, now)
         self._settle(session)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -220,10 +210,10 @@ class Sends:
             self._effects.append(SendMessage(peer, Drained(**ids(key), nonce=message.nonce)))
             return
         if destination.state is SendState.DRAINED or (destination.ended and destination.quiet):
-            self._steps.send(session, peer, destination, session.drained(destination), now)
+            self._send_message(session, peer, destination, session.drained(destination), now)
         else:
             destination.knows_failure = True
-            self._steps.fail(session, peer, destination, message.reason, now, knows=True)
+            self._fail(session, peer, destination, message.reason, now, knows=True)
         self._settle(session)
 
     def on_outcome(self, peer: PeerRank, message: Outcome, now: float) -> None:
@@ -231,10 +221,8 @@ class Sends:
         if session is None or destination is None or destination.reserve is None or destination.reserve.nonce != message.nonce:
             return
         destination.knows_failure |= not message.ok
-        # The receiver may answer an early complete message before this side knows that the transfer has finished.
-        destination.early_outcome |= message.ok and destination.early_complete is not None
         if destination.state is SendState.ACTIVE and not message.ok:
-            self._steps.fail(session, peer, destination, message.reason, now, knows=True)
+            self._fail(session, peer, destination, message.reason, now, knows=True)
         if destination.step(SendStep.OUTCOME):
             destination.ok = message.ok
             destination.reason = "" if message.ok else destination.reason or message.reason
@@ -278,7 +266,7 @@ class Sends:
         for peer, destination in session.destinations.items():
             if not destination.waiting or now < destination.retry_at:
                 continue
-            self._steps.resend(session, peer, destination, now)
+            self._resend(session, peer, destination, now)
         self._settle(session)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -305,11 +293,76 @@ class Sends:
             return
         destination = session.reserve(peer, message)
         if session.error is not None:
-            self._steps.fail(session, peer, destination, brief(session.error), now)
+            self._fail(session, peer, destination, brief(session.error), now)
         else:
-            self._steps.start_chunks(session, peer, destination)
-        self._steps.progress(session, peer, destination, now)
+            self._start_chunks(session, peer, destination)
+        self._progress(session, peer, destination, now)
         self._settle(session)
+
+    def _start_chunks(self, session: SendSession, peer: PeerRank, destination: Destination) -> None:
+        """Start every chunk that was not started for this destination."""
+        if destination.state is not SendState.ACTIVE or destination.reserve is None:
+            return
+        needs = destination.reserve.need
+        for chunk in session.chunks[destination.started :]:
+            destination.started += 1
+            parts = (chunk.written(name, needs[name]) for name in chunk.rows if name in needs)
+            written = tuple(part for part in parts if part is not None)
+            if written:
+                destination.in_flight.add(chunk.number)
+                destination.landed[chunk.number] = written
+                ticket = Ticket(peer, session.key, chunk.number)
+                self._effects.append(StartTransfer(ticket, chunk, destination.reserve, written))
+
+    def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        """Tell the destination that all has landed, or that nothing is in flight after a failure."""
+        if destination.state is SendState.ACTIVE and session.finished and destination.quiet:
+            destination.step(SendStep.LANDED)
+            self._send_message(session, peer, destination, session.complete(destination), now)
+        elif destination.state is SendState.ABORTING and destination.quiet:
+            destination.step(SendStep.QUIET)
+            self._send_message(session, peer, destination, session.drained(destination), now)
+
+    def _send_message(
+        self,
+        session: SendSession,
+        peer: PeerRank,
+        destination: Destination,
+        message: Complete | Abort | Drained,
+        now: float,
+    ) -> None:
+        """Send a message, and again until it is answered."""
+        back_off(destination, self._limits, now)
+        self._timers.arm(session)
+        self._effects.append(SendMessage(peer, message))
+
+    def _fail(
+        self, session: SendSession, peer: PeerRank, destination: Destination, reason: str, now: float, *, knows: bool = False
+    ) -> None:
+        """End the attempt towards this destination. `knows`: the failure is the receiver's own."""
+        if not destination.step(SendStep.FAILURE):
+            return
+        destination.reason = destination.reason or reason
+        destination.knows_failure = knows
+        if not knows:
+            self._send_message(session, peer, destination, session.abort(destination), now)
+        if destination.in_flight:
+            self._effects.append(CancelTransfers(peer, session.key))
+        self._progress(session, peer, destination, now)
+
+    def _resend(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
+        """Send the last message again: the destination has not answered it. Nothing is sent any more after `MAX_RESENT` times
+        if nothing is in flight to it: a receiver that still waits asks, and is answered without the session.
+        """
+        if destination.state is SendState.COMPLETED:
+            self._send_message(session, peer, destination, session.complete(destination), now)
+        elif destination.state is SendState.ABORTING:
+            self._send_message(session, peer, destination, session.abort(destination), now)
+        elif destination.resent == MAX_RESENT:
+            destination.step(SendStep.UNANSWERED)
+        else:
+            destination.resent += 1
+            self._send_message(session, peer, destination, session.drained(destination), now)
 
     def _settle(self, session: SendSession) -> None:
         """Release the source rows when nothing reads them any more, and report when every destination has ended."""

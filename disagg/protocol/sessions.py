@@ -21,11 +21,9 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
-    CopyBegun,
     Credit,
     Decline,
     Drained,
-    EarlyComplete,
     Filled,
     Message,
     Outcome,
@@ -80,8 +78,6 @@ class Sessions:
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
                 for filled in message.slots:
                     self.credits.on_filled(peer, filled, begin)
-            case CopyBegun() | EarlyComplete():
-                self.receives.answer_unknown(peer, message)
             case Complete():
                 self.receives.on_complete(peer, message, now)
             case Abort(from_writer=True):

@@ -1,7 +1,7 @@
 """The control channel: one ZeroMQ ROUTER that peers connect to, and one DEALER per rank that this one connects to.
 
-The channel does not decode messages. Between processes of one machine they take a local socket, and messages for one connection
-leave together. One thread owns a channel; only `wake` may be called from any thread.
+The channel does not decode messages. Messages for one connection leave together. One thread owns a channel; only `wake` may be
+called from any thread.
 
 libzmq's own threads ping every peer, so a connection ends when the peer's process does not answer or has ended, and stays when
 the peer's interpreter is busy. The ROUTER's monitor tells which connection has ended.
@@ -10,7 +10,6 @@ the peer's interpreter is busy. The ROUTER's monitor tells which connection has 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -26,9 +25,7 @@ from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.tcp import new_listeners, retransmit_soon
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
-from disagg.runtime.completion_page import CompletionPage
 from disagg.runtime.keys import KeyPair, authenticator
-from disagg.runtime.local_socket import MAX_INVITATIONS, LocalConnection, LocalListener, Source
 from disagg.runtime.monitor import Monitor
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 
@@ -41,10 +38,9 @@ MAX_SOCKETS = 16384
 
 @dataclass
 class _Peer:
-    """A connection that this side opened, its local connection if the peer is on this machine, and the messages to send."""
+    """A connection that this side opened, and the messages to send."""
 
     socket: zmq.Socket[bytes]
-    local: LocalConnection | None = None
     unsent: list[bytes] = field(default_factory=list)
 
 
@@ -52,8 +48,7 @@ class Channel:
     """A bound ROUTER and the DEALERs of one manager.
 
     `listen` is `tcp://host:port`; off loopback it takes `keys`, or `insecure=True`. `allow` decides whether a public key may
-    connect. `polls`: the thread busy-polls, so peers pass their completion pages. Peers are pinged every `heartbeat_s`, and
-    their connections end after `heartbeat_timeout_s` without an answer.
+    connect. Peers are pinged every `heartbeat_s`, and their connections end after `heartbeat_timeout_s` without an answer.
 
     Raises `ConfigError` that names an address which cannot be bound.
     """
@@ -65,7 +60,6 @@ class Channel:
         keys: KeyPair | None = None,
         insecure: bool = False,
         allow: Callable[[str], bool] = lambda _: False,
-        polls: bool = False,
         heartbeat_s: float = 1.0,
         heartbeat_timeout_s: float = 8.0,
     ) -> None:
@@ -83,9 +77,6 @@ class Channel:
         self._alarm = _native.Alarm()
         self._poller = zmq.Poller()
         self._peers: dict[int, _Peer] = {}
-        self._users: OrderedDict[bytes, str] = OrderedDict()
-        self._page = CompletionPage.make()
-        self._local = LocalListener(polls=polls)
         try:
             if keys is not None:
                 self._authenticator = authenticator(self._context, allow)
@@ -105,7 +96,6 @@ class Channel:
         self.address = f"tcp://{bracketed(host)}:{self._port}"
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._monitor.socket, zmq.POLLIN)
-        self._poller.register(self._local.fileno(), zmq.POLLIN)
         self._descriptors: npt.NDArray[np.int32] | None = None  # cached until sockets change
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -157,7 +147,6 @@ class Channel:
         if peer is not None:
             self._poller.unregister(peer.socket)
             peer.socket.close(0)
-            self._leave(peer)
             self._descriptors = None
 
     def send(self, dial: int, data: bytes) -> bool:
@@ -170,17 +159,9 @@ class Channel:
         peer.unsent.append(data)
         return True
 
-    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
-        """Send `data` on a connection that a peer opened, with an invitation to a local socket if `offer_local`. Returns
-        whether the connection is still there and had room.
-        """
-        invitation = [self._local.invite(Source(connection, self._users.get(connection, "")))] if offer_local else []
-        return _send(self._router, [connection, data, *invitation])
-
-    def completion_page(self, dial: int) -> CompletionPage | None:
-        """The completion page that the peer at the other end of `dial` polls, or `None` if it does not."""
-        peer = self._peers.get(dial)
-        return self._page if peer is not None and peer.local is not None and peer.local.polled else None
+    def reply(self, connection: bytes, data: bytes) -> bool:
+        """Send `data` on a connection that a peer opened. Returns whether the connection is still there and had room."""
+        return _send(self._router, [connection, data])
 
     @property
     def refused(self) -> int:
@@ -213,15 +194,9 @@ class Channel:
         if ready.pop(self._router, None):
             yield from self._inbound()
         self._monitor.end_endless(self._port)
-        opened = ready.pop(self._local.fileno(), None)
         for dial, peer in list(self._peers.items()) if ready else ():
-            if ready.pop(peer.socket, None):
+            if peer.socket in ready:
                 yield from self._replies(dial, peer)
-        for descriptor in ready:  # the rest are local connections
-            assert isinstance(descriptor, int)
-            yield from self._take_local(descriptor)
-        if opened:
-            self._accept_local()
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
         """Poll without a sleep, right after `poll` has found nothing. Returns whether there is a message or a completion."""
@@ -231,13 +206,7 @@ class Channel:
         """Every descriptor on which something may arrive, right after `poll` has found nothing there."""
         if self._descriptors is None:
             sockets = self._router, self._monitor.socket, *(peer.socket for peer in self._peers.values())
-            found = [
-                self._alarm.fileno(),
-                self._local.fileno(),
-                *self._local.descriptors(),
-                *(each.get(zmq.FD) for each in sockets),
-            ]
-            self._descriptors = np.array(found, np.int32)
+            self._descriptors = np.array([self._alarm.fileno(), *(each.get(zmq.FD) for each in sockets)], np.int32)
         return self._descriptors
 
     def flush(self) -> None:
@@ -246,20 +215,13 @@ class Channel:
             if not peer.unsent:
                 continue
             messages, peer.unsent = peer.unsent, []
-            if peer.local is not None:
-                try:
-                    del messages[: peer.local.send(messages)]
-                except OSError:
-                    self._leave(peer)
             for batch in _batches(messages):
                 _send(peer.socket, batch)
 
     def _replies(self, dial: int, peer: _Peer) -> Iterator[Reply]:
         for frames in _frames(peer.socket):  # few: a welcome each second, by which libzmq may have connected anew
             retransmit_soon(_descriptor_of(frames[0]) or -1)
-            if len(frames) == 2:
-                self._join(peer, frames[1].bytes)
-            if len(frames) in (1, 2):
+            if len(frames) == 1:
                 yield Reply(dial, frames[0].bytes)
 
     def _inbound(self) -> Iterator[Inbound | Closed]:
@@ -271,63 +233,16 @@ class Channel:
                 yield from self._ended()
                 is_open = self._monitor.add(connection, _descriptor_of(frames[1]))
             if self._keys is not None:
-                user = self._users[connection] = str(frames[1].get("User-Id"))
-                self._users.move_to_end(connection)
-                while len(self._users) > MAX_INVITATIONS:
-                    self._users.popitem(last=False)
-            page = self._local.page_of(Source(connection, user))
+                user = str(frames[1].get("User-Id"))
             for frame in frames[1:]:
-                yield Inbound(connection, user, frame.bytes, page)
+                yield Inbound(connection, user, frame.bytes)
             if not is_open:
                 yield Closed(connection)
 
-    def _ended(self) -> Iterator[Inbound | Closed]:
-        """Connections that have ended, after what came by their local connections."""
+    def _ended(self) -> Iterator[Closed]:
+        """Connections that have ended."""
         for connection in self._monitor.take():
-            self._local.revoke(Source(connection, self._users.pop(connection, "")))
-            for descriptor in self._local.of(connection):
-                yield from self._take_local(descriptor)  # its last messages
-                self._close_local(descriptor)
             yield Closed(connection)
-
-    def _join(self, peer: _Peer, invitation: bytes) -> None:
-        """Accept an invitation to a local socket, if it is new and in reach."""
-        if peer.local is None or peer.local.invitation != invitation:
-            self._leave(peer)
-            peer.local = LocalConnection.open(invitation, self._page)
-
-    @staticmethod
-    def _leave(peer: _Peer) -> None:
-        if peer.local is not None:
-            peer.local.close()
-            peer.local = None
-
-    def _accept_local(self) -> None:
-        for descriptor in self._local.accept():
-            self._poller.register(descriptor, zmq.POLLIN)
-        for descriptor in self._local.excess():
-            self._close_local(descriptor)
-        self._descriptors = None
-
-    def _take_local(self, descriptor: int) -> Iterator[Inbound]:
-        if not self._local.holds(descriptor):  # closed since the poll
-            return
-        found = self._local.take(descriptor)
-        if found is None:
-            self._close_local(descriptor)
-            return
-        source, messages = found
-        self._monitor.hears(source.connection)  # only pings come over TCP
-        page = self._local.page_of(source)
-        for message in messages:
-            yield Inbound(source.connection, source.user, message, page)
-
-    def _close_local(self, descriptor: int) -> None:
-        if not self._local.holds(descriptor):
-            return
-        self._poller.unregister(descriptor)
-        self._local.close_connection(descriptor)
-        self._descriptors = None
 
     def close(self) -> None:
         """Close every socket, after 200 ms for queued messages to leave. A second call does nothing."""
@@ -336,11 +251,7 @@ class Channel:
         self.flush()
         for peer in self._peers.values():
             peer.socket.close()
-            self._leave(peer)
         self._peers.clear()
-        self._local.close()
-        if self._page is not None:
-            self._page.close()
         if hasattr(self, "_monitor"):
             self._monitor.close()
         if hasattr(self, "_router"):

@@ -13,8 +13,6 @@ from disagg.core.thread_log import ThreadLog
 from disagg.machine.descriptors import shortage
 from disagg.protocol.messages import (
     Complete,
-    CopyBegun,
-    EarlyComplete,
     Message,
     Reject,
     SlotsFilled,
@@ -53,13 +51,12 @@ from disagg.protocol.types import (
     key_of,
 )
 from disagg.runtime.connections import Connections
-from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
-from disagg.runtime.wire import Arrival, Closed, Inbound, Reply, Wire
+from disagg.runtime.wire import Arrival, Closed, Reply, Wire
 from disagg.transfer.worker import TransferWorker
 
 logger = ThreadLog(__name__)
@@ -83,7 +80,6 @@ class Dispatch:
         transfers: Transfers,
         worker: TransferWorker,
         verification: Verification,
-        early: EarlyCompletion,
         requests: RequestTable,
         on_peers_changed: Callable[[], None],
         on_forgotten: Callable[[str], None],
@@ -98,7 +94,6 @@ class Dispatch:
         self._transfers = transfers
         self._worker = worker
         self._verification = verification
-        self._early_completion = early
         self._requests = requests
         self._on_peers_changed = on_peers_changed
         self._on_forgotten = on_forgotten
@@ -132,7 +127,7 @@ class Dispatch:
             if isinstance(message, Writing):
                 self._handshake.written_by(peer, message)
                 return False
-            self._take_request_message(peer, message, arrived, now)
+            self._take_request_message(peer, message, now)
         except RemoteProtocolError as error:
             self._refuse(error)
             return False
@@ -141,15 +136,8 @@ class Dispatch:
             return False
         return True
 
-    def _take_request_message(self, peer: PeerRank, message: Message, arrived: Inbound, now: float) -> None:
-        if isinstance(message, CopyBegun | EarlyComplete):
-            session = self._sessions.receives.sessions.get((peer.instance, key_of(message)))
-            if session is not None:
-                self._requests.begin(session)
-            if isinstance(message, EarlyComplete) and arrived.page is not None and session is not None:
-                self._early_completion.expect(peer, message, arrived.page, now)
-            self._sessions.on_message(peer, message, now)
-        elif isinstance(message, Complete):
+    def _take_request_message(self, peer: PeerRank, message: Message, now: float) -> None:
+        if isinstance(message, Complete):
             self._take_complete(peer, message, now)
         elif isinstance(message, SlotsFilled) and self._handshake.rank(peer) is None:
             return  # the engine is not connected yet; the writer reports the slots again
@@ -162,17 +150,6 @@ class Dispatch:
         if session is not None:
             self._requests.moments_of(session).land(time.monotonic(), message.took)
         self._sessions.on_message(peer, message, now)
-
-    def take_early_completions(self) -> bool:
-        """Take complete messages whose copy has finished. Returns whether there were any."""
-        taken = False
-        for peer, complete in self._early_completion.take(self._sessions.receives.sessions):
-            taken = True
-            try:
-                self._take_complete(peer, complete, time.monotonic())
-            except RemoteProtocolError as error:
-                self._refuse(error)
-        return taken
 
     def reserve_when_ready(self, session: ReceiveSession, ready: ReadyEvent) -> None:
         """Reserve a session's rows once `ready` has passed."""
@@ -208,9 +185,6 @@ class Dispatch:
         self._carry_out_sessions(now)
         for report in self._worker.run_small():
             self._transfers.take(report, now)
-        if self._early_completion.begun_copies:
-            for peer, message in self._early_completion.announce_begun(now):
-                self.send(peer, message)
         self._sessions.credits.flush()
         self._carry_out_sessions(now)
         self.channel.flush()
@@ -245,14 +219,13 @@ class Dispatch:
                 if isinstance(message, Reject) and not message.hello_first:
                     self.num_rejected_hellos += 1
                     self._warnings.warning("%s: rejected a hello: %s", self._handshake.me, message.reason)
-                self.channel.reply(connection, encode(message), offer_local=isinstance(message, Welcome))
+                self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
             case Ready() as ready:
                 self._connections.connect(ready)
             case Lost() as lost:
                 self._connections.lose(lost, now)
-                self._early_completion.peer_lost(lost.peer)
                 self._transfers.lost(lost.peer, lost.cause, now)
                 self._on_peers_changed()
             case Forgotten(instance):

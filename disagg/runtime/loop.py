@@ -19,7 +19,6 @@ from disagg.protocol.types import NEVER
 from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
 from disagg.runtime.dispatch import Dispatch
-from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.wire import Wire
 from disagg.transfer.worker import TransferWorker
 
@@ -29,8 +28,8 @@ READY_POLL_S = 0.0005
 JOIN_TIMEOUT_S = 10.0
 MAX_TIMER_LATENESS_S = 2e-3
 """Maximum lateness of timers under load."""
-BUSY_POLL_S, EARLY_POLL_S = 100e-6, 200e-6
-"""Length of one busy poll if Python must poll some of the work, and while an early completion is likely."""
+BUSY_POLL_S = 100e-6
+"""Length of one busy poll if Python must poll some of the work."""
 
 
 class Advances(Protocol):
@@ -90,7 +89,6 @@ class Loop:
         sessions: Sessions,
         connections: Connections,
         openings: Advances,
-        early: EarlyCompletion,
         worker: TransferWorker,
         spin_s: float,
         on_death: Callable[[str], None],
@@ -103,7 +101,6 @@ class Loop:
         self._sessions = sessions
         self._connections = connections
         self._openings = openings
-        self._early_completion = early
         self._worker = worker
         self._spin_s = spin_s
         self._on_death = on_death
@@ -111,7 +108,6 @@ class Loop:
         self.over = False
         self._stopping = False
         self._cause: BaseException | None = None
-        self._skipped_channel = False
         self._due = self._next_timer_check = self._awake_until = 0.0
         self._due_known = False
         self.thread = threading.Thread(target=self._run, name=f"disagg-control-{name}", daemon=True)
@@ -161,36 +157,24 @@ class Loop:
         now = time.monotonic()
         if work or self._commands.pending or self._worker.has_reports or (self._spin_s and self._worker.step()):
             self._awake_until = max(self._awake_until, now + self._spin_s)
-        elif not arrived and now < self._spins_until and now < self._next_due() and not self._dispatch.not_ready:
-            self._busy_poll(min(self._spins_until, self._next_due()) - now)
+        elif not arrived and now < self._awake_until and now < self._next_due() and not self._dispatch.not_ready:
+            self._busy_poll(min(self._awake_until, self._next_due()) - now)
             return
         self._commands.run_all(now)
         if self._dispatch.not_ready:
             self._dispatch.take_ready(now)
         self._dispatch.carry_out(now)
         self._run_timers(now)
-        early = self._early_completion
-        if (early.announced or early.expected) and not (self._commands.pending or self._worker.has_reports):
-            # At once: releasing the GIL first may take long. A message over TCP may be seen late by as much as this lasts.
-            self._busy_poll(EARLY_POLL_S)
 
     def _take_arrived(self) -> tuple[bool, bool]:
-        """Take messages and early completions. Returns whether any was about a request, and whether there was any message."""
-        arrived = False
-        work = bool(self._early_completion.expected) and self._dispatch.take_early_completions()
-        # Work that is there already is carried out first. The channel is polled in every second iteration at least.
-        pending = bool(work or self._commands.pending or self._worker.has_reports)
-        self._skipped_channel = not self._skipped_channel and pending
-        if not self._skipped_channel:
-            idle_s = 0.0 if work else self._idle_s()
-            if self._spin_s and idle_s > 0:
-                self._worker.wake()
-            for each in self.channel.poll(idle_s):
-                work = self._dispatch.take(each, time.monotonic()) or work
-                arrived = True
-            if arrived and self._early_completion.expected:
-                # A copy may have finished while its message waited. Polling for it first would release the GIL.
-                work = self._dispatch.take_early_completions() or work
+        """Take messages. Returns whether any was about a request, and whether there was any."""
+        work = arrived = False
+        idle_s = self._idle_s()
+        if self._spin_s and idle_s > 0:
+            self._worker.wake()
+        for each in self.channel.poll(idle_s):
+            work = self._dispatch.take(each, time.monotonic()) or work
+            arrived = True
         return work, arrived
 
     def _run_timers(self, now: float) -> None:
@@ -214,20 +198,14 @@ class Loop:
         meanwhile would otherwise wait for Python's turns here.
         """
         completions, all_native = self._worker.completions()
-        completions += self._early_completion.completions()
         self.channel.busy_poll(seconds if all_native else min(seconds, BUSY_POLL_S), completions)
         if self._worker.step():
             self._awake_until = max(self._awake_until, time.monotonic() + self._spin_s)
 
-    @property
-    def _spins_until(self) -> float:
-        """Until when to poll without a sleep, by `time.monotonic`."""
-        return max(self._awake_until, self._early_completion.spins_until)
-
     def _idle_s(self) -> float:
         """Seconds until the next timer."""
         now = time.monotonic()
-        if self._commands.pending or now < self._spins_until:
+        if self._commands.pending or self._worker.has_reports or now < self._awake_until:
             return 0.0
         idle_s = self._next_due() - now
         return min(idle_s, READY_POLL_S) if self._dispatch.not_ready else idle_s

@@ -31,7 +31,6 @@ from disagg.runtime.channel import Channel
 from disagg.runtime.connections import Connections
 from disagg.runtime.directory import Directory
 from disagg.runtime.dispatch import Dispatch
-from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.lifetime import Lifetime
@@ -111,7 +110,6 @@ class Runtime:
             keys=settings.keys,
             insecure=settings.insecure,
             allow=(lambda _: True) if settings.any_key else self.allowed_keys.__contains__,
-            polls=self.spin_s > 0,
             heartbeat_s=heartbeat.heartbeat_s,
             heartbeat_timeout_s=heartbeat.heartbeat_timeout_s,
         )
@@ -196,13 +194,11 @@ class Runtime:
             command=self.commands.put,
             on_death=lambda error: self.loop.fail("checksum", error),
         )
-        self._early_completion = EarlyCompletion(self.channel, self.peers, self.sessions.sends)
         self.transfers = Transfers(
             sessions=self.sessions,
             handshake=self.handshake,
             worker=self.worker,
             verification=self.verification,
-            early=self._early_completion,
             requests=self.requests,
             stats=self.stats,
             pack_below=self.pack_below,
@@ -229,7 +225,6 @@ class Runtime:
             transfers=self.transfers,
             worker=self.worker,
             verification=self.verification,
-            early=self._early_completion,
             requests=self.requests,
             on_peers_changed=self._on_peers_changed,
             on_forgotten=self._on_forgotten,
@@ -244,7 +239,6 @@ class Runtime:
             sessions=self.sessions,
             connections=self.connections,
             openings=self.openings,
-            early=self._early_completion,
             worker=self.worker,
             spin_s=self.spin_s,
             on_death=self._on_death,
@@ -318,7 +312,7 @@ class Runtime:
         if self._interposed:
             raise LocalProtocolError("interpose: something was already put between this manager and its channel")
         self._interposed, wire = True, wrap(self.channel)
-        self.loop.channel = self.dispatch.channel = self._early_completion.channel = wire
+        self.loop.channel = self.dispatch.channel = wire
 
     # -- state, for any thread ---------------------------------------------------------------------------------------
 

@@ -14,12 +14,11 @@ from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import CancelTransfers, CreditSlots, PeerRank, RequestKey, StartTransfer, Ticket, UnpackSlot
 from disagg.runtime.accounting import Stats
-from disagg.runtime.early_completion import EarlyCompletion
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.paths import bind_incoming, bind_outgoing, bind_prepared
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.verification import Verification
-from disagg.transfer.jobs import CopyBegun, Job, Report, Settled, SlotFilled, Unpack, Unpacked
+from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, Unpack, Unpacked
 from disagg.transfer.worker import TransferWorker
 
 MAX_STREAMS = 256
@@ -38,7 +37,6 @@ class Transfers:
         handshake: Handshake,
         worker: TransferWorker,
         verification: Verification,
-        early: EarlyCompletion,
         requests: RequestTable,
         stats: Stats,
         pack_below: int,
@@ -49,7 +47,6 @@ class Transfers:
         self._handshake = handshake
         self._worker = worker
         self._verification = verification
-        self._early_completion = early
         self._requests = requests
         self._stats = stats
         self._pack_below = pack_below
@@ -165,10 +162,6 @@ class Transfers:
         if isinstance(report, SlotFilled):
             filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes, report.ring)
             self._sessions.slot_filled(ticket, filled, now)
-        elif isinstance(report, CopyBegun):
-            message = self._early_completion.begun(ticket, report.completion, now)
-            if message is not None:
-                self._send(ticket.peer, message)
         else:
             self._take_settled(ticket, report, now)
 
@@ -184,7 +177,6 @@ class Transfers:
         rank = self._handshake.rank(ticket.peer)
         if report.unreachable is not None and rank is not None and rank.engine is report.unreachable:
             self._on_unreachable(ticket.peer, report.error, now)
-        known = self._early_completion.settled(ticket, error=report.error)
         if not report.unsettled:
             session = self._sessions.sends.sessions.get((ticket.peer.instance, ticket.key))
             self._settled.append((report, session if session is not None and not session.reported else None))
@@ -192,7 +184,7 @@ class Transfers:
         if self._verification.settled(ticket, packed=report.packed, took=took, error=report.error, now=now):
             return
         self._sessions.sends.settled(
-            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, known=known, took=took
+            ticket, now=now, error=report.error, unsettled=report.unsettled, packed=report.packed, took=took
         )
 
     def count_settled(self) -> None:

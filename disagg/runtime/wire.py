@@ -8,18 +8,14 @@ from typing import Protocol
 import msgspec
 
 from disagg.core import _native
-from disagg.runtime.completion_page import CompletionPage, CompletionPageView
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """A message that a peer sent on a connection that it opened: answer it with `reply`. `page` is the completion page of that
-    peer.
-    """
+    """A message that a peer sent on a connection that it opened: answer it with `reply`."""
 
     connection: bytes
     user: str
     data: bytes
-    page: CompletionPageView | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -44,8 +40,7 @@ class Wire(Protocol):
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None: ...
     def disconnect(self, dial: int) -> None: ...
     def send(self, dial: int, data: bytes) -> bool: ...
-    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool: ...
-    def completion_page(self, dial: int) -> CompletionPage | None: ...
+    def reply(self, connection: bytes, data: bytes) -> bool: ...
     def wake(self) -> None: ...
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool: ...
     def flush(self) -> None: ...

@@ -15,7 +15,6 @@ from disagg.core import _native
 from disagg.core.errors import ConfigError
 from disagg.protocol.messages import MESSAGE_TYPES, decode, message_type
 from disagg.runtime.channel import Channel
-from disagg.runtime.completion_page import CompletionPage
 from disagg.runtime.wire import Arrival
 from disagg.testing.backend_faults import check_probabilities
 
@@ -72,9 +71,6 @@ class FaultyChannel:
     def wake(self) -> None:
         self.inner.wake()
 
-    def completion_page(self, dial: int) -> CompletionPage | None:
-        return self.inner.completion_page(dial)
-
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
         return self.inner.busy_poll(seconds, completions)
 
@@ -87,8 +83,8 @@ class FaultyChannel:
     def send(self, dial: int, data: bytes) -> bool:
         return self._send(data, lambda: self.inner.send(dial, data))
 
-    def reply(self, connection: bytes, data: bytes, *, offer_local: bool = False) -> bool:
-        return self._send(data, lambda: self.inner.reply(connection, data, offer_local=offer_local))
+    def reply(self, connection: bytes, data: bytes) -> bool:
+        return self._send(data, lambda: self.inner.reply(connection, data))
 
     def poll(self, timeout_s: float) -> Iterator[Arrival]:
         now = time.monotonic()

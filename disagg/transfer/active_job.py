@@ -12,16 +12,13 @@ from disagg.backends.base import Backend, Op, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError
 from disagg.core.thread_log import ThreadLog
-from disagg.transfer.jobs import BoundTransfer, CopyBegun, Job, PendingWork, Report, Settled
+from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled
 from disagg.transfer.packed_write import CANCELLED, PackedWrite
 from disagg.transfer.staging import SlotPool
 
 logger = ThreadLog(__name__)
 
 T = TypeVar("T")
-
-LONG_NBYTES = 16 << 20
-"""From this size on the receiver is told that the copy has begun, if the engine computes the addresses."""
 
 
 class ActiveJob:
@@ -94,8 +91,6 @@ class ActiveJob:
             return 1
         if len(self.bound.direct) or self._has_packed:
             self._direct = attempt(self._submit, self.job, self._report, self._reports)
-            if self.bound.prepared is not None and self.bound.nbytes >= LONG_NBYTES and not self._report.error:
-                self._reports.append(CopyBegun(self.job.ticket, None if self._direct is None else self._direct.completion))
         return 1
 
     def _submit(self) -> Transfer:

@@ -115,15 +115,6 @@ class SlotFilled(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class CopyBegun(msgspec.Struct, frozen=True):
-    """Report: the engine has begun a long copy. Its receiver may want to be awake when it ends. `completion` signals the end,
-    if the engine has one.
-    """
-
-    ticket: Hashable
-    completion: _native.Flag | _native.CudaEvent | None = None
-
-
 class Unpacked(msgspec.Struct, frozen=True):
     """Report: a slot was scattered, or could not be, for the reason `error`."""
 
@@ -170,4 +161,4 @@ class Settled(msgspec.Struct, kw_only=True):
         self.pieces += pieces
 
 
-Report = Settled | SlotFilled | CopyBegun | Unpacked
+Report = Settled | SlotFilled | Unpacked

@@ -17,7 +17,6 @@ from rich.console import Console
 from disagg.commands.shell.text import plain_table, show
 from harness.conditions import conditions
 from harness.fuzz.engines import introduce
-from harness.fuzz.local import besiege
 from harness.fuzz.port import bombard, overload
 from harness.fuzz.runs import SHARES, Bounds, Result, fuzz
 
@@ -33,7 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=10_000, metavar="N", help="number of inputs of a live control port")
     parser.add_argument("--costly", type=int, default=100, metavar="N", help="number of costly messages to a live control port")
     parser.add_argument("--endpoints", type=int, default=500, metavar="N", help="number of endpoints for each live engine")
-    parser.add_argument("--local", type=int, default=2_000, metavar="N", help="number of connections to a live local socket")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed")
     parser.add_argument("--only", metavar="TARGET:NUMBER", help="read the one input that a finding named")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes")
@@ -76,7 +74,6 @@ def _attacks(options: argparse.Namespace) -> list[Callable[[], Result]]:
     attacks: list[tuple[int, Callable[[], Result]]] = [
         (options.port, partial(bombard, options.port, seed=options.seed)),
         (options.costly, partial(overload, options.costly, engine="nixl", seed=options.seed)),
-        (options.local, partial(besiege, options.local, seed=options.seed)),
     ]
     for engine in ENGINES:
         attack = partial(introduce, options.endpoints, engine=engine, seed=options.seed, crashes_in=options.crashes_in)

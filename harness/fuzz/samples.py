@@ -38,10 +38,8 @@ from disagg.protocol.messages import (
     Abort,
     Busy,
     Complete,
-    CopyBegun,
     Credit,
     Drained,
-    EarlyComplete,
     Filled,
     Goodbye,
     Hello,
@@ -95,8 +93,6 @@ RESERVE = Reserve(
 COMPLETE = Complete(
     **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
 )
-EARLY = EarlyComplete(**IDS, nonce=7, written=(Written(0, "kv", None, 16, 40),), word=(5, 517))
-BEGUN = CopyBegun(**IDS, nonce=7)
 FILLED = SlotsFilled(**IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
 
 
@@ -128,8 +124,6 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         RESERVE,
         COMPLETE,
         FILLED,
-        EARLY,
-        BEGUN,
         Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
         Busy(reason="starting", retry_after_s=1.0),
         Abort(**IDS, nonce=7, reason="client gone", from_writer=True),

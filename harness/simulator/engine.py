@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from disagg.core.rows import Slot
-from disagg.protocol.messages import encode, unpack_rows
+from disagg.protocol.messages import unpack_rows
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.types import CancelTransfers, PeerRank, StartTransfer
 from harness.simulator.faults import TransferResult
@@ -35,20 +35,16 @@ class Engine:
         flight = Flight(host, world.hosts[peer], start, opened.holding, list(_moves(opened.holding, peer, start)))
         world.flights.add(flight)
         behaviour = world.faults.transfer(self.num_transfers)
-        seen_s = world.faults.early_complete(self.num_transfers)
         packed = world.faults.packed(self.num_transfers)
         self.num_transfers += 1
         if packed and self._rings.start(flight, behaviour):
             return
         half_way, end, at = world.now + behaviour.seconds / 2, world.now + behaviour.seconds, partial(world.at, of=host)
-        if seen_s is not None:  # at the start; half way where it was not yet the last transfer of its request
-            self._complete_early(flight)
-            at(half_way, partial(self._complete_early, flight))
         half = len(flight.moves) // 2
         world.at(half_way, partial(self.land, flight, slice(0, half)))
         if behaviour.result is TransferResult.DONE:
             at(end, partial(self.land, flight, slice(half, None), finished=True))
-            at(end, partial(self._done, flight, seen_s))
+            at(end, partial(self._settled, flight, ""))
         elif behaviour.result is TransferResult.FAILED:
             at(end, partial(self.land, flight, slice(0, 0), finished=True))
             at(end, partial(self._settled, flight, "broken wire"))
@@ -76,26 +72,10 @@ class Engine:
         if finished:
             self._world.flights.discard(flight)
 
-    def _complete_early(self, flight: Flight) -> None:
-        if flight.source.alive and flight.early_complete is None:
-            flight.early_complete = flight.source.sessions.sends.complete_early(flight.ticket)
-            flight.early_epoch = flight.source.epochs[flight.destination.name]
-
-    def _done(self, flight: Flight, seen_s: float | None) -> None:
-        """Everything has landed. A receiver with an early `Complete` may see that before the sender does, or never."""
-        world = self._world
-        if flight.early_complete is None or seen_s is None:
-            self._settled(flight, "")
-            return
-        data = encode(flight.early_complete)
-        deliver = partial(self._network.deliver, flight.source, flight.destination.name, flight.early_epoch, data)
-        world.at(world.now + seen_s, deliver, of=flight.destination.name)
-        world.at(world.now + world.faults.lateness_s(), partial(self._settled, flight, "", known=True), of=flight.source)
-
-    def _settled(self, flight: Flight, error: str, *, unsettled: bool = False, known: bool = False) -> None:
+    def _settled(self, flight: Flight, error: str, *, unsettled: bool = False) -> None:
         host, now = flight.source, self._world.now
         settled = host.sessions.sends.settled
-        self._world.act(host, partial(settled, flight.ticket, now=now, error=error, unsettled=unsettled, known=known))
+        self._world.act(host, partial(settled, flight.ticket, now=now, error=error, unsettled=unsettled))
 
 
 def _moves(holding: Holding, peer: PeerRank, start: StartTransfer) -> Iterable[Move]:

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from disagg.protocol.types import NEVER
-
 
 class TransferResult(enum.Enum):
     """How a transfer ends.
@@ -42,9 +40,6 @@ class Faults(Protocol):
     def transfer(self, index: int) -> Behaviour:
         """How the transfer behaves."""
 
-    def early_complete(self, index: int) -> float | None:
-        """Seconds from a transfer's landing until its receiver sees the early `Complete`; `None`: none is sent."""
-
     def packed(self, index: int) -> bool:
         """Whether the transfer goes through its destination's ring."""
 
@@ -61,7 +56,6 @@ class FixedFaults:
 
     messages: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     transfers: Mapping[int, Behaviour] = field(default_factory=dict)
-    early_complete_s: Mapping[int, float] = field(default_factory=dict)
     packed_transfers: Set[int] = frozenset()
 
     def message(self, index: int, now: float) -> tuple[float, ...]:  # noqa: ARG002
@@ -69,9 +63,6 @@ class FixedFaults:
 
     def transfer(self, index: int) -> Behaviour:
         return self.transfers.get(index, Behaviour())
-
-    def early_complete(self, index: int) -> float | None:
-        return self.early_complete_s.get(index)
 
     def packed(self, index: int) -> bool:
         return index in self.packed_transfers
@@ -117,12 +108,6 @@ class RandomFaults:
         if draw() < 0.5:
             return Behaviour(TransferResult.FAILED, seconds)
         return Behaviour(TransferResult.LATE, seconds, draw() * 20.0, self.rng.choice(("", "cancelled")))
-
-    def early_complete(self, index: int) -> float | None:  # noqa: ARG002
-        draw = self.rng.random
-        if draw() < 0.5:
-            return None
-        return NEVER if draw() < self.loss else draw() * draw()
 
     def packed(self, index: int) -> bool:  # noqa: ARG002
         return self.rng.random() < 0.4

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.protocol.messages import Complete
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
@@ -176,6 +175,3 @@ class Flight:
         """Whether it writes into its destination's ring, and not into rows."""
         self.late_write: Callable[[], None] | None = None
         """The write of a packed transfer that lands late, or when the simulation ends."""
-        self.early_complete: Complete | None = None
-        """The `Complete` sent before the transfer finished, over the connection `early_epoch`."""
-        self.early_epoch = self.epoch

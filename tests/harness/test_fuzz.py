@@ -26,7 +26,6 @@ from disagg.runtime.keys import KeyPair
 from harness.fuzz import engines, runs
 from harness.fuzz.attacked import AttackedRank, attack
 from harness.fuzz.engines import introduce
-from harness.fuzz.local import besiege
 from harness.fuzz.port import bombard, overload
 from harness.fuzz.runs import SHARES, Bounds, Result, accepts, fuzz
 from harness.fuzz.targets import Finding, Target, targets
@@ -130,13 +129,6 @@ def test_a_crash_of_an_engine_is_counted_and_its_endpoints_kept(tmp_path: Path, 
     assert (result.inputs, result.crashes, len(ranks)) == (6, 1, 2)
     assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == {"mooncake-1-signal-SIGSEGV"}
     assert Bounds().exceeded(result) == ["endpoint, mooncake: crashed 1 times"]
-
-
-def test_a_local_socket_survives_tokens_packets_and_descriptors_of_strangers() -> None:
-    result = besiege(400, seed=5)
-    assert result.inputs == 400
-    assert 0 < result.accepted < 400
-    assert result.crashes == 0
 
 
 def test_the_end_of_the_attacked_rank_is_a_finding() -> None:

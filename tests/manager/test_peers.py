@@ -126,8 +126,8 @@ def test_an_address_that_another_instance_answers_is_refused() -> None:
         prefill[0].manager.add_peer("decode-0", address=decode[0].manager.address)
         until(lambda: "decode-0" in prefill[0].manager.health().peers)  # else it refuses decode-0, which asks again much later
         decode[0].manager.add_peer("prefill-1", address=prefill[0].manager.address)
-        until(lambda: "answers as" in problem(decode[0].manager, "prefill-1"))
-        assert "answers as prefill-0/0, expected prefill-1" in problem(decode[0].manager, "prefill-1")
+        until(lambda: "expects" in problem(decode[0].manager, "prefill-1"))
+        assert "where decode-0/0 expects prefill-1/0" in problem(decode[0].manager, "prefill-1")
     finally:
         prefill[0].manager.close()
         decode[0].manager.close()

@@ -85,39 +85,8 @@ def test_an_alarm_set_before_the_wait_ends_one_wait() -> None:
 def test_other_objects_are_not_completions(other: Any) -> None:
     with pytest.raises(TypeError, match="completions: expected only Flag"):
         _native.busy_poll(0.0, completions=[other])
-    with pytest.raises(TypeError, match=r"expected a Flag or a CudaEvent|incompatible function arguments"):
-        _native.CompletionSignal(other, np.zeros(1, np.uint64), 0, 1)
     with pytest.raises(TypeError, match=r"expected a CudaQueue|incompatible function arguments"):
         _native.CudaEvent(other, 1)
-
-
-def test_a_signal_sets_its_word_once_the_flag_is_set() -> None:
-    page = np.zeros(2, np.uint64)
-    flag = _native.Flag()
-    signal, word = _native.CompletionSignal(flag, page, 1, 7), _native.CompletionWord(page, 1, 7)
-    assert not _native.busy_poll(0.0, completions=[signal, word])
-    flag.set()
-    assert not word.is_set()
-    assert _native.busy_poll(0.0, completions=[signal])
-    assert page.tolist() == [0, 7]
-    assert word.is_set()
-    assert _native.busy_poll(TIMEOUT_S, completions=[word])
-
-
-def test_a_word_outside_its_page_raises() -> None:
-    page = np.zeros(2, np.uint64)
-    with pytest.raises(IndexError, match="expected an index below 2, found 2"):
-        _native.CompletionWord(page, 2, 1)
-    with pytest.raises(IndexError, match="expected an index below 2, found 2"):
-        _native.CompletionSignal(_native.Flag(), page, 2, 1)
-
-
-def test_a_signal_needs_a_writable_page() -> None:
-    page = np.zeros(2, np.uint64)
-    page.flags.writeable = False
-    assert not _native.CompletionWord(page, 0, 1).is_set()
-    with pytest.raises(TypeError):
-        _native.CompletionSignal(_native.Flag(), page, 0, 1)
 
 
 def test_all_waiters_see_a_flag_that_is_set() -> None:
@@ -135,8 +104,3 @@ def test_all_waiters_see_a_flag_that_is_set() -> None:
     assert found == [True] * 3
     assert flag.busy_poll(0.0)
     flag.yield_to_waiter()
-
-
-def test_a_packet_that_cannot_be_sent_raises() -> None:
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        _native.send(-1, b"packet")

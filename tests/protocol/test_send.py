@@ -9,16 +9,12 @@ from disagg.core.errors import LocalProtocolError
 from disagg.core.leases import LeaseState
 from disagg.core.rows import Pages
 from disagg.protocol.messages import (
-    Abort,
     Complete,
-    Drained,
     Outcome,
-    Reserve,
     Written,
     decode,
     encode,
 )
-from disagg.protocol.send_session import SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, StartTransfer, Ticket
 from tests.protocol.send_side import (
@@ -109,83 +105,6 @@ def test_an_attempt_is_sent_once_to_each_peer() -> None:
     with pytest.raises(LocalProtocolError, match="already sent to 'D'"):
         send(sessions)
     sessions.sends.open(KEY, peer="E", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
-
-
-def test_after_an_early_completion_complete_is_sent_only_if_no_outcome_arrives() -> None:
-    sessions = Sessions()
-    sending(sessions)
-    early = sessions.sends.complete_early(Ticket(D0, KEY, 0))
-    assert early == Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")
-    settle(sessions, known=True, took=(0.1, 0.2))
-    assert take_messages(sessions) == []
-    sessions.tick(2.0)
-    assert take_messages(sessions) == [(D0, early)]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_outcome_before_the_transfer_settles_ends_the_send_without_complete(known: bool) -> None:
-    sessions = Sessions()
-    session = sending(sessions)
-    sessions.sends.complete_early(Ticket(D0, KEY, 0))
-    sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
-    assert session.destinations[D0].state is SendState.ACTIVE
-    assert take_effects(sessions) == []
-    settle(sessions, known=known)
-    (event,) = take_effects(sessions)
-    assert event.ok
-    assert session.lease.state is LeaseState.RELEASED
-    sessions.peer_lost(D0, "connection reset", 2.0)
-    sessions.tick(20.0)
-    assert take_effects(sessions) == []
-
-
-def test_a_failure_after_an_early_completion_and_an_outcome_is_sent_to_the_receiver() -> None:
-    sessions = Sessions()
-    session = sending(sessions)
-    sessions.sends.complete_early(Ticket(D0, KEY, 0))
-    sessions.on_message(D0, Outcome(**IDS, ok=True), 0.5)
-    settle(sessions, error="broken wire")
-    assert session.destinations[D0].state is SendState.DRAINED
-    assert [type(message).__name__ for _, message in take_messages(sessions)] == ["Abort", "Drained"]
-
-
-@pytest.mark.parametrize("case", ["too late", "transfer failed", "not early"])
-def test_complete_is_sent_if_the_receiver_may_have_missed_the_early_completion(case: str) -> None:
-    sessions = Sessions()
-    sending(sessions)
-    early = sessions.sends.complete_early(Ticket(D0, KEY, 0)) if case != "not early" else None
-    settle(
-        sessions, known=case not in ("too late", "transfer failed"), error="broken wire" if case == "transfer failed" else ""
-    )
-    messages = [message for _, message in take_messages(sessions)]
-    if case == "transfer failed":
-        assert messages == [
-            Abort(**IDS, reason="broken wire", from_writer=True),
-            Drained(**IDS, reason="broken wire"),
-        ]
-    else:
-        assert messages == [early or Complete(**IDS, written=(Written(0, "kv", None, 0, 20),), payload=b"first")]
-
-
-@pytest.mark.parametrize("case", ["unfinished", "not the last", "verified", "unsettled", "ended", "unknown"])
-def test_sends_without_an_early_completion(case: str) -> None:
-    sessions = Sessions()
-    session = send(sessions)
-    reservation = reserve()
-    if case == "verified":
-        reservation = Reserve(
-            **{field: getattr(reservation, field) for field in reservation.__struct_fields__} | {"verify": "sample"}
-        )
-    sessions.on_message(D0, reservation, 0.0)
-    for number in range(2 if case == "not the last" else 1):
-        sessions.sends.send(session, chunk(number, 0, 20), 0.0)
-    if case != "unfinished":
-        sessions.sends.finish(session, b"first", 0.0)
-    if case == "unsettled":
-        settle(sessions, error="the engine lost track of the transfer", unsettled=True)
-    if case == "ended":
-        sessions.sends.abort(session, FAILED, 0.0)
-    assert sessions.sends.complete_early(Ticket(D1 if case == "unknown" else D0, KEY, 0)) is None
 
 
 def test_complete_is_sent_when_all_transfers_have_settled_and_the_outcome_ends_the_send() -> None:

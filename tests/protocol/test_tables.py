@@ -14,10 +14,10 @@ import pytest
 
 from disagg.core.errors import ConfigError, RequestAborted
 from disagg.core.rows import Pages
-from disagg.protocol.destination_steps import MAX_RESENT
 from disagg.protocol.messages import Abort, Complete, Drained, Outcome, Reserve, Written, pack_rows
 from disagg.protocol.receive_session import RECEIVE_TABLE, ReceiveSession, ReceiveState, ReceiveStep
 from disagg.protocol.send_session import SEND_TABLE, Destination, SendSession, SendState, SendStep
+from disagg.protocol.sending import MAX_RESENT
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer, Ticket
 

@@ -1,17 +1,15 @@
-"""Channels: messages over local connections, and over TCP where there is none."""
+"""Channels: messages in order, connections that end, and limits."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
 from disagg.core.errors import ConfigError, PeerUnreachable
@@ -20,13 +18,6 @@ from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 from disagg.runtime import endless
 from disagg.runtime.channel import MAX_FRAMES, Channel, _batches
 from disagg.runtime.keys import KeyPair
-from disagg.runtime.local_socket import (
-    MAX_PACKET_NBYTES,
-    MAX_UNAUTHENTICATED,
-    Invitation,
-    LocalConnection,
-    Source,
-)
 from disagg.runtime.wire import Arrival, Closed, Inbound, Reply
 from tests.support.tcp import longest_waits_ms
 
@@ -53,13 +44,13 @@ def until(channel: Channel, count: int) -> list[Arrival]:
     return received
 
 
-def connect_locally(server: Channel, client: Channel) -> bytes:
-    """Exchange a hello and a welcome with an invitation; return the server's connection."""
+def exchange(server: Channel, client: Channel) -> bytes:
+    """Exchange a message each way; return the server's connection."""
     client.send(DIAL, b"hello")
     client.flush()
     (hello,) = until(server, 1)
     assert isinstance(hello, Inbound)
-    server.reply(hello.connection, b"welcome", offer_local=True)
+    server.reply(hello.connection, b"welcome")
     assert until(client, 1) == [Reply(DIAL, b"welcome")]
     return hello.connection
 
@@ -80,67 +71,20 @@ def test_messages_on_one_connection_are_batched_and_arrive_in_order(channels: tu
     assert [found.data for found in until(server, 200) if isinstance(found, Inbound)] == messages
 
 
-def test_messages_on_a_local_connection_keep_their_source(channels: tuple[Channel, Channel]) -> None:
+def test_a_message_ends_a_poll(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
-    connection = connect_locally(server, client)
-    long = bytes(MAX_PACKET_NBYTES)
-    for message in (b"short", long, b"after"):
-        client.send(DIAL, message)
-    list(client.poll(0.0))
-    found = until(server, 3)
-    assert {(one.connection, one.data) for one in found if isinstance(one, Inbound)} == {
-        (connection, b"short"), (connection, long), (connection, b"after")
-    }  # fmt: skip
-    assert client._peers[DIAL].local is not None
-    assert server.reply(connection, b"again", offer_local=True)
-    local = client._peers[DIAL].local
-    assert until(client, 1) == [Reply(DIAL, b"again")]
-    assert client._peers[DIAL].local is local
-
-
-def test_a_message_on_a_local_connection_ends_a_poll(channels: tuple[Channel, Channel]) -> None:
-    server, client = channels
-    connect_locally(server, client)
-    assert delivered(server, client, b"first") == [b"first"]
+    exchange(server, client)
     client.send(DIAL, b"second")
     client.flush()
     assert len(list(server.poll(30.0))) == 1
 
 
-def test_after_a_local_connection_ends_messages_use_tcp(channels: tuple[Channel, Channel]) -> None:
+def test_nothing_is_sent_on_a_connection_that_was_closed(channels: tuple[Channel, Channel]) -> None:
     server, client = channels
-    connect_locally(server, client)
-    assert delivered(server, client, b"by local socket") == [b"by local socket"]
-    for descriptor in list(server._local._connections):
-        server._close_local(descriptor)
-    assert delivered(server, client, b"by tcp") == [b"by tcp"]
-    assert client._peers[DIAL].local is None
-
-
-def test_disconnect_closes_both_ends_of_the_local_connection(channels: tuple[Channel, Channel]) -> None:
-    server, client = channels
-    connect_locally(server, client)
-    assert delivered(server, client, b"by local socket") == [b"by local socket"]
-    (descriptor,) = server._local._connections
+    connection = exchange(server, client)
     client.disconnect(DIAL)
-    assert select.select([descriptor], [], [], 20)[0]
-    list(server.poll(0.1))
-    assert not server._local._connections
     assert not client.send(DIAL, b"lost")
-
-
-def test_silent_unauthenticated_clients_are_bounded(channels: tuple[Channel, Channel]) -> None:
-    server, client = channels
-    connection = connect_locally(server, client)
-    name = msgspec.msgpack.decode(server._local.invite(Source(connection, "")), type=Invitation).name
-    clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_UNAUTHENTICATED + 5)]
-    for each in clients:
-        each.connect(f"\0{name}")
-        list(server.poll(0.1))
-    assert len(server._local._unauthenticated) <= MAX_UNAUTHENTICATED
-    assert delivered(server, client, b"still received") == [b"still received"]
-    for each in clients:
-        each.close()
+    assert until(server, 1) == [Closed(connection)]
 
 
 def killed_client(address: str, code: str) -> subprocess.Popen[str]:
@@ -222,50 +166,13 @@ def test_more_sockets_can_be_open_than_libzmq_allows_by_itself() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_local_connection_ends_with_its_tcp_connection_after_its_last_messages() -> None:
-    """Otherwise messages would count for a connection that nobody can answer on."""
-    server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
-    with contextlib.closing(server), contextlib.closing(client):
-        client.connect(DIAL, server.address)
-        connection = connect_locally(server, client)
-        assert delivered(server, client, b"first") == [b"first"]
-        (descriptor,) = server._local._connections
-        client.send(DIAL, b"last")
-        client.flush()
-        peer = client._peers.pop(DIAL)
-        client._poller.unregister(peer.socket)
-        peer.socket.close(0)
-        found = until(server, 2)
-        client._leave(peer)
-        assert [each for each in found if isinstance(each, Closed)] == [Closed(connection)]
-        assert Inbound(connection, "", b"last") in found
-        assert not server._local.holds(descriptor)
-
-
-def test_an_invitation_ends_with_its_tcp_connection(channels: tuple[Channel, Channel]) -> None:
-    """An answer that was on its way when the connection ended may bring it later: messages would count for that connection."""
-    server, client = channels
-    connection = connect_locally(server, client)
-    invitation = server._local.invite(Source(connection, ""))
-    client.disconnect(DIAL)
-    while Closed(connection) not in server.poll(20.0):
-        pass
-    late = LocalConnection.open(invitation)
-    assert late is not None
-    late.send([b"late"])
-    for _ in range(5):
-        assert not [found for found in server.poll(0.1) if isinstance(found, Inbound)]
-    assert not server._local.descriptors()
-    late.close()
-
-
 def test_connections_retransmit_soon_at_both_ends() -> None:
     """Also once libzmq has connected anew."""
     before = own_sockets()
     server, client = Channel("tcp://127.0.0.1:0"), Channel("tcp://127.0.0.1:0")
     client.connect(DIAL, server.address)
     try:
-        connect_locally(server, client)
+        exchange(server, client)
         assert longest_waits_ms(since=before) == [LONGEST_WAIT_S * 1000] * 2
     finally:
         client.close()
@@ -298,7 +205,7 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     monkeypatch.setattr(endless, "MAX_NBYTES", 1 << 20)
     monkeypatch.setattr(endless, "CHECK_S", 0.0)
     server, client = channels
-    connect_locally(server, client)
+    exchange(server, client)
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     frame = bytes([MORE_LARGE]) + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)
     with socket.create_connection((host, int(port))) as hostile:
@@ -313,21 +220,6 @@ def test_a_connection_whose_message_does_not_end_is_ended(
     client.send(DIAL, b"still here")
     client.flush()
     assert [len(each.data) for each in until(server, 2) if isinstance(each, Inbound)] == [1 << 21, 10]
-
-
-def test_pings_are_no_part_of_a_message_that_does_not_end(
-    channels: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages of one host take the local connection, and pings TCP."""
-    server, client = channels
-    connect_locally(server, client)
-    monkeypatch.setattr(endless, "CHECK_S", 0.0)
-    heard: list[int] = []
-    monkeypatch.setattr(endless.EndlessMessages, "hear", lambda _, descriptor: heard.append(descriptor))
-    client.send(DIAL, b"by the local connection")
-    client.flush()
-    assert [each.data for each in until(server, 1) if isinstance(each, Inbound)] == [b"by the local connection"]
-    assert heard
 
 
 def test_messages_that_leave_together_are_few_and_short() -> None:
