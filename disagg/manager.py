@@ -314,8 +314,8 @@ class KVManager:
         decline(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
-        """Every request that has ended since the last call. If there is none, this yields the GIL to the manager's threads
-        while they have work, for up to 1 ms, and at most half of the time.
+        """Every request that has ended since the last call, but those that a task has awaited. If there is none, this yields
+        the GIL to the manager's threads while they have work, for up to 1 ms, and at most half of the time.
         """
         check_process(self._runtime)
         if not self._runtime.requests.num_events:

@@ -5,10 +5,9 @@ commands to the control thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
-import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -29,18 +28,13 @@ from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
 from disagg.core.rows import TokenRange, token_range
-from disagg.core.thread_log import ThreadLog
-from disagg.core.timeline import Moments, Timeline
+from disagg.core.timeline import Timeline
+from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, RequestKey
-
-logger = ThreadLog(__name__)
-
-COPY_BEGUN_SPIN_S = 20e-3
-"""How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""
 
 
 def combine(events: Iterable[Event]) -> DisaggError | None:
@@ -51,8 +45,19 @@ def combine(events: Iterable[Event]) -> DisaggError | None:
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
 
+class EventQueue(Protocol):
+    """The events that the server has not taken."""
+
+    def drop_event(self, handle: RequestHandle) -> None:
+        """Take the event of a request out of the queue, if it is there."""
+
+
 class Control(Protocol):
     """What handles need of their manager. No call blocks."""
+
+    @property
+    def requests(self) -> EventQueue:
+        """Where the events of requests wait for the server."""
 
     @property
     def sessions(self) -> Sessions:
@@ -61,10 +66,6 @@ class Control(Protocol):
     @property
     def local(self) -> LocalRank:
         """This rank's layout."""
-
-    @property
-    def spin_s(self) -> float:
-        """How long a thread that waits for a request polls without a sleep, in seconds."""
 
     @property
     def problem(self) -> str:
@@ -88,28 +89,33 @@ Place = tuple[str, str, RequestKey, bool]
 class RequestHandle:
     """One request. Thread-safe. `lease` is that of its rows; `trace` is the W3C `traceparent` of its span, if it has one.
 
-    `await handle` waits for its end in an asyncio server. As a context manager it aborts the request if the block raises.
+    `event = await handle` waits for its end in an asyncio server, and takes the event: `KVManager.events` does not return it.
+    Cancelling the last task that awaits a request aborts it; `asyncio.shield` keeps it. As a context manager the handle aborts
+    the request if the block raises.
     """
 
     direction = ""
     session: ReceiveSession | SendSession | None = None
 
     def __init__(
-        self, control: Control, key: RequestKey, peer: str, tag: Any, *, label: str = "", any_attempt: bool = False
+        self,
+        control: Control,
+        ending: Ending,
+        *,
+        key: RequestKey,
+        peer: str,
+        tag: Any,
+        label: str = "",
+        any_attempt: bool = False,
     ) -> None:
         self._control = control
-        self._spin_s = control.spin_s
-        self._over = _native.Flag()
+        self._ending = ending
+        self._awaiting: list[asyncio.Future[Event]] = []
         self.place: Place = (self.direction, peer, key, any_attempt)
         self.tag = tag
         self.label = label
         self.trace = ""
         self.lease = Lease()
-        self.moments = Moments()
-        self._pending = threading.Lock()  # held until the request has ended; an `Event` takes ten times as long to make
-        self._pending.acquire()
-        self._event: Event | None = None
-        self._callbacks: list[Callable[[Event], None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -119,19 +125,32 @@ class RequestHandle:
             self.abort(f"{type(error).__name__}: {error}")
 
     def __await__(self) -> Generator[Any, None, Event]:
+        check_process(self._control)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Event] = loop.create_future()
 
         def settle(event: Event) -> None:
-            self.moments.take()
             if not future.done():
+                self._ending.take()
                 future.set_result(event)
 
         def ended(event: Event) -> None:
-            loop.call_soon_threadsafe(settle, event)
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits the request
+                loop.call_soon_threadsafe(settle, event)
 
-        self.on_end(ended)
-        return future.__await__()
+        self._ending.is_awaited = True
+        self._control.requests.drop_event(self)
+        self._awaiting.append(future)
+        self._ending.on_end(ended)
+        try:
+            event = yield from future
+        except BaseException as error:  # the task was cancelled, or dropped with its loop
+            self._awaiting.remove(future)
+            if not self._awaiting and self._ending.event is None:
+                self.abort(f"the task that awaited it was cancelled ({type(error).__name__})")
+            raise
+        self._awaiting.remove(future)
+        return event
 
     @property
     def key(self) -> RequestKey:
@@ -150,7 +169,7 @@ class RequestHandle:
     @property
     def timeline(self) -> Timeline:
         """Where its time went so far; whole once the server has its event."""
-        return self.moments.timeline()
+        return self._ending.moments.timeline()
 
     @property
     def is_released(self) -> bool:
@@ -178,86 +197,34 @@ class RequestHandle:
         raise NotImplementedError
 
     def on_end(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended.
+        """Call `callback` once with the event, in a thread of the manager, or in this one if the request has ended. The event
+        stays in the queue of `KVManager.events`.
 
         Raises `LocalProtocolError` if it cannot be called.
         """
         if not callable(callback):
             raise LocalProtocolError(f"on_end: expected a function, found {callback!r}")
-        self._callbacks.append(callback)
-        if self._event is not None:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop()
-            except IndexError:  # another thread has taken it
-                return
-            try:
-                callback(self._event)  # type: ignore[arg-type]
-            except BaseException:  # also SystemExit: it would end the manager's thread, not the process
-                logger.exception("request %s: a callback failed", self.key)
+        self._ending.on_end(callback)
 
     def poll(self) -> Event | None:
         """How the request ended, or `None` while it has not. In that case this yields the GIL to the manager's threads
-        while they have work, for up to 1 ms, and at most half of the time.
+        while they have work, for up to 1 ms, and at most half of the time. The event stays in the queue of `KVManager.events`.
         """
         check_process(self._control)
-        if self._event is None:
+        if self._ending.event is None:
             _native.yield_gil()
-        return None if self._event is None else self.take()
+        return self._ending.take()
 
     def wait(self, *, timeout_s: float | None = None) -> Event:
-        """How the request ended. Raises `TimeoutError` if it has not within `timeout_s` seconds, `LocalProtocolError` unless
-        that is a finite number of at least 0, or `None` to wait without a limit.
+        """How the request ended. The event stays in the queue of `KVManager.events`. Raises `TimeoutError` if it has not ended
+        within `timeout_s` seconds, `LocalProtocolError` unless that is a finite number of at least 0, or `None` to wait without
+        a limit.
         """
         check_process(self._control)
-        until = math.inf if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
-        while (event := self._event) is None:
-            if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
-                continue
-            left_s = until - time.monotonic()
-            if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
-                raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
-            if self._event is not None:
-                self._release()  # for other threads that wait
-        self.moments.take()
+        event = self._ending.wait(math.inf if timeout_s is None else check_timeout(timeout_s))
+        if event is None:
+            raise TimeoutError(f"request {self.key}: not ended within {timeout_s} s")
         return event
-
-    def begin(self) -> None:
-        """Called by the manager: the request will end soon, so threads that wait for it should be awake."""
-        self.moments.begun_at = self.moments.begun_at or time.monotonic()
-        if self._spin_s:
-            self._spin_s = COPY_BEGUN_SPIN_S
-            self._release()
-
-    def end(self, event: Event) -> None:
-        """Called by the manager, once: the request has ended."""
-        self._event = event
-
-    def take(self) -> Event:
-        """Its event, which the server has from now on."""
-        assert self._event is not None
-        self.moments.take()
-        return self._event
-
-    def wake(self) -> None:
-        """Called by the manager after `end`: threads that wait continue."""
-        self._over.set()
-        self._release()
-        self._call_back()
-
-    def yield_to_waiter(self) -> None:
-        """Called by the manager after `wake`: a thread that polls without a sleep gets the GIL first."""
-        if self._spin_s:
-            self._over.yield_to_waiter()
-
-    def _release(self) -> None:
-        try:
-            self._pending.release()
-        except RuntimeError:  # already released
-            return
 
     def _command(self, run: Callable[[float], None]) -> None:
         check_alive(self._control)
@@ -273,15 +240,16 @@ class Receiver(RequestHandle):
     def __init__(
         self,
         control: Control,
+        ending: Ending,
+        *,
         key: RequestKey,
         peer: str,
         tag: Any,
-        *,
         label: str = "",
         need: Mapping[str, TokenRange],
         ids: Mapping[str, Ids],
     ) -> None:
-        super().__init__(control, key, peer, tag, label=label)
+        super().__init__(control, ending, key=key, peer=peer, tag=tag, label=label)
         self.need = need
         self.ids = ids
         """The rows that are needed, by component."""
@@ -298,9 +266,17 @@ class Sender(RequestHandle):
     session: SendSession | None = None
 
     def __init__(
-        self, control: Control, key: RequestKey, peer: str, tag: Any, *, label: str = "", any_attempt: bool = False
+        self,
+        control: Control,
+        ending: Ending,
+        *,
+        key: RequestKey,
+        peer: str,
+        tag: Any,
+        label: str = "",
+        any_attempt: bool = False,
     ) -> None:
-        super().__init__(control, key, peer, tag, label=label, any_attempt=any_attempt)
+        super().__init__(control, ending, key=key, peer=peer, tag=tag, label=label, any_attempt=any_attempt)
         self._numbers = itertools.count()
         self._sent = SentTokens()
         self._finished = False

@@ -10,6 +10,7 @@ from typing import Any
 from disagg.arguments import Ids, check_needs, check_number, check_ready, check_text
 from disagg.core.events import ReadyEvent
 from disagg.core.rows import Rows, TokenRange
+from disagg.ending import Ending
 from disagg.layout.agreement import Agreement
 from disagg.protocol.messages import Verify
 from disagg.protocol.receive_session import ReceiveSession
@@ -50,8 +51,9 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
     num_groups = 2**31 if agreement is None else agreement.num_groups
     call = replace(call, group=check_number(call.group, f"group of peer {call.peer!r}", num_groups))
     need, ids = _needs(runtime, call, agreement)
-    receiver = Receiver(runtime, call.key, call.peer, call.tag, label=call.label, need=need, ids=ids)
-    deadline = receiver.moments.opened_at + call.deadline_s
+    ending = Ending(runtime.spin_s)
+    receiver = Receiver(runtime, ending, key=call.key, peer=call.peer, tag=call.tag, label=call.label, need=need, ids=ids)
+    deadline = ending.moments.opened_at + call.deadline_s
 
     def open_session(now: float) -> ReceiveSession:
         agreed = runtime.directory.known_agreement(call.peer)
@@ -64,7 +66,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
         if receiver.session is None:
             decline(runtime, call.key, peer=call.peer, group=call.group)
 
-    runtime.open(receiver, open_session, wait_until=deadline)
+    runtime.open(receiver, ending, open_session, wait_until=deadline)
     receiver.on_end(decline_unopened)
     return receiver
 
@@ -111,7 +113,8 @@ def open_sender(
     """Serve a request to a peer, or to whoever reserves it first."""
     check_text(label, "label")
     agreement = runtime.directory.agreement(peer) if peer and not any_attempt else None
-    sender = Sender(runtime, key, peer, tag, label=label, any_attempt=any_attempt)
+    ending = Ending(runtime.spin_s)
+    sender = Sender(runtime, ending, key=key, peer=peer, tag=tag, label=label, any_attempt=any_attempt)
 
     def open_session(now: float) -> SendSession:
         session = sender.session = runtime.sessions.sends.open(
@@ -121,13 +124,13 @@ def open_sender(
             peer_group_size=agreement.group_size if agreement is not None else 1,
             any_attempt=any_attempt,
             now=now,
-            deadline=sender.moments.opened_at + deadline_s,
+            deadline=ending.moments.opened_at + deadline_s,
             tag=tag,
             lease=sender.lease,
         )
         return session
 
-    runtime.open(sender, open_session)
+    runtime.open(sender, ending, open_session)
     return sender
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +14,10 @@ from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAb
 from disagg.core.leases import Lease
 from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Moments
+from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank
 from disagg.protocol.types import Event
-from disagg.requests import Place, Receiver, Sender
+from disagg.requests import Place, Receiver, RequestHandle, Sender
 from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
 from disagg.runtime.held_rows import HeldRows
 from disagg.runtime.metrics import Metrics
@@ -28,11 +28,13 @@ logger = ThreadLog(__name__)
 
 @dataclass
 class Request:
-    """One request. `handle` is the server's; `session` is its protocol session once it was opened; `ended` is set once the
-    server has its event, and the record stays until the lease is released. `held` is the number of its rows.
+    """One request. `handle` is the server's, and `ending` the manager's half of it. `session` is its protocol session once it
+    was opened; `ended` is set once the server has its event, and the record stays until the lease is released. `held` is the
+    number of its rows.
     """
 
     handle: Receiver | Sender
+    ending: Ending
     held: int = 0
     session: Session | None = None
     work: Work | None = None
@@ -54,7 +56,7 @@ class RequestTable:
         self._requests: dict[Lease, Request] = {}
         self._places: dict[Place, Request] = {}
         self._held_rows = HeldRows(local.placements)
-        self._ended: deque[Receiver | Sender] = deque()
+        self._ended: dict[RequestHandle, Ending] = {}  # those whose events the server has not taken, in order
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._draining = False
         self.metrics: Metrics | None = None
@@ -62,13 +64,13 @@ class RequestTable:
 
     # -- the server's threads ----------------------------------------------------------------------------------------
 
-    def add(self, handle: Receiver | Sender) -> None:
+    def add(self, handle: Receiver | Sender, ending: Ending) -> None:
         """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row, and
         once the manager drains.
         """
         if self._draining:
             raise LocalProtocolError("the manager is draining: it takes no new requests")
-        request = Request(handle)
+        request = Request(handle, ending)
         known = self._places.setdefault(handle.place, request)
         if known is not request:
             state = "was already used" if known.ended else "is under way"
@@ -91,23 +93,30 @@ class RequestTable:
         return len(self._ended)
 
     def take_events(self) -> list[Event]:
-        """Every event since the last call."""
+        """Every event since the last call, without those of awaited requests."""
         with self._lock:  # several threads may ask
-            with contextlib.suppress(OSError):  # nothing to read
-                if self._event_fd >= 0:
-                    os.eventfd_read(self._event_fd)
-            ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return [each.take() for each in ended]
+            ended, self._ended = self._ended, {}
+            self._clear_descriptor()
+        return [event for ending in ended.values() if (event := ending.take()) is not None]
+
+    def drop_event(self, handle: RequestHandle) -> None:
+        """Take the event of a request out of the queue, if it is there."""
+        with self._lock:
+            if self._ended.pop(handle, None) is not None and not self._ended:
+                self._clear_descriptor()
+
+    def _clear_descriptor(self) -> None:
+        if self._event_fd >= 0:
+            with contextlib.suppress(BlockingIOError):  # nothing to read
+                os.eventfd_read(self._event_fd)
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new requests, and wait for those under way. Returns whether all have ended in time."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        try:
-            for request in tuple(self._requests.values()):  # also those that end just now: their events come first
-                request.handle.wait(timeout_s=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            return False
+        for request in tuple(self._requests.values()):  # also those that end just now: their events come first
+            if request.ending.wait(max(0.0, deadline - time.monotonic())) is None:
+                return False
         return not self.open_handles()
 
     def open_handles(self) -> list[Receiver | Sender]:
@@ -146,42 +155,51 @@ class RequestTable:
     def moments_of(self, session: Session) -> Moments:
         """The times noted for a request."""
         request = self._requests.get(session.lease)
-        return Moments() if request is None else request.handle.moments
+        return Moments() if request is None else request.ending.moments
 
     def begin(self, session: Session) -> None:
         """A copy for a received request has begun: wake its waiting threads."""
         request = self._requests.get(session.lease)
         if request is not None:
-            request.handle.begin()
+            request.ending.begin()
 
     def end(self, events: Sequence[Event]) -> None:
         """Requests have ended: log and count them, then wake the threads that wait, which may take the GIL."""
-        ended: list[Receiver | Sender] = []
+        ended: list[Ending] = []
         try:
             for event in events:
                 request = self._requests.get(event.lease)
                 if request is None or not self._claim(request):
                     continue
-                request.handle.moments.ended_at = time.monotonic()
+                request.ending.moments.ended_at = time.monotonic()
                 try:
                     self._account(event, request)
                 except BaseException:  # of the server's log filters and handlers
                     logger.exception("request %s: its log line", event.key)
                 if self.tracing is not None:
                     self.tracing.end(request.handle, event)
-                request.handle.end(event)
-                ended.append(request.handle)
-                self._ended.append(request.handle)
+                ended.append(request.ending)
+                self._put(request, event)
                 if request.session is None or event.lease.released:
                     self._drop(event.lease)
         finally:
             if ended:
-                with self._lock:
-                    if self._event_fd >= 0:
-                        os.eventfd_write(self._event_fd, 1)
-                for handle in ended:
-                    handle.wake()
+                self._write_descriptor()
+                for ending in ended:
+                    ending.wake()
                 ended[-1].yield_to_waiter()
+
+    def _put(self, request: Request, event: Event) -> None:
+        """Give the handle its event, and put it into the server's queue, unless a task awaits the request."""
+        with self._lock:
+            request.ending.end(event)
+            if not request.ending.is_awaited:
+                self._ended[request.handle] = request.ending
+
+    def _write_descriptor(self) -> None:
+        with self._lock:
+            if self._ended and self._event_fd >= 0:
+                os.eventfd_write(self._event_fd, 1)
 
     def _claim(self, request: Request) -> bool:
         """Whether the caller is the one that ends a request: two threads may try while the manager ends."""
@@ -237,7 +255,7 @@ class RequestTable:
             account(self._record(event, request.handle, request.work or Work(), cause), self.metrics)
 
     def _record(self, event: Event, handle: Receiver | Sender, work: Work, cause: Cause | None) -> RequestRecord:
-        timeline, nbytes = handle.moments.timeline(), work.nbytes
+        timeline, nbytes = handle.timeline, work.nbytes
         if isinstance(handle, Receiver):
             nbytes = self._needed_nbytes(handle.need) if event.ok else 0
         return RequestRecord(

@@ -17,6 +17,7 @@ from disagg.core.address import advertised_address
 from disagg.core.errors import DisaggError, LocalProtocolError
 from disagg.core.memory import merge_regions
 from disagg.core.topology import Topology
+from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank, ModelId
 from disagg.layout.placement import Component
 from disagg.protocol.messages import Message
@@ -256,13 +257,13 @@ class Runtime:
         """Have the control thread call `run(now)`. Its `DisaggError` goes to `on_error`."""
         self.commands.put(run, on_error)
 
-    def open(self, handle: Receiver | Sender, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
+    def open(self, handle: Receiver | Sender, ending: Ending, open_session: OpenSession, *, wait_until: float = NEVER) -> None:
         """Register a request and have its session opened. The peer of a receive is waited for until `wait_until`. A failure
         ends the request, also if the control thread dies just now.
 
         Raises `LocalProtocolError` if the same attempt is under way.
         """
-        self.requests.add(handle)
+        self.requests.add(handle, ending)
         if isinstance(handle, Receiver):
             self.openings.put_when_ready(handle, open_session, wait_until)
         else:

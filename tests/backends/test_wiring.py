@@ -18,6 +18,7 @@ from disagg.core import _native
 from disagg.core.errors import ConfigError
 from disagg.core.leases import Lease
 from disagg.core.memory import Device, MemoryRegion
+from disagg.ending import Ending
 from disagg.protocol.types import Event, RequestKey
 from disagg.requests import RequestHandle
 from disagg.transfer.pool_memory import GPU_STAGING, SPIN_S, GpuPacker, PoolMemory
@@ -98,20 +99,21 @@ def test_a_kernel_that_fails_ends_its_request(kernel: str, monkeypatch: pytest.M
 
 
 def test_waiting_threads_wake_when_copying_begins_and_when_it_ends() -> None:
-    handle = RequestHandle(cast("Any", SimpleNamespace(spin_s=1e-3, inherited="")), RequestKey(b"0" * 16, 0), "prefill", None)
+    ending, control = Ending(1e-3), cast("Any", SimpleNamespace(inherited=""))
+    handle = RequestHandle(control, ending, key=RequestKey(b"0" * 16, 0), peer="prefill", tag=None)
     ended: list[Event] = []
     threads = [threading.Thread(target=lambda: ended.append(handle.wait(timeout_s=DEADLINE_S))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    handle.begin()
-    handle.begin()
+    ending.begin()
+    ending.begin()
     with pytest.raises(TimeoutError, match="not ended within"):
         handle.wait(timeout_s=0.02)
     assert not ended
     event = Event(handle.key, "prefill", "receive", ok=True, payload=b"", error=None, lease=Lease(), tag=None)
-    handle.begin()
-    handle.end(event)
-    handle.wake()
+    ending.begin()
+    ending.end(event)
+    ending.wake()
     for thread in threads:
         thread.join(DEADLINE_S)
     assert ended == [event] * 3

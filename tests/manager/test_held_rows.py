@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from disagg import LocalProtocolError, Pages, new_request_id
+from disagg.ending import Ending
 from disagg.layout.placement import Placement
 from disagg.protocol.types import RequestKey
 from disagg.requests import Receiver
@@ -100,14 +101,14 @@ def test_rows_are_free_as_soon_as_the_event_is_there() -> None:
 
 def test_slots_are_held_by_component() -> None:
     class Control:
-        spin_s = 0.0
+        pass
 
     rows = HeldRows({name: Placement(name, 1, 4, ()) for name in ("ssm", "conv")})
 
     def take(**ids: int) -> int:
         key = RequestKey(new_request_id(), 0)
         given = {name: np.array([each]) for name, each in ids.items()}
-        return rows.take(Receiver(Control(), key, "prefill", None, need={}, ids=given))  # type: ignore[arg-type]
+        return rows.take(Receiver(Control(), Ending(0.0), key=key, peer="prefill", tag=None, need={}, ids=given))  # type: ignore[arg-type]
 
     first = take(ssm=1, conv=2)
     second = take(ssm=2, conv=1)

@@ -55,7 +55,7 @@ def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest
         monkeypatch.setattr(unpacking, "scatter", late)
         monkeypatch.setattr(worker, "SMALL_NBYTES", 0)  # so that the transfer thread unpacks, and the test can block it
         receiver, (sender,) = begin(instances)
-        until(lambda: receiver.moments.landed_at > 0)
+        until(lambda: receiver._ending.moments.landed_at > 0)
         go_on.set()
         assert receiver.wait(timeout_s=DEADLINE_S).ok
         assert receiver.timeline.unpack_s > 0

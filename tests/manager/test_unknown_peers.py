@@ -331,7 +331,7 @@ def test_an_asyncio_server_awaits_requests() -> None:
         request = new_request_id()
         with want(instances.decode[0], request, instances.prefill[0].manager.address, label="cmpl-7") as receiver:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(wait_for(receiver), 0.05)
+                await asyncio.wait_for(asyncio.shield(wait_for(receiver)), 0.05)
             sender = offer(instances.prefill[0], request)
             return [await receiver, await sender, await receiver]
 

@@ -1,0 +1,103 @@
+"""How a request ends: its event, and the threads and callbacks that wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from disagg.core import _native
+from disagg.core.thread_log import ThreadLog
+from disagg.core.timeline import Moments
+from disagg.protocol.types import Event
+
+logger = ThreadLog(__name__)
+
+COPY_BEGUN_SPIN_S = 20e-3
+"""How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""
+
+
+class Ending:
+    """The manager's half of a request's handle. Thread-safe. The manager calls `begin` once a copy has begun, then `end`,
+    `wake` and `yield_to_waiter`, each once. `event` is `None` until `end`.
+
+    A thread that waits polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has awaited it,
+    so `KVManager.events` leaves its event out.
+    """
+
+    def __init__(self, spin_s: float) -> None:
+        self.moments = Moments()
+        self.event: Event | None = None
+        self.is_awaited = False
+        self._spin_s = spin_s
+        self._over = _native.Flag()
+        self._pending = (
+            threading.Lock()
+        )  # held until the request has ended; a `threading.Event` takes ten times as long to make
+        self._pending.acquire()
+        self._callbacks: list[Callable[[Event], None]] = []
+
+    def begin(self) -> None:
+        """The request will end soon: threads that wait for it stay awake."""
+        self.moments.begun_at = self.moments.begun_at or time.monotonic()
+        if self._spin_s:
+            self._spin_s = COPY_BEGUN_SPIN_S
+            self._release()
+
+    def end(self, event: Event) -> None:
+        """The request has ended."""
+        self.event = event
+
+    def wake(self) -> None:
+        """Threads that wait continue, and callbacks run in this thread."""
+        self._over.set()
+        self._release()
+        self._call_back()
+
+    def yield_to_waiter(self) -> None:
+        """A thread that polls without a sleep gets the GIL first."""
+        if self._spin_s:
+            self._over.yield_to_waiter()
+
+    def take(self) -> Event | None:
+        """The event, and note that the server has it. `None` while there is none."""
+        if self.event is not None:
+            self.moments.take()
+        return self.event
+
+    def wait(self, timeout_s: float) -> Event | None:
+        """`take` once the request has ended; `None` if it has not within `timeout_s` seconds, which may be infinite."""
+        until = time.monotonic() + timeout_s
+        while (event := self.event) is None:
+            if self._spin_s and self._over.busy_poll(min(self._spin_s, until - time.monotonic())):
+                continue
+            left_s = until - time.monotonic()
+            if not self._pending.acquire(timeout=min(max(left_s, 0), threading.TIMEOUT_MAX)):
+                return None
+            if self.event is not None:
+                self._release()  # for other threads that wait
+        self.moments.take()
+        return event
+
+    def on_end(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` once with the event: in `wake`, or now if the request has ended. What it raises is logged."""
+        self._callbacks.append(callback)
+        if self.event is not None:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        while self._callbacks and self.event is not None:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                callback(self.event)
+            except BaseException:  # also SystemExit: it would end the manager's thread, not the process
+                logger.exception("request %s: a callback failed", self.event.key)
+
+    def _release(self) -> None:
+        try:
+            self._pending.release()
+        except RuntimeError:  # already released
+            return
