@@ -76,7 +76,6 @@ def requests(manager: KVManager, role: str, other: str, ids: list[bytes], tokens
         if not event.ok:
             raise SystemExit(f"a request failed: {event.error}")
         manager.events()
-        event.lease.release()
         took.append(time.perf_counter() - started)
     count = len(ids) - WARM_UP
     threads = {name: (ns - before[name]) / count / 1e6 for name, ns in busy().items()}

@@ -120,7 +120,6 @@ class Rank:
             self.times.append(time.monotonic())
         if not event.ok:
             raise RuntimeError(f"a request failed: {event.error}")
-        event.lease.release()
         self.current = None
 
     def work(self, seconds: float) -> None:

@@ -95,8 +95,6 @@ def decode(pipe: Connection, backend: str, transport: str) -> None:
                     ended = [receiver.wait(timeout_s=TIMEOUT_S) for receiver in receivers]
                     receivers.clear()
                     manager.events()
-                    for event in ended:
-                        event.lease.release()
                     pipe.send(all(event.ok for event in ended))
                 case "resources":
                     pipe.send(resources())
@@ -148,8 +146,6 @@ class Prefill:
         events = [sender.wait(timeout_s=TIMEOUT_S) for sender in senders]
         self.manager.events()
         assert all(event.ok for event in events), next(event.error for event in events if not event.ok)
-        for event in events:
-            event.lease.release()
         assert self.ask("ended")
 
     def yield_to_waiter(self, rounds: int) -> dict[str, Any]:
@@ -307,7 +303,6 @@ def large_send(rounds: int) -> dict[str, Any]:
             for handle in (sender, receiver):
                 event = handle.wait(timeout_s=TIMEOUT_S)
                 assert event.ok, event.error
-                event.lease.release()
     return {"pages": 4096, "layers": 64, "caller_us": percentiles(np.array(times))}
 
 

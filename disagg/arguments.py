@@ -105,7 +105,7 @@ def as_rows(local: LocalRank, rows: GivenRows) -> dict[str, Rows]:
         kind = next(layout.rows for layout in layouts if layout is not None)
         expected = Pages if kind == "pages" else Slot
         if kind == "pages" and isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
-            given = Pages(given)  # type: ignore[arg-type]  # noqa: PLW2901
+            given = Pages(given)  # noqa: PLW2901
         elif kind == "slot" and isinstance(given, int | np.integer) and not isinstance(given, bool):
             given = Slot(int(given))  # noqa: PLW2901
         if not isinstance(given, expected):

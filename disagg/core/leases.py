@@ -1,7 +1,8 @@
 """Leases: whether a transfer may still touch a request's rows.
 
 A lease is *held* while a transfer may touch the rows, and *released* once it is proved that none will. A timeout is no proof.
-Rows without one are *quarantined*, with the reason, until a proof arrives.
+Rows without one are *quarantined*, with the reason, until a proof arrives. Only the library calls `release` and `quarantine`;
+a server has the lease, which has neither.
 """
 
 from __future__ import annotations
@@ -58,21 +59,23 @@ class Lease:
                 return
         callback()
 
-    def quarantine(self, reason: str) -> None:
-        """Record that no proof has arrived for these rows. The first reason is kept. A released lease stays released."""
-        with self._lock:
-            if self.state is LeaseState.HELD:
-                self._status = LeaseState.QUARANTINED, reason
 
-    def release(self) -> None:
-        """Release the rows and run the callbacks. A second call does nothing."""
-        with self._lock:
-            if self.released:
-                return
-            self._status = LeaseState.RELEASED, ""
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback()
-            except BaseException:  # also SystemExit: it would end the manager's thread, not the process
-                logger.exception("lease: a release callback failed")
+def quarantine(lease: Lease, reason: str) -> None:
+    """Record that no proof has arrived for the rows of a lease. The first reason is kept. A released lease stays released."""
+    with lease._lock:
+        if lease.state is LeaseState.HELD:
+            lease._status = LeaseState.QUARANTINED, reason
+
+
+def release(lease: Lease) -> None:
+    """Release the rows of a lease and run its callbacks. A second call does nothing."""
+    with lease._lock:
+        if lease.released:
+            return
+        lease._status = LeaseState.RELEASED, ""
+        callbacks, lease._callbacks = lease._callbacks, []
+    for callback in callbacks:
+        try:
+            callback()
+        except BaseException:  # also SystemExit: it would end the manager's thread, not the process
+            logger.exception("lease: a release callback failed")

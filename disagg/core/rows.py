@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,34 +20,33 @@ MAX_NAME = 256
 """Limit on the characters of a component's name."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Pages:
     """Page ids in token order: `ids[0]` is the page with token `first_token` of the request.
 
-    `first_token` may be anywhere in its page. A negative id means that there is no page. The ids are copied and read-only.
-    Raises `LayoutError` unless the ids are a list of integers below 2**31.
+    `first_token` may be anywhere in its page. A negative id means that there is no page. The ids, a sequence or an array of one
+    axis, are copied and read-only. Raises `LayoutError` unless they are integers of -2**31 to 2**31 - 1.
     """
 
-    ids: npt.NDArray[np.integer[Any]]
-    first_token: int = 0
+    ids: npt.NDArray[np.int32]
+    first_token: int
 
-    def __post_init__(self) -> None:
+    def __init__(self, ids: Sequence[int | np.integer[Any]] | npt.NDArray[np.integer[Any]], first_token: int = 0) -> None:
         try:
-            ids = np.asarray(self.ids)
+            given = np.asarray(ids)
         except ValueError as error:  # lists of unequal lengths
-            raise LayoutError(f"pages: expected one list of integer ids, found {type(self.ids).__name__} ({error})") from error
-        if ids.size == 0:
-            ids = ids.astype(np.int32)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise LayoutError(f"pages: expected one list of integer ids, found shape {ids.shape} of {ids.dtype}")
-        if ids.dtype != np.int32 and ids.size and (int(ids.max()) >= 2**31 or int(ids.min()) < -(2**31)):
-            raise LayoutError(f"pages: expected ids of -2**31 to 2**31 - 1, found {int(ids.min())} to {int(ids.max())}")
-        if not _is_count(self.first_token):
-            raise LayoutError(f"pages: expected a first token of at least 0, found {self.first_token!r}")
-        copy = ids.astype(np.int32)
+            raise LayoutError(f"pages: expected one list of integer ids, found {type(ids).__name__} ({error})") from error
+        if given.size == 0:
+            given = given.astype(np.int32)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise LayoutError(f"pages: expected one list of integer ids, found shape {given.shape} of {given.dtype}")
+        if given.dtype != np.int32 and given.size and (int(given.max()) >= 2**31 or int(given.min()) < -(2**31)):
+            raise LayoutError(f"pages: expected ids of -2**31 to 2**31 - 1, found {int(given.min())} to {int(given.max())}")
+        if not _is_count(first_token):
+            raise LayoutError(f"pages: expected a first token of at least 0, found {first_token!r}")
+        copy = given.astype(np.int32)
         copy.flags.writeable = False
-        object.__setattr__(self, "ids", copy)
-        object.__setattr__(self, "first_token", int(self.first_token))
+        self.__dict__.update(ids=copy, first_token=int(first_token))
 
     @classmethod
     def of_ids(cls, ids: npt.NDArray[np.int32], first_token: int) -> Pages:

@@ -179,7 +179,7 @@ def _pages(rows: Rows, space: RowSpace, granule: int, num_tokens: int, name: str
     cuts, period = space.fixed_edges or edges(owned_tokens(space, num_tokens))
     first = rows.first_token
     return _native.PageList(
-        rows.ids,  # type: ignore[arg-type]  # int32, as `Pages` makes them
+        rows.ids,
         first_page=min(first_page(space, first, num_tokens), 2**62) if first else 0,
         page_size=space.page_size,
         num_rows=space.num_rows,

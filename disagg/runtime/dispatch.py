@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from disagg.core.errors import DisaggError, PeerUnreachable, RemoteProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
+from disagg.core.leases import quarantine, release
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
 from disagg.machine.descriptors import shortage
@@ -280,9 +281,9 @@ class Dispatch:
             case StartVerify() as verify:
                 self._verification.verify(verify)
             case ReleaseLease(lease):
-                lease.release()
+                release(lease)
             case QuarantineLease(lease, reason):
-                lease.quarantine(reason)
+                quarantine(lease, reason)
             case Event() as event:
                 self._ended.append(event)
 
@@ -291,9 +292,9 @@ class Dispatch:
         for effect in self._sessions.effects:
             match effect:
                 case ReleaseLease(lease):
-                    lease.release()
+                    release(lease)
                 case QuarantineLease(lease, reason):
-                    lease.quarantine(reason)
+                    quarantine(lease, reason)
 
     def send(self, peer: PeerRank, message: Message) -> None:
         """Send a message. One that cannot be sent now is resent by the protocol. One that cannot be encoded, despite all

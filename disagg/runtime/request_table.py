@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
-from disagg.core.leases import Lease
+from disagg.core.leases import Lease, quarantine, release
 from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Moments
 from disagg.ending import Ending
@@ -209,7 +209,7 @@ class RequestTable:
 
     def end_unopened(self, handle: Receiver | Sender, error: DisaggError) -> None:
         """A request could not be opened, so nothing ever touched its rows."""
-        handle.lease.release()
+        release(handle.lease)
         self.end([_failed(handle, error)])
 
     def fail_all(self, reason: str) -> None:
@@ -217,7 +217,7 @@ class RequestTable:
         requests = tuple(self._requests.values())
         for request in requests:
             if request.session is not None:
-                request.session.lease.quarantine(reason)
+                quarantine(request.session.lease, reason)
         error = RequestAborted(reason, cause=Cause.ENDED)
         for request in requests:
             if request.session is None:
@@ -228,7 +228,7 @@ class RequestTable:
     def release_all(self) -> None:
         """The engine's end proves all rows quiet."""
         for session in self.leased_sessions():
-            session.lease.release()
+            release(session.lease)
 
     def close(self) -> None:
         """Close the descriptor. Requests that end from now on are still reported by their handles."""

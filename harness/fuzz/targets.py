@@ -117,7 +117,7 @@ class Reader:
         self.sessions.effects.clear()
 
     def _open(self, key: RequestKey) -> None:
-        rows = {"kv": Pages(range(4))}  # type: ignore[arg-type]
+        rows = {"kv": Pages(range(4))}
         needed = {"kv": (0, 40)}
         times: dict[str, Any] = {"now": self._now, "deadline": self._now + 1.0}
         expected = {0: {"kv": ((0, 1), (0, 40)), "ssm": ((3, 4), (0, 1))}}

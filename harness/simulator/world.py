@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from disagg.core.leases import quarantine, release
 from disagg.protocol.types import NEVER, PeerRank, QuarantineLease, ReleaseLease
 from harness.simulator.checks import check_host
 from harness.simulator.faults import Faults
@@ -83,9 +84,9 @@ class World:
         while effects:
             match effects.popleft():
                 case ReleaseLease(lease):
-                    lease.release()
+                    release(lease)
                 case QuarantineLease(lease, reason):
-                    lease.quarantine(reason)
+                    quarantine(lease, reason)
                 case effect:
                     self._handlers[type(effect)](host, effect)
         if self.violation is not None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from disagg.core.leases import Lease, LeaseState
+from disagg.core.leases import Lease, LeaseState, quarantine, release
 
 
 def test_a_new_lease_is_held_without_a_reason() -> None:
@@ -19,8 +19,8 @@ def test_callbacks_run_once_in_order_or_at_once_after_release() -> None:
     for number in range(3):
         lease.on_release(lambda number=number: called.append(number))  # type: ignore[misc]
     assert called == []
-    lease.release()
-    lease.release()
+    release(lease)
+    release(lease)
     assert called == [0, 1, 2]
     assert lease.released
     lease.on_release(lambda: called.append(3))
@@ -29,24 +29,24 @@ def test_callbacks_run_once_in_order_or_at_once_after_release() -> None:
 
 def test_quarantine_keeps_its_first_reason_until_release() -> None:
     lease = Lease()
-    lease.quarantine("first")
-    lease.quarantine("second")
+    quarantine(lease, "first")
+    quarantine(lease, "second")
     assert (lease.state, lease.reason) == lease.status == (LeaseState.QUARANTINED, "first")
-    lease.release()
+    release(lease)
     assert (lease.state, lease.reason) == (LeaseState.RELEASED, "")
 
 
 def test_a_released_lease_cannot_be_quarantined() -> None:
     lease = Lease()
-    lease.release()
-    lease.quarantine("late")
+    release(lease)
+    quarantine(lease, "late")
     assert (lease.state, lease.reason) == (LeaseState.RELEASED, "")
 
 
 def test_a_callback_may_use_the_lease() -> None:
     lease, called = Lease(), list[LeaseState]()
     lease.on_release(lambda: lease.on_release(lambda: called.append(lease.state)))
-    lease.release()
+    release(lease)
     assert called == [LeaseState.RELEASED]
 
 
@@ -60,7 +60,7 @@ def test_a_callback_that_raises_is_logged_and_the_others_run(
     lease, called = Lease(), list[str]()
     lease.on_release(fail)
     lease.on_release(lambda: called.append("second"))
-    lease.release()
+    release(lease)
     assert called == ["second"]
     assert error.__name__ in caplog.text
 
@@ -70,11 +70,11 @@ def test_concurrent_releases_run_callbacks_once() -> None:
         lease, called, gate = Lease(), list[int](), threading.Barrier(4)
         lease.on_release(lambda called=called: called.append(1))  # type: ignore[misc]
 
-        def release(lease: Lease = lease, gate: threading.Barrier = gate) -> None:
+        def release_together(lease: Lease = lease, gate: threading.Barrier = gate) -> None:
             gate.wait()
-            lease.release()
+            release(lease)
 
-        threads = [threading.Thread(target=release) for _ in range(4)]
+        threads = [threading.Thread(target=release_together) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

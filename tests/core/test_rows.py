@@ -41,11 +41,11 @@ def test_pages_compare_by_value_and_are_not_hashable() -> None:
 
 
 def test_pages_from_a_plain_or_empty_list() -> None:
-    assert Pages([3, 4]).ids.tolist() == [3, 4]  # type: ignore[arg-type]
-    assert len(Pages([]).ids) == 0  # type: ignore[arg-type]
+    assert Pages([3, 4]).ids.tolist() == [3, 4]
+    assert len(Pages([]).ids) == 0
     assert Pages(np.array([2**31 - 1], np.uint64)).ids.tolist() == [2**31 - 1]
     with pytest.raises(LayoutError, match="pages: expected one list of integer ids, found list"):
-        Pages([[1, 2], [3]])  # type: ignore[arg-type]
+        Pages([[1, 2], [3]])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

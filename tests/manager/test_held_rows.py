@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from disagg import LocalProtocolError, Pages, new_request_id
+from disagg.core.leases import quarantine
 from disagg.ending import Ending
 from disagg.layout.placement import Placement
 from disagg.protocol.types import RequestKey
@@ -37,7 +38,7 @@ def test_rows_of_a_receive_are_refused_to_another_until_its_lease_is_released() 
         held(instances, (6, 7)).abort("the test is finished")
         until(lambda: first.session is not None)
         lease = first.session.lease  # type: ignore[union-attr]
-        lease.quarantine("the test has no proof")
+        quarantine(lease, "the test has no proof")
         first.abort("client gone")
         try:
             early = held(instances, (4,))

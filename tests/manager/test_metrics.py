@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg import ConfigError, KVManager, ModelId, RequestAborted, new_request_id
 from disagg.core.errors import Cause
-from disagg.core.leases import LeaseState
+from disagg.core.leases import LeaseState, quarantine
 from disagg.core.timeline import PHASES
 from disagg.protocol.messages import PROTOCOL_VERSION
 from disagg.protocol.receive_session import ReceiveState
@@ -306,7 +306,7 @@ def test_quarantined_rows_are_counted_by_reason() -> None:
         until(lambda: value(manager, "requests", direction="receive", state="open") == 1)
         lease = receiver.session.lease  # type: ignore[union-attr]
         assert value(manager, "quarantined_rows", reason="silent") == 0
-        lease.quarantine("the writer does not answer")
+        quarantine(lease, "the writer does not answer")
         assert value(manager, "quarantined_rows", reason="silent") == 3
         assert value(manager, "quarantined_requests", reason="silent") == 1
         assert num_rows(receiver.session) == 3  # type: ignore[arg-type]

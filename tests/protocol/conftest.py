@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from disagg.core.leases import quarantine, release
 from disagg.protocol import sessions
 from disagg.protocol.types import Effect, QuarantineLease, ReleaseLease
 
@@ -16,9 +17,9 @@ class EffectsWithoutLeases(deque[Effect]):
     def append(self, effect: Effect) -> None:
         match effect:
             case ReleaseLease(lease):
-                lease.release()
+                release(lease)
             case QuarantineLease(lease, reason):
-                lease.quarantine(reason)
+                quarantine(lease, reason)
             case _:
                 super().append(effect)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.core.errors import DisaggError
+from disagg.core.leases import release
 from disagg.protocol.receive_session import Coverage, ReceiveSession, WriterState
 from disagg.protocol.receiving import Receives
 from disagg.protocol.send_session import Destination, SendSession
@@ -275,7 +276,7 @@ def release_at_abort(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Receives, session: ReceiveSession, error: DisaggError, now: float) -> None:
         abort(self, session, error, now)
-        session.lease.release()
+        release(session.lease)
 
     patch.setattr(Receives, "abort", broken)
 
@@ -285,7 +286,7 @@ def release_at_finish(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Sends, session: SendSession, payload: bytes, now: float) -> None:
         finish(self, session, payload, now)
-        session.lease.release()
+        release(session.lease)
 
     patch.setattr(Sends, "finish", broken)
 
@@ -297,7 +298,7 @@ def release_at_the_drain_deadline(patch: pytest.MonkeyPatch) -> None:
         late = now >= session.drain_deadline
         tick(self, session, now)
         if late:
-            session.lease.release()
+            release(session.lease)
 
     patch.setattr(Receives, "tick", broken)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from disagg.core.errors import ConfigError, LocalProtocolError
-from disagg.core.leases import Lease
+from disagg.core.leases import Lease, quarantine, release
 from disagg.state.allocator import PoolExhausted, RowAllocator
 
 
@@ -33,21 +33,21 @@ class TestRowAllocator:
         with pytest.raises(PoolExhausted, match=r"cannot allocate 2: 1 of 4 are free, and 2 wait for their leases"):
             rows.allocate(2)
         assert rows.num_free == 1
-        lease.release()
+        release(lease)
         assert rows.allocate(3).tolist() == [1, 2, 3]
 
     def test_a_quarantined_lease_keeps_its_rows(self) -> None:
         rows, lease = RowAllocator(4), Lease()
         rows.free(rows.allocate(3), lease=lease)
-        lease.quarantine("no proof")
+        quarantine(lease, "no proof")
         assert (rows.num_free, rows.num_leased) == (0, 3)
-        lease.release()
-        lease.release()
+        release(lease)
+        release(lease)
         assert (rows.num_free, rows.num_leased) == (3, 0)
 
     def test_a_lease_released_before_gives_rows_back_at_once(self) -> None:
         rows, lease = RowAllocator(4), Lease()
-        lease.release()
+        release(lease)
         rows.free(rows.allocate(3), lease=lease)
         assert rows.num_free == 3
 
@@ -90,7 +90,7 @@ class TestRowAllocator:
                 if (owner[ids] != me).any():
                     failures.append(f"thread {me}, round {round_}")
                 rows.free(ids, lease=lease)
-                lease.release()
+                release(lease)
 
         threads = [threading.Thread(target=work, args=(me,)) for me in range(1, 9)]
         for thread in threads:
@@ -134,14 +134,14 @@ class RowMachine(RuleBasedStateMachine):
             self.leased.append((lease, ids))
 
     @precondition(lambda self: self.leased)
-    @rule(data=st.data(), quarantine=st.booleans())
-    def end(self, data: st.DataObject, quarantine: bool) -> None:
+    @rule(data=st.data(), is_proved=st.booleans())
+    def end(self, data: st.DataObject, is_proved: bool) -> None:
         index = data.draw(st.integers(0, len(self.leased) - 1))
-        if quarantine:
-            self.leased[index][0].quarantine("no proof")
+        if not is_proved:
+            quarantine(self.leased[index][0], "no proof")
             return
         lease, ids = self.leased.pop(index)
-        lease.release()
+        release(lease)
         self.free |= set(ids)
 
     @precondition(lambda self: self.free or any(ids for _, ids in self.leased))
