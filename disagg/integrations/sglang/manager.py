@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import requests
 import sglang
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from disagg.core.address import bracketed
-from disagg.core.errors import ConfigError, DisaggError, PeerUnreachable
+from disagg.core.address import bracketed, parse_address
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.leases import Lease, LeaseState
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
@@ -25,6 +24,7 @@ from disagg.integrations.peers import Peers
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
+from disagg.integrations.sglang.rooms import Rooms
 from disagg.integrations.sglang.rows import request_id
 from disagg.layout.stages import join_stages
 from disagg.manager import KVManager
@@ -34,8 +34,22 @@ logger = logging.getLogger(__name__)
 ENGINE = f"sglang {sglang.__version__}"
 COLLECT_EVERY_S = 200e-6
 """The scheduler polls every request in each step. Between two looks at the events at least this time passes."""
-NUM_ROOMS = 1 << 16
-"""How many rooms are remembered, for the number of their attempts."""
+
+
+class Owner:
+    """What senders and receivers share: each keeps the reason of its own failure."""
+
+    bootstrap_room: int
+    conclude_state: Any
+    clear: Callable[[], None]
+    failure: str | None = None
+
+    def failure_exception(self) -> None:
+        """Clear the room, and raise why the request has failed."""
+        self.conclude_state = KVPoll.Failed
+        self.clear()
+        reason = self.failure or "Failed due to an unknown reason from another rank"
+        raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=self.failure is None)
 
 
 @dataclass(frozen=True)
@@ -61,12 +75,11 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     rank_port: int
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
-        self.live: dict[int, Any] = {}
+        self.rooms = Rooms()
         self.waiting: dict[int, Any] = {}
         self.held: dict[int, list[Lease]] = {}
         self.read: list[tuple[Any, Lease, DisaggError | str]] = []
         """Senders that have failed while a copy still reads their pages, which SGLang frees once it knows."""
-        self._attempts: OrderedDict[int, int] = OrderedDict()
         self._prefills: dict[tuple[str, int], Prefill] = {}
         self._seen: set[str] = set()
         self._gone: dict[str, str] = {}
@@ -109,16 +122,22 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     def register_to_bootstrap(self) -> None:
         """Register rank 0's control address, on every rank. SGLang calls this on prefill, while it builds the manager."""
         self._start()
-        self.local_ip, port = self.leader.removeprefix("tcp://").rsplit(":", 1)
-        self.rank_port = int(port)
+        self.local_ip, self.rank_port = parse_address(self.leader, what="leader")
         super().register_to_bootstrap()
+
+    def check_request(self, request: Any) -> None:
+        """Raises `LocalProtocolError` for a room or an address of prefill over which SGLang's scheduler would end."""
+        request_id(request.bootstrap_room)
+        host, port = request.bootstrap_host, request.bootstrap_port
+        if self.disaggregation_mode == DisaggregationMode.DECODE and not (
+            isinstance(host, str) and host and isinstance(port, int) and 0 < port < 1 << 16
+        ):
+            raise LocalProtocolError(f"bootstrap_host: expected a host and a port, found {host!r:.80} and {port!r:.80}")
 
     # -- rooms -------------------------------------------------------------------------------------------------------
 
     def check_status(self, bootstrap_room: int) -> Any:
         self.collect()
-        if bootstrap_room not in self.request_status:  # cleared by another request of the same room
-            return KVPoll.Failed
         return super().check_status(bootstrap_room)
 
     def check_status_pp_consensus(self, bootstrap_room: int) -> Any:
@@ -146,18 +165,21 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     def _is_live(self, owner: Any) -> bool:
         """Whether the scheduler still asks for this sender or receiver."""
-        return self.live.get(owner.bootstrap_room) is owner
+        return self.rooms.owns(owner.bootstrap_room, owner)
 
     def fail(self, room: int, error: DisaggError | str) -> None:
         self.record_failure(room, str(error))
         self.update_status(room, KVPoll.Failed)
 
-    def next_attempt(self, room: int) -> int:
-        """How often this room was used before. All ranks of a group create the receivers of a room in the same order."""
-        attempt = self._attempts[room] = self._attempts.pop(room, -1) + 1
-        if len(self._attempts) > NUM_ROOMS:
-            self._attempts.popitem(last=False)
-        return attempt
+    def leave(self, owner: Any) -> bool:
+        """End a sender's or receiver's ownership of its room, and keep the reason of its failure with it. Returns whether it
+        had one: the caller clears SGLang's tables only then.
+        """
+        is_owner = self.rooms.leave(owner.bootstrap_room, owner)
+        if is_owner:
+            with self.failure_lock:
+                owner.failure = self.failure_records.pop(owner.bootstrap_room, None)
+        return is_owner
 
     # -- release of decode's pages -----------------------------------------------------------------------------------
 
@@ -269,11 +291,13 @@ _ONE_RANK: Mapping[str, Any] = {
 def named(bootstrap_addr: str) -> Prefill | None:
     """The instance in a `bootstrap_host` of the form `NAME@HOST`: another server, whose control address is given."""
     name, at, address = bootstrap_addr.rpartition("@")
-    return Prefill(name, f"tcp://{address}", 0) if at else None
+    host, _, port = address.rpartition(":")
+    return Prefill(name, _tcp(host, port), 0) if at else None
 
 
-def _tcp(host: str, port: int) -> str:
-    return f"tcp://{bracketed(host)}:{port}"
+def _tcp(host: str, port: int | str) -> str:
+    """A control address. SGLang writes IPv6 addresses with and without brackets."""
+    return f"tcp://{bracketed(host.strip('[]'))}:{port}"
 
 
 def _name(address: str) -> str:

@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVReceiver,
     CommonKVSender,
-    KVTransferError,
 )
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -69,9 +68,6 @@ class _Sender(CommonKVSender):  # type: ignore[misc]
     def poll(self) -> int:
         return _poll(self, KVPoll.Bootstrapping, self._check_bootstrap_timeout)
 
-    def failure_exception(self) -> None:
-        _raise_failure(self)
-
 
 class DisaggKVSender(sender.DisaggKVSender, _Sender):
     """Its last chunk ends at `num_tokens`, which SGLang does not pass to `send`."""
@@ -103,9 +99,6 @@ class _Receiver(CommonKVReceiver):  # type: ignore[misc]
 
     def poll(self) -> int:
         return _poll(self, KVPoll.WaitingForInput, self._check_waiting_timeout)
-
-    def failure_exception(self) -> None:
-        _raise_failure(self)
 
     def clear(self) -> None:
         self._clear()
@@ -142,15 +135,6 @@ def _poll(one: Any, waits_in: int, check_timeout: Callable[[], int | None]) -> i
     if status in (KVPoll.Success, KVPoll.Failed):
         one.conclude_state = status
     return int(status)
-
-
-def _raise_failure(one: Any) -> None:
-    """Clear a room, and raise why it has failed."""
-    one.conclude_state = KVPoll.Failed
-    one.clear()
-    with one.kv_mgr.failure_lock:
-        reason = one.kv_mgr.failure_records.pop(one.bootstrap_room, None)
-    raise KVTransferError(one.bootstrap_room, reason or "failed on another rank", is_from_another_rank=reason is None)
 
 
 _CLASSES = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, LocalProtocolError
 from disagg.integrations.sglang import OLDER, TESTED
 
 NAME = "disagg"
@@ -41,6 +42,7 @@ def register() -> None:
     HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
+        HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
 
 
 def add_member(backends: Any) -> None:
@@ -82,3 +84,17 @@ def _init_kv_manager(original: Callable[[Any], Any], queue: Any) -> Any:
 
     DisaggKVManager.host = host_of(queue)
     return original(queue)
+
+
+def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:
+    """The queue asks this first of each request. Returns whether it was refused, with HTTP status 400."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
+
+    if queue.transfer_backend.value == NAME and request.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        try:
+            queue.kv_manager.check_request(request)
+        except LocalProtocolError as error:
+            prepare_abort(request, str(error), status_code=HTTPStatus.BAD_REQUEST)
+            queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
+            return True
+    return original(queue, request)

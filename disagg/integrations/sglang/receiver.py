@@ -11,13 +11,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from disagg.core.errors import DisaggError, RemoteProtocolError
 from disagg.integrations.handoff import Payload
-from disagg.integrations.sglang.manager import ENGINE, Prefill
+from disagg.integrations.sglang.manager import ENGINE, Owner, Prefill
+from disagg.integrations.sglang.rooms import taken
 from disagg.integrations.sglang.rows import full_pages, needs, request_id, state_rows
 from disagg.protocol.types import Event
 from disagg.requests import Receiver
 
 
-class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
+class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
     """Reserves the pages of a room at the instance that the bootstrap server names."""
 
     handle: Receiver | None = None
@@ -26,10 +27,14 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     declined = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        key = mgr.rooms.enter(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, key)
+        if key != bootstrap_room:
+            mgr.fail(key, taken(bootstrap_room))
+            self.conclude_state, self.declined = KVPoll.Failed, True
+            return
         mgr.check_prefill(bootstrap_addr)
-        mgr.live[bootstrap_room] = self
-        self.attempt = mgr.next_attempt(bootstrap_room)
+        self.attempt = mgr.rooms.next_attempt(bootstrap_room)
 
     def _setup_bootstrap_infos(self) -> None:
         """SGLang's `init`: find the instance. `bootstrap_infos` must not be empty once it is found."""
@@ -113,6 +118,5 @@ class DisaggKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.handle.abort("aborted by decode's scheduler")
 
     def _clear(self) -> None:
-        super()._clear()
-        if self.kv_mgr.live.get(self.bootstrap_room) is self:
-            del self.kv_mgr.live[self.bootstrap_room]
+        if self.kv_mgr.leave(self):
+            super()._clear()

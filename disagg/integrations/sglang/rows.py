@@ -17,10 +17,13 @@ from disagg.integrations.sglang.facts import Facts
 from disagg.state.window import ring_rows
 
 
-def request_id(room: int) -> bytes:
-    """The request id of a room. Raises `LocalProtocolError` for a number that a room cannot have: clients may give any."""
-    if not 0 <= room < 2**128:
-        raise LocalProtocolError(f"bootstrap_room: expected 0 to 2**128 - 1, found {room}")
+def request_id(room: Any) -> bytes:
+    """The request id of a room. Raises `LocalProtocolError` for what cannot be a room: clients may give anything.
+
+    SGLang writes the room into metadata buffers, where 0 means that nothing was written. From 2**63 on its scheduler ends.
+    """
+    if not isinstance(room, int) or not 1 <= room < 2**63:
+        raise LocalProtocolError(f"bootstrap_room: expected an integer from 1 to 2**63 - 1, found {room!r:.80}")
     return room.to_bytes(16, "big")
 
 

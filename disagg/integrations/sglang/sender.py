@@ -10,13 +10,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import Payload
-from disagg.integrations.sglang.manager import ENGINE
+from disagg.integrations.sglang.manager import ENGINE, Owner
+from disagg.integrations.sglang.rooms import taken
 from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
 from disagg.protocol.types import Event
 from disagg.requests import Sender
 
 
-class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
+class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
     """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have."""
 
     handle: Sender | None = None
@@ -25,11 +26,15 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        key = mgr.rooms.enter(bootstrap_room, self)
+        is_taken = key != bootstrap_room
+        super().__init__(mgr, bootstrap_addr, key, req_has_disagg_prefill_dp_rank or is_taken)
         self.next_token = 0
-        if mgr.request_status.get(bootstrap_room) != KVPoll.Bootstrapping:
+        if is_taken:
+            mgr.fail(key, taken(bootstrap_room))
+            self.conclude_state = KVPoll.Failed
+        if mgr.request_status.get(key) != KVPoll.Bootstrapping:
             return
-        mgr.live[bootstrap_room] = self
         label = f"room {bootstrap_room}"
         try:
             self.handle = mgr.transfers.sender(
@@ -98,21 +103,24 @@ class DisaggKVSender(CommonKVSender):  # type: ignore[misc]
     def abort(self) -> None:
         """End the request. Once all has been posted, this rank says so only when no copy reads its pages any more. SGLang frees
         the pages of all ranks of a group when the first of them says so.
+
+        Before, the room is free at once: SGLang does not clear every sender that it aborts.
         """
-        if self.handle is not None and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
-            self.handle.abort("aborted by prefill's scheduler")
+        mgr, room = self.kv_mgr, self.bootstrap_room
+        if not mgr.rooms.owns(room, self):
             return
-        super().abort()
-        self._leave("aborted by prefill's scheduler")
+        self._end("aborted by prefill's scheduler")
+        if self.handle is None or mgr.request_status.get(room) != KVPoll.Transferring:
+            if self.conclude_state != KVPoll.Failed:
+                super().abort()
+            self.clear()
 
     def clear(self) -> None:
-        super().clear()
-        self._leave("prefill has given up the request")
+        if self.kv_mgr.leave(self):
+            super().clear()
+            self.kv_mgr.waiting.pop(self.bootstrap_room, None)
+            self._end("prefill has given up the request")
 
-    def _leave(self, reason: str) -> None:
-        """The scheduler has no more interest in the request."""
-        self.kv_mgr.waiting.pop(self.bootstrap_room, None)
-        if self.kv_mgr.live.get(self.bootstrap_room) is self:
-            del self.kv_mgr.live[self.bootstrap_room]
+    def _end(self, reason: str) -> None:
         if self.handle is not None and self.handle.poll() is None:
             self.handle.abort(reason)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -226,7 +227,7 @@ class RankProcess:
     def _decode(self, started: Started, say: Callable[..., None]) -> None:
         receiver, request = started.receiver, started.request
         if not started.is_found and not started.held and receiver.conclude_state is None:
-            started.is_found = self.manager.try_ensure_parallel_info(self.bootstrap)
+            started.is_found = self.manager.try_ensure_parallel_info(receiver.bootstrap_addr)
             if started.is_found:
                 receiver.init(started.aux)
         poll = receiver.poll()
@@ -239,6 +240,35 @@ class RankProcess:
             return  # SGLang's gate: metadata are not written yet
         if poll in (KVPoll.Success, KVPoll.Failed):
             self._end(started, poll, say)
+
+    def again(self, room: int, *, abort: bool) -> str:
+        """Open a room that is open, as SGLang does for each sample of a request. Returns why that fails at once."""
+        if self.role == "prefill":
+            either = self.sender(self.manager, self.bootstrap, room)
+        else:
+            either = self.receiver(self.manager, self.bootstrap, room)
+            either.init(0)
+        polls = [either.poll()]
+        if abort:
+            either.abort()
+        polls.append(either.poll())
+        try:
+            either.failure_exception()
+        except conn.KVTransferError as error:
+            either.clear()
+            return f"{[int(poll) for poll in polls]} {error.failure_reason}"
+        raise AssertionError
+
+    def keep_alive(self) -> int:
+        """Keep an idle HTTP connection to the bootstrap server, as SGLang does. Returns the status of its answer."""
+        self.session = requests.Session()
+        return self.session.get(f"http://{self.bootstrap}/health").status_code
+
+    def drop(self, room: int) -> None:
+        """Abort a request and forget it, as SGLang does with those that wait for a batch on prefill."""
+        started = self.started.pop(room)
+        started.sender.abort()
+        self.free_aux.append(started.aux)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -278,8 +308,9 @@ class RankProcess:
         """What is left over: empty when nothing is open."""
         manager = self.manager
         tables = {
-            "live": manager.live, "waiting": manager.waiting, "held": manager.held, "failures": manager.failure_records,
-            "status": getattr(manager.request_status, "_local_map", manager.request_status), "open": self.started,
+            "rooms": range(len(manager.rooms)), "waiting": manager.waiting, "held": manager.held,
+            "failures": manager.failure_records, "open": self.started,
+            "status": getattr(manager.request_status, "_local_map", manager.request_status),
         }  # fmt: skip
         left: dict[str, Any] = {name: list(table) for name, table in tables.items() if table}
         if len(self.free_aux) != NUM_AUX:

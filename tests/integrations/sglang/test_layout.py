@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -120,9 +121,9 @@ def test_components_have_the_names_of_other_servers() -> None:
     assert names == {"heads": ["kv"], "latents": ["mla"], "window in whole pages": ["kv.0", "kv.1", "kv.2"]}
 
 
-@pytest.mark.parametrize("room", [-1, 2**128])
-def test_a_room_that_cannot_be_is_refused(room: int) -> None:
-    with pytest.raises(LocalProtocolError, match=f"bootstrap_room: expected 0 to .*, found {room}"):
+@pytest.mark.parametrize("room", [-1, 0, 2**63, 2**128, None, [5], "5"])
+def test_a_room_that_cannot_be_is_refused(room: object) -> None:
+    with pytest.raises(LocalProtocolError, match=re.escape(f"expected an integer from 1 to 2**63 - 1, found {room!r}")):
         request_id(room)
 
 

@@ -11,6 +11,7 @@ import pytest
 from disagg import Topology
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
+from tests.integrations.sglang.ranks import Rank
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 
 NOTICED_S = 1.0
@@ -44,6 +45,19 @@ def test_every_byte(name: str, tmp_path: Path) -> None:
         rooms = [pair.begin(117), pair.begin(1), pair.begin(300, chunks=(128, 256)), pair.begin(200, prefix=64, chunks=(130,))]
         for room in rooms:
             pair.expect(room)
+
+
+@pytest.mark.parametrize("backend", ["cma", "nixl"])
+def test_ipv6(backend: str, tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), SGLANG_HOST_IP="::1", DISAGG_BACKEND=backend) as pair:
+        assert pair.leaders["decode"].startswith("tcp://[::1]:")
+        pair.expect(pair.begin(117))
+        room, name = pair.begin(100, decode=False), pair.leaders["prefill"].removeprefix("tcp://")
+        (decode,) = pair.decode
+        decode.call(
+            "decode", room, pair.request(decode, 100, 0), room % 1000, bootstrap=f"{name}@{name.replace('[::1]', '::1')}"
+        )
+        pair.expect(room)
 
 
 def test_two_pipeline_stages_to_one(tmp_path: Path) -> None:
@@ -127,6 +141,44 @@ def test_aborts_and_a_room_that_comes_back(tmp_path: Path) -> None:
         pair.expect(room)
 
 
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_room_that_is_taken(abort: bool, tmp_path: Path) -> None:
+    """A second request of a room fails at once, whatever the first one waits for, and does nothing to it."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+        room = pair.begin(600, chunks=(320,), held=True, decode=False)
+        check_taken(pair.prefill, room, abort=abort)
+        pair.begin(600, room=room, prefill=False)
+        for rank in pair.prefill:
+            rank.wait(room=room, status="reserved")
+        check_taken(pair.ranks, room, abort=abort)
+        for _ in range(2):
+            for rank in pair.prefill:
+                rank.call("go", room)
+            check_taken(pair.ranks, room, abort=abort)
+        pair.expect(room)
+        pair.begin(100, room=room)  # the room is free again
+        pair.expect(room)
+
+
+def check_taken(ranks: list[Rank], room: int, *, abort: bool) -> None:
+    for rank in ranks:
+        rank.call("again", room, abort=abort)
+        found = rank.wait(again=...)["again"]
+        assert found.startswith(f"[0, 0] bootstrap_room {room}: another request with this room is under way")
+
+
+def test_a_room_whose_request_was_dropped_on_prefill(tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(), Topology(), SGLANG_DISAGGREGATION_WAITING_TIMEOUT="3") as pair:
+        room = pair.begin(100, held=True)
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        prefill.wait(room=room, status="reserved")
+        prefill.call("drop", room)
+        assert "prefill's scheduler" in decode.wait(room=room, status="failed")["reason"]
+        decode.wait(room=room, released=True)
+        pair.begin(100, room=room)
+        pair.expect(room)
+
+
 def test_decode_leaves_before_it_looks_for_prefill(tmp_path: Path) -> None:
     """Prefill learns it where the request says where it is, as one that another server has prefilled does."""
     with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
@@ -157,8 +209,11 @@ def test_decode_whose_prefill_sends_nothing_gives_up(tmp_path: Path) -> None:
         pair.expect(pair.begin(100))
 
 
-def test_prefill_is_killed_and_replaced(tmp_path: Path) -> None:
-    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
+@pytest.mark.parametrize("backend", ["cma", "nixl"])
+def test_prefill_is_killed_and_replaced(backend: str, tmp_path: Path) -> None:
+    """Decode's pages are free again, although a connection of its own to the dead process stays half closed."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), DISAGG_BACKEND=backend) as pair:
+        assert pair.decode[0].ask("keep_alive") == 200
         pair.expect(pair.begin(100))
         room = pair.begin(600, chunks=(320,), held=True)
         for rank in pair.prefill:

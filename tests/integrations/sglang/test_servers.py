@@ -80,10 +80,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         expected = [alone.complete(prompt) for prompt in PROMPTS]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_BACKEND", "nixl")
-        prefill = stack.enter_context(Server.sglang(model, "--tp", "2", *PREFILL, mode="prefill"))
+        prefill = stack.enter_context(Server.sglang(model, "--tp", "2", *PREFILL, mode="prefill", SGLANG_HOST_IP="::1"))
         (port,) = free_ports(1)
         patch.setenv("DISAGG_METRICS_PORT", str(port))
-        decode = stack.enter_context(Server.sglang(model, *DECODE, mode="decode", PYTHONPATH=path))
+        decode = stack.enter_context(Server.sglang(model, *DECODE, mode="decode", PYTHONPATH=path, SGLANG_HOST_IP="::1"))
         patch.delenv("DISAGG_METRICS_PORT")
         proxy = stack.enter_context(Server.proxy(prefill.wait_ready(), decode.wait_ready()))
         yield Servers(model, stack, prefill, decode, proxy.wait_ready(), port, expected)
@@ -174,6 +174,39 @@ def test_with_reversed_pages_the_tokens_differ(servers: Servers) -> None:
 def test_a_room_that_comes_back(servers: Servers) -> None:
     room = next(ROOMS)
     check([route(servers, room, PROMPTS[2]) for _ in range(2)], [servers.expected[2]] * 2)
+
+
+def test_rooms_and_hosts_over_which_a_scheduler_would_end(servers: Servers) -> None:
+    rooms: tuple[object, ...] = (0, -1, 2**63, 2**64 + 5, [7])
+    asked: list[tuple[Server, dict[str, object]]] = [
+        (server, {"bootstrap_room": room}) for server in (servers.prefill, servers.decode) for room in rooms
+    ]
+    asked += [(servers.decode, {"bootstrap_host": host}) for host in (None, ["127.0.0.1"])]
+    asked += [(servers.decode, {"bootstrap_port": port}) for port in (0, 1 << 16, [7])]
+    for server, field in asked:
+        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+            server.complete(PROMPTS[0], stream=False, **{**where(servers, next(ROOMS)), **field})
+        assert re.search("bootstrap_(room|host|port)", refused.value.read().decode())
+    check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
+    check_free(servers)
+
+
+def test_several_answers_to_one_prompt_fail_at_once(servers: Servers) -> None:
+    """SGLang gives them one room. It aborts all of them once one has failed."""
+    for room in itertools.islice(ROOMS, 3):
+        with ThreadPoolExecutor() as pool:
+            asked = [
+                pool.submit(server.complete, PROMPTS[3], stream=False, timeout_s=60, n=2, **where(servers, room))
+                for server in (servers.prefill, servers.decode)
+            ]
+            for each in asked:
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    each.result()
+                assert re.search(
+                    "another request with this room|decode('s scheduler| does not want)", refused.value.read().decode()
+                )
+    check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
+    check_free(servers)
 
 
 def test_aborts(servers: Servers) -> None:
