@@ -314,6 +314,42 @@ def test_settings_that_would_break_promises(name: str, value: str, monkeypatch: 
         MooncakeBackend(BackendOptions())
 
 
+@pytest.mark.parametrize(("host", "switch"), [("::1", None), ("127.0.0.1", "0")])
+def test_a_host_of_the_other_ip_version(host: str, switch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if switch is not None:
+        monkeypatch.setenv("MC_USE_IPV6", switch)
+    with pytest.raises(ConfigError, match=f"host '{host}': the engine reaches addresses of one IP version only"):
+        MooncakeBackend(BackendOptions(host=host))
+
+
+def test_over_ipv6() -> None:
+    """In a process of its own: the engine looks at its switch once, for some of what it does."""
+    program = """
+        import random
+        from contextlib import ExitStack
+        from disagg.backends.base import BackendOptions, Op, TransferStatus
+        from disagg.backends.mooncake.backend import MooncakeBackend
+        from disagg.testing.contract import batch_of, expected_after, random_pieces, settle
+        from tests.backends.conftest import opened, target_process
+
+        with ExitStack() as stack:
+            options = BackendOptions(host="::1")
+            target = target_process(MooncakeBackend, options, stack)
+            backend, local = opened(MooncakeBackend, options, stack)
+            peer = backend.connect(target.endpoint, process=target.process, epoch=1)
+            for op in Op:
+                pieces = random_pieces(op, random.Random(7), nbytes=(5000,) * 20, gap=9)
+                after = expected_after(op, local, target.arena, pieces)
+                transfer = backend.submit(op, peer, batch_of(op, local, target.arena, pieces))
+                assert settle(transfer) is TransferStatus.DONE, transfer.error
+                assert ((target.arena if op is Op.WRITE else local).memory == after).all()
+            print(peer.queue._descriptor.session)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    found = subprocess.run(command, env={**os.environ, "MC_USE_IPV6": "1"}, capture_output=True, text=True, check=False)
+    assert found.stdout.startswith("[::1]:"), found.stderr
+
+
 def test_the_environment_is_as_before() -> None:
     before = dict(os.environ)
     MooncakeBackend(BackendOptions()).close()

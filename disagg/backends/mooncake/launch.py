@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from disagg.backends.base import BackendOptions, Transport, check_rdma
-from disagg.core.address import is_loopback
+from disagg.core.address import is_loopback, is_numeric
 from disagg.core.copies import Addresses
 from disagg.core.errors import BackendUnavailable, ConfigError
 from disagg.machine.environment import environment
@@ -18,6 +18,8 @@ MAX_OUTSTANDING = 1024
 again.
 """
 _NVLINK_SWITCHES = ("MC_INTRANODE_NVLINK", "MC_INTRA_NVLINK")
+_IPV6_SWITCH = "MC_USE_IPV6"
+"""The engine's own. It reads it whenever it resolves an address, and takes any value for yes."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _WHEELS = "mooncake-transfer-engine-non-cuda without CUDA, mooncake-transfer-engine (CUDA 12) or -cuda13 with it"
 
@@ -81,6 +83,12 @@ def choose_protocol(options: BackendOptions) -> str:
 
 def check_environment(options: BackendOptions, protocol: str) -> None:
     """Raises `ConfigError` for settings under which this backend could not keep its promises."""
+    if is_numeric(options.host) and (":" in options.host) != (_IPV6_SWITCH in os.environ):
+        raise ConfigError(
+            f"backend 'mooncake', host {options.host!r}: the engine reaches addresses of one IP version only, IPv6 if "
+            f"{_IPV6_SWITCH} is in the environment (now: {os.environ.get(_IPV6_SWITCH)!r}); expected it set to 1 for an IPv6 "
+            "host, and not set for an IPv4 host"
+        )
     if protocol != "tcp":
         return
     if not is_loopback(options.host) and not options.trusted_network:

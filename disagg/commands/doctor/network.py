@@ -6,7 +6,7 @@ import errno
 import socket
 import time
 
-from disagg.core.address import parse_address
+from disagg.core.address import bracketed, parse_address
 from disagg.machine.findings import Finding, Level, ok
 
 CONNECT_S = 3.0
@@ -16,7 +16,7 @@ GREETING_S = 1.0
 def peer(address: str) -> Finding:
     """Connect to `host:port` or `tcp://host:port`. Raises `ConfigError` for an invalid address."""
     host, port = parse_address(address if "://" in address else f"tcp://{address}", what="peer")
-    where = f"{host}:{port}"
+    where = f"{bracketed(host)}:{port}"
     started = time.perf_counter()
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
@@ -28,7 +28,7 @@ def peer(address: str) -> Finding:
         return _unreachable(
             where,
             f"{where} refuses connections: nothing listens on port {port} there",
-            f"on {host}: ss -tlnp 'sport = :{port}'; start its rank with --listen tcp://{host}:{port}, not on 127.0.0.1",
+            f"on {host}: ss -tlnp 'sport = :{port}'; start its rank with --listen tcp://{where}, not on 127.0.0.1",
         )
     except TimeoutError:
         return _unreachable(
