@@ -14,8 +14,14 @@ memory. The new program has its stack elsewhere, which `/proc` shows to those wh
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
 memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
 process had bytes to read, and an engine closes its socket once it has read that end. So nothing of a dead process can arrive
-any more once this process has no socket that was reset or has a far end without an owner. A child of the process may hold the
-same connections, and then also holds the identity socket.
+any more once this process has no socket of its engine that was reset or has a far end without an owner. A child of the process
+may hold the same connections, and then also holds the identity socket.
+
+Only the engine applies bytes to memory, so only its sockets count: those accepted on a port on which it listens, and those
+opened to a port on which the peer's engine listened. A connection has one of both at each end, whoever opened it. Others may
+stay as they are for hours: an HTTP client keeps its idle connection to a dead server, half closed. An engine knows its own
+ports, and its peers tell theirs. Where either is not known, every socket counts. A peer that lies about its ports gains
+nothing: whoever may write to the registered memory can do so at any time while it lives.
 """
 
 from __future__ import annotations
@@ -38,7 +44,18 @@ import numpy as np
 
 from disagg.core import _native
 from disagg.core.thread_log import ThreadLog
-from disagg.machine.tcp import CLOSE_WAIT, ESTABLISHED, LISTEN, SYN_RECV, duplicate, own_sockets, port_of, tcp_sockets
+from disagg.machine.tcp import (
+    ANY_SOCKET,
+    CLOSE_WAIT,
+    ESTABLISHED,
+    LISTEN,
+    SYN_RECV,
+    EngineSockets,
+    duplicate,
+    own_sockets,
+    port_of,
+    tcp_sockets,
+)
 
 logger = ThreadLog(__name__)
 
@@ -57,6 +74,9 @@ _STACK_FIELD = 25
 """The start of the stack in `/proc/PID/stat`, counted behind the program's name: see proc_pid_stat(5). 0 if it is hidden."""
 _TCP_INFO = struct.Struct("=B127xQ")
 """Of `struct tcp_info`: the state, and `tcpi_bytes_received` (Linux 4.1)."""
+_SO_PEERNAME = 28
+"""The address at the other end, also after a reset, which `getpeername` refuses then."""
+_FAMILY_AND_PORT = struct.Struct("!HH")
 _CLOSED = 7
 """That state of a socket which is in no table any more."""
 
@@ -175,14 +195,12 @@ class ProcessWatch:
                 self._gone = _is_closed(self._connection)
             return self._gone
 
-    def is_quiet(self, *, by_accepted: bool = False) -> bool:
-        """Whether it is gone and nothing that it sent over TCP can arrive here any more. `False` where the kernel's tables
-        cannot be read.
-
-        `by_accepted`: bytes arrive only by connections that this process has accepted.
+    def is_quiet(self, sockets: EngineSockets = ANY_SOCKET) -> bool:
+        """Whether it is gone and nothing that it sent over TCP can arrive here any more, by `sockets` of this process. `False`
+        where the kernel's tables cannot be read.
         """
         try:
-            return self.is_gone() and not _has_orphans(by_accepted=by_accepted)
+            return self.is_gone() and not _has_orphans(sockets)
         except OSError as error:
             logger.warning("process %d has ended, but not whether its bytes have arrived: %s", self.pid, error)
             return False
@@ -258,33 +276,35 @@ def machine_identity() -> str:
     return ""
 
 
-def _has_orphans(*, by_accepted: bool) -> bool:
+def _has_orphans(engine: EngineSockets) -> bool:
     """Whether bytes may wait in a TCP connection of this process whose far end, on this host, no process owns any more.
 
-    `by_accepted`: in one that this process has accepted. A far end on another host cannot belong to a process that is proved to
-    have ended on this one.
+    A far end on another host cannot belong to a process that is proved to have ended on this one.
     """
     sockets = tcp_sockets()
     own = own_sockets()  # read after the tables: a socket accepted in between has no owner in them
     owners = {(row.local, row.remote): row.inode for row in sockets}
-    ports = {port_of(row.local) for row in sockets if row.state == LISTEN and row.inode in own}
+    ports = engine.accepted
+    if ports is None:
+        ports = {port_of(row.local) for row in sockets if row.state == LISTEN and row.inode in own}
     is_local = functools.cache(_is_local)
     for row in sockets:
-        accepted = port_of(row.local) in ports
-        if accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED:
+        if row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED and port_of(row.local) in ports:
             return True  # the engine has not accepted it yet
-        if row.inode not in own or row.state == LISTEN or (by_accepted and not accepted):
+        counts = port_of(row.local) in ports or engine.opened is None or port_of(row.remote) in engine.opened
+        if row.inode not in own or row.state == LISTEN or not counts:
             continue
         far = owners.get((row.remote, row.local))
         if far == _NO_OWNER or (far is None and is_local(row.remote.rpartition(":")[0])):
             return True
     listed = {row.inode for row in sockets}
-    resets = (_received_until_reset(fd) for inode, fd in own.items() if inode not in listed)
-    return any(port is not None and (port in ports or not by_accepted) for port in resets)
+    resets = filter(None, (_reset_after_bytes(fd) for inode, fd in own.items() if inode not in listed))
+    return any(local in ports or engine.opened is None or remote in engine.opened for local, remote in resets)
 
 
-def _received_until_reset(descriptor: int) -> int | None:
-    """The local port if it is a TCP socket that was closed by a reset and has received bytes, read or not; else `None`.
+def _reset_after_bytes(descriptor: int) -> tuple[int, int] | None:
+    """The local and the remote port if it is a TCP socket that was closed by a reset and has received bytes, read or not; else
+    `None`.
 
     A process that ends with unread bytes resets its connections. Their other ends leave the kernel's tables at once, with what
     they have not read yet.
@@ -303,7 +323,10 @@ def _received_until_reset(descriptor: int) -> int | None:
         except OSError:  # not TCP
             return None
         state, num_received = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\xff"))  # an old kernel does not say: it counts
-        return found.getsockname()[1] if state == _CLOSED and num_received else None
+        if state != _CLOSED or not num_received:
+            return None
+        _, remote = _FAMILY_AND_PORT.unpack(found.getsockopt(socket.SOL_SOCKET, _SO_PEERNAME, _FAMILY_AND_PORT.size))
+        return found.getsockname()[1], remote
 
 
 def _is_local(host: str) -> bool:

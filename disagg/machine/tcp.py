@@ -48,6 +48,18 @@ class TcpSocket(NamedTuple):
     inode: str
 
 
+class EngineSockets(NamedTuple):
+    """The TCP sockets of this process by which an engine's bytes may arrive: those accepted on the ports `accepted`, and those
+    opened to the ports `opened`. `None`: any port.
+    """
+
+    accepted: Collection[int] | None = None
+    opened: Collection[int] | None = None
+
+
+ANY_SOCKET = EngineSockets()
+
+
 def own_sockets() -> dict[str, int]:
     """Descriptors of this process's sockets, by their inodes."""
     found = dict[str, int]()
@@ -113,6 +125,11 @@ def duplicate(descriptor: int) -> socket.socket:
     except OSError:
         os.close(other)
         raise
+
+
+def complete(ports: Collection[int]) -> Collection[int] | None:
+    """What `ports_of` returned, or `None` if it may have left some out."""
+    return ports if 0 < len(ports) < MAX_PORTS else None
 
 
 def ports_of(listeners: Collection[int]) -> tuple[int, ...]:

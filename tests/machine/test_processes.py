@@ -18,6 +18,7 @@ import pytest
 
 from disagg.machine import processes, tcp
 from disagg.machine.processes import IdentitySocket, ProcessWatch, copy_refusal, machine_identity
+from disagg.machine.tcp import EngineSockets
 
 FILL = """
 for connection in connections:
@@ -119,7 +120,7 @@ def test_a_dead_process_is_quiet_once_all_that_it_sent_was_read(
         connection = accepted if first else stack.enter_context(listening.accept()[0])
         while connection.recv(1 << 20):
             assert not identity.is_quiet()
-            assert not identity.is_quiet(by_accepted=True)
+            assert not identity.is_quiet(EngineSockets(opened=()))
         assert not identity.is_quiet()
         connection.close()
     assert identity.is_quiet()
@@ -132,7 +133,7 @@ def test_a_connection_that_this_process_made_counts_unless_told_otherwise(stack:
     listening = listener(stack)
     process.kill()
     process.wait()
-    assert identity.is_quiet(by_accepted=True)
+    assert identity.is_quiet(EngineSockets(opened=()))
     assert not identity.is_quiet()
     while made.recv(1 << 20):
         pass
@@ -167,7 +168,7 @@ def test_what_a_dead_process_sent_counts_where_its_end_was_a_reset(accepts: bool
         assert time.monotonic() < deadline
         assert not identity.is_quiet()
     assert not identity.is_quiet()
-    assert identity.is_quiet(by_accepted=True) == accepts
+    assert identity.is_quiet(EngineSockets(opened=())) == accepts
     num_read = 0
     with suppress(ConnectionResetError):
         while True:
@@ -177,6 +178,45 @@ def test_what_a_dead_process_sent_counts_where_its_end_was_a_reset(accepts: bool
     assert not identity.is_quiet()
     connection.close()
     assert identity.is_quiet()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("accepts", [False, True])
+def test_only_sockets_of_the_engine_count(accepts: bool, resets: bool, stack: ExitStack) -> None:
+    """`accepts`: the process has accepted what this one has opened. Bytes wait in the socket, whichever it is."""
+    if accepts:
+        process, lines = start(stack, ACCEPTS)
+        port = int(lines.readline())
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        other = None
+    else:
+        listening = listener(stack)
+        port = listening.getsockname()[1]
+        process, lines = start(stack, CONNECTS, str(port))
+        connection = stack.enter_context(listening.accept()[0])
+        other = stack.enter_context(listening.accept()[0])
+    identity = watch_from(lines, stack)
+    if resets:
+        connection.send(b"never read")
+    process.kill()
+    process.wait()
+    if other is not None:
+        while other.recv(1 << 20):
+            pass
+        other.close()
+    inode = os.fstat(connection.fileno()).st_ino
+    deadline = time.monotonic() + 60
+    while resets and any(row.inode == str(inode) for row in tcp.tcp_sockets()):
+        assert time.monotonic() < deadline
+    engine = EngineSockets((), {port}) if accepts else EngineSockets({port}, ())
+    assert not identity.is_quiet(engine)
+    assert not identity.is_quiet(EngineSockets((), None))
+    assert identity.is_quiet(EngineSockets({port}, ()) if accepts else EngineSockets((), {port}))
+    with suppress(ConnectionResetError):
+        while connection.recv(1 << 20):
+            assert not identity.is_quiet(engine)
+    connection.close()
+    assert identity.is_quiet(engine)
 
 
 def test_sockets_that_nothing_has_arrived_at_hold_up_no_proof(stack: ExitStack) -> None:

@@ -62,7 +62,7 @@ from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
 from disagg.machine.processes import ProcessWatch
-from disagg.machine.tcp import EngineConnections, new_listeners, ports_of
+from disagg.machine.tcp import EngineConnections, EngineSockets, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """See `ProvesByProcess`: over TCP only."""
-        return self._protocol == "tcp" and process.is_quiet(by_accepted=True)
+        return self._protocol == "tcp" and process.is_quiet(EngineSockets(opened=()))
 
     def is_quiet_when_closed(self) -> bool:
         """Over TCP: closing the engine closes its connections, and joins the threads that read them and write to memory."""

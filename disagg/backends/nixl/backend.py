@@ -17,9 +17,9 @@ What each status of NIXL becomes here, and what proves that a transfer is settle
 NIXL has no call that proves anything about what the *peer's* engine posted to memory here. Over TCP not even the end of the
 peer's process is a proof: what it had sent waits in this side's socket buffers until this side's progress thread applies
 it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no socket
-of this process was reset or has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is unread,
-and nothing is being sent to the process either. `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may
-move bytes.
+between the two engines was reset or has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is
+unread, and nothing is being sent to the process either. UCX may use a connection in both directions, whoever has opened it.
+`fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may move bytes.
 
 The transport. NIXL does not report which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
 allow TCP for UCX's own messages (over the loopback device). UCX prefers CMA (`process_vm_writev`) for the data wherever it
@@ -59,7 +59,7 @@ from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable,
 from disagg.core.memory import CPU, MemoryRegion, merge_regions
 from disagg.machine.environment import environment
 from disagg.machine.processes import ProcessWatch, copy_refusal
-from disagg.machine.tcp import EngineConnections, Ports, new_listeners, ports_of
+from disagg.machine.tcp import EngineConnections, EngineSockets, Ports, complete, new_listeners, ports_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         self._remote: dict[str, tuple[bytes, int]] = {}  # agents loaded: metadata, and number of users
         self._unanswered: list[NixlTransfer] = []  # first reads that took too long; each keeps its agent loaded until it ends
         self._transports: set[str] = set()
-        self._neighbours: set[ProcessWatch | None] = set()  # every process that this engine has connected to
+        self._neighbours: dict[ProcessWatch | None, frozenset[int] | None] = {}  # with their engines' ports, if all are known
         if options.require is Transport.SHM and (refusal := copy_refusal(os.getpid(), self._scratch.ctypes.data)):
             raise BackendUnavailable(f"backend 'nixl': require='shm': {refusal}")
         with self._nixl.mapped("registering"):
@@ -194,7 +194,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         if _digest(descriptor.metadata) != descriptor.digest:
             raise RemoteProtocolError("endpoint of backend 'nixl': the metadata is damaged: its digest differs")
         peer = NixlPeer(descriptor.agent, process, self._connections, regions, epoch=epoch)
-        self._neighbours.add(process)
+        known, ports = self._neighbours.get(process, frozenset()), complete(descriptor.ports)
+        self._neighbours[process] = None if known is None or ports is None else known.union(ports)
         self._connections.add(descriptor.ports)
         self._load(descriptor)
         try:
@@ -312,7 +313,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     def is_quiet_after(self, process: ProcessWatch) -> bool:
         """Whether `process` has ended and nothing that it sent can still arrive: see `ProvesByProcess`."""
-        return self._provable and process.is_quiet()
+        sockets = EngineSockets(complete(self._ports), self._neighbours.get(process))
+        return self._provable and process.is_quiet(sockets)
 
     def is_quiet_when_closed(self) -> bool:
         """Over TCP: closing the engine closes its connections and joins the thread that reads them. Other processes of this
