@@ -6,21 +6,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import requests
 import sglang
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from disagg.core.address import bracketed, parse_address
+from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
 from disagg.core.leases import Lease, LeaseState
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.peers import Peers
+from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served, control_address, name_of, named
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
 from disagg.integrations.sglang.payload import MetadataBuffers
@@ -32,6 +31,10 @@ from disagg.manager import KVManager
 logger = logging.getLogger(__name__)
 
 ENGINE = f"sglang {sglang.__version__}"
+ASK_AGAIN_S, WATCH_EVERY_S = 1.0, 2.0
+"""How old an answer of a bootstrap server is before a new request asks again, and how often waiting requests do."""
+MAX_MISSES = 3
+"""After how many answers that did not come an instance is taken for gone, which no connection reaches either."""
 COLLECT_EVERY_S = 200e-6
 """The scheduler polls every request in each step. Between two looks at the events at least this time passes."""
 
@@ -50,15 +53,6 @@ class Owner:
         self.clear()
         reason = self.failure or "Failed due to an unknown reason from another rank"
         raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=self.failure is None)
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A prefill instance as decode finds it. `group` is the data-parallel group of a request."""
-
-    name: str
-    address: str
-    group: int
 
 
 class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
@@ -80,10 +74,10 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.held: dict[int, list[Lease]] = {}
         self.read: list[tuple[Any, Lease, DisaggError | str]] = []
         """Senders that have failed while a copy still reads their pages, which SGLang frees once it knows."""
-        self._prefills: dict[tuple[str, int], Prefill] = {}
-        self._seen: set[str] = set()
-        self._gone: dict[str, str] = {}
-        self._collect_at = 0.0
+        self.bootstrap = BootstrapServers()
+        self._served: dict[str, Served] = {}
+        self._misses: dict[str, int] = {}
+        self._collect_at = self._watch_at = 0.0
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.enable_deferred_decode_kv_release = True
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -95,7 +89,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """Build the `KVManager` at the port that SGLang has reserved for this rank's control messages."""
         args, host = self.kv_args, self.host
         self._zmq_ctx.destroy(linger=0)
-        own = _tcp(self.local_ip, self.rank_port)
+        own = control_address(self.local_ip, self.rank_port)
         leader = host.from_leader(own)
         topology = Topology(
             dp=self.attn_dp_size,
@@ -109,7 +103,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         )
         self.facts = host.read_facts(topology)
         parts = join_stages(lambda: components(args, self.facts), topology=topology, gather=host.gather)
-        config = ServerConfig.load(environ=os.environ, name=_name(leader), listen=own, leader=None if own == leader else leader)
+        config = ServerConfig.load(
+            environ=os.environ, name=name_of(leader), listen=own, leader=None if own == leader else leader
+        )
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()
@@ -161,6 +157,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                 self.fail(failed.bootstrap_room, error)
         for sender in list(self.waiting.values()):
             sender.look()
+        self._watch()
         self._collect_at = time.monotonic() + COLLECT_EVERY_S
 
     def _is_live(self, owner: Any) -> bool:
@@ -203,16 +200,14 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if named(bootstrap_addr) is not None:
             self._add_prefill_info(bootstrap_addr, PrefillServerInfo(**_ONE_RANK))
             return True
-        every = {"prefill_dp_rank": -1, "prefill_cp_rank": -1, "target_tp_rank": -1, "target_pp_rank": -1}
         try:
-            answer = requests.get(f"http://{bootstrap_addr}/route", params=every, timeout=5)
-            answer.raise_for_status()
-            info = PrefillServerInfo(**answer.json())
-        except (requests.RequestException, TypeError, ValueError) as error:
-            logger.warning("bootstrap server %s: %s", bootstrap_addr, error)
+            found = self.bootstrap.ask(bootstrap_addr)
+        except PeerUnreachable as error:
+            logger.warning("%s", error)
             return False
-        self._add_prefill_info(bootstrap_addr, info)
-        return True
+        if found is not None:
+            self._serve(bootstrap_addr, found)
+        return found is not None
 
     def _add_prefill_info(self, bootstrap_addr: str, info: Any) -> None:
         self._resolve_rank_mapping(info)
@@ -223,31 +218,33 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         info.target_tp_rank, info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = 0, [0], [0], [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
-    def locate(self, receiver: Any) -> Prefill:
-        """The instance that serves a receiver's request, from the bootstrap server if it is not known yet.
-
-        Raises `DisaggError` for an instance that is gone, and if the bootstrap server does not name one.
+    def _serve(self, server: str, found: Served | None) -> None:
+        """Take what a bootstrap server says, or `None` if it is gone. Requests of an instance that it does not name any more
+        fail.
         """
+        gone = self._served.pop(server, None)
+        if found is None:
+            self.prefill_info_table.pop(server, None)
+        else:
+            self._add_prefill_info(server, found.info)
+            self._served[server] = found
+        if gone is not None:
+            named_still = {prefill.name for served in self._served.values() for prefill in served.prefills.values()}
+            for name in {prefill.name for prefill in gone.prefills.values()} - named_still:
+                self.transfers.remove_peer(name)
+
+    def locate(self, receiver: Any) -> Prefill:
+        """The instance that serves a receiver's request. Raises `DisaggError` if it is gone, and if there is none."""
         other = named(receiver.bootstrap_addr)
         if other is not None:
             self.peers.reach(other.name, address=other.address)
             return other
-        key = receiver.bootstrap_addr, receiver.prefill_dp_rank
-        if key not in self._prefills:
-            addresses = []
-            for dp_rank in sorted({0, receiver.prefill_dp_rank}):
-                found = receiver._get_bootstrap_info_from_server(dp_rank, 0, 0, 0)
-                if found is None:
-                    raise PeerUnreachable(f"bootstrap server {receiver.bootstrap_addr} did not name a prefill instance")
-                addresses.append(_tcp(found["rank_ip"], found["rank_port"]))
-            address = addresses[-1]
-            # Attention data parallelism: groups of one instance. SGLang's other kind: an instance for each rank.
-            group = receiver.prefill_dp_rank if addresses[0] == address else 0
-            prefill = self._prefills[key] = Prefill(_name(address), address, group)
-            gone = self._gone.pop(receiver.bootstrap_addr, prefill.name)
-            if gone != prefill.name:
-                self.transfers.remove_peer(gone)
-        return self._prefills[key]
+        found = self._served[receiver.bootstrap_addr].prefills.get(receiver.prefill_dp_rank)
+        if found is None:
+            raise PeerUnreachable(
+                f"bootstrap server {receiver.bootstrap_addr} names no data-parallel rank {receiver.prefill_dp_rank}"
+            )
+        return found
 
     def decline(self, receiver: Any) -> None:
         """Tell prefill, if it is known already, that a request is not wanted, for which nothing was reserved."""
@@ -261,19 +258,38 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         except DisaggError as error:
             logger.warning("room %s: %s", receiver.bootstrap_room, error)
 
-    def check_prefill(self, bootstrap_addr: str) -> None:
-        """Forget an instance that was ready and is not any more, or refuses: the bootstrap server may know its successor."""
-        for key, prefill in list(self._prefills.items()):
-            if key[0] != bootstrap_addr:
+    def check_prefill(self, server: str) -> None:
+        """Have SGLang ask a bootstrap server again, if an instance of it is not ready: it may have been replaced."""
+        served = self._served.get(server)
+        if served is not None and time.monotonic() - served.asked_s >= ASK_AGAIN_S and self._is_doubtful(served):
+            self.prefill_info_table.pop(server, None)
+
+    def _is_doubtful(self, served: Served) -> bool:
+        """Whether one of the instances that are in use is not ready."""
+        names = {prefill.name for prefill in served.prefills.values()}
+        return any(self.transfers.peer(name).state in ("connecting", "refused") for name in names)
+
+    def _watch(self) -> None:
+        """Ask for requests that wait for an instance that is not ready, which may have ended before they met."""
+        now = time.monotonic()
+        if now < self._watch_at:
+            return
+        self._watch_at = now + WATCH_EVERY_S
+        for server, served in list(self._served.items()):
+            if not self._is_doubtful(served):
+                self._misses.pop(server, None)
                 continue
-            state = self.transfers.peer(prefill.name).state
-            if state == "ready":
-                self._seen.add(prefill.name)
-            elif state == "refused" or prefill.name in self._seen:
-                self._seen.discard(prefill.name)
-                self._gone[bootstrap_addr] = prefill.name
-                del self._prefills[key]
-                self.prefill_info_table.pop(bootstrap_addr, None)
+            try:
+                found = self.bootstrap.ask(server)
+            except PeerUnreachable as error:
+                self._misses[server] = self._misses.get(server, 0) + 1
+                if self._misses[server] >= MAX_MISSES:
+                    logger.warning("%s", error)
+                    self._serve(server, None)
+            else:
+                self._misses.pop(server, None)
+                if found is not None:
+                    self._serve(server, found)
 
 
 _ONE_RANK: Mapping[str, Any] = {
@@ -286,19 +302,3 @@ _ONE_RANK: Mapping[str, Any] = {
     "follow_bootstrap_room": True,
 }
 """What a bootstrap server would say of an instance without one."""
-
-
-def named(bootstrap_addr: str) -> Prefill | None:
-    """The instance in a `bootstrap_host` of the form `NAME@HOST`: another server, whose control address is given."""
-    name, at, address = bootstrap_addr.rpartition("@")
-    host, _, port = address.rpartition(":")
-    return Prefill(name, _tcp(host, port), 0) if at else None
-
-
-def _tcp(host: str, port: int | str) -> str:
-    """A control address. SGLang writes IPv6 addresses with and without brackets."""
-    return f"tcp://{bracketed(host.strip('[]'))}:{port}"
-
-
-def _name(address: str) -> str:
-    return address.removeprefix("tcp://")

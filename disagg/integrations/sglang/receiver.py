@@ -11,7 +11,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from disagg.core.errors import DisaggError, RemoteProtocolError
 from disagg.integrations.handoff import Payload
-from disagg.integrations.sglang.manager import ENGINE, Owner, Prefill
+from disagg.integrations.sglang.bootstrap import Prefill
+from disagg.integrations.sglang.manager import ENGINE, Owner
 from disagg.integrations.sglang.rooms import taken
 from disagg.integrations.sglang.rows import full_pages, needs, request_id, state_rows
 from disagg.protocol.types import Event

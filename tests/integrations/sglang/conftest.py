@@ -6,4 +6,4 @@ import importlib.util
 import os
 
 if importlib.util.find_spec("sglang") is None and os.environ.get("TEST_REQUIRE_SGLANG") != "1":
-    collect_ignore = ["test_plugin.py", "test_pools.py", "test_ranks.py", "test_servers.py"]
+    collect_ignore = ["test_bootstrap.py", "test_plugin.py", "test_pools.py", "test_ranks.py", "test_servers.py"]

@@ -264,6 +264,12 @@ class RankProcess:
         self.session = requests.Session()
         return self.session.get(f"http://{self.bootstrap}/health").status_code
 
+    def look_up(self) -> bool:
+        """Learn of the instance at the bootstrap server."""
+        while not self.manager.try_ensure_parallel_info(self.bootstrap):
+            time.sleep(STEP_S)
+        return True
+
     def drop(self, room: int) -> None:
         """Abort a request and forget it, as SGLang does with those that wait for a batch on prefill."""
         started = self.started.pop(room)

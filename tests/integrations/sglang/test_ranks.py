@@ -231,6 +231,34 @@ def test_prefill_is_killed_and_replaced(backend: str, tmp_path: Path) -> None:
         pair.expect(room)
 
 
+def test_prefill_is_killed_before_decode_has_met_it_a_second_time(tmp_path: Path) -> None:
+    """The first request was made before the peer was ready, so nothing was known of it. The next one finds the new server."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        room = pair.begin(600, chunks=(320,), held=True)
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        prefill.wait(room=room, status="reserved")
+        prefill.kill()
+        assert decode.wait(room=room, status="failed")
+        pair.prefill = pair.start("prefill", Topology())
+        pair.expect(pair.begin(100))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_prefill_ends_before_it_is_reached(is_replaced: bool, tmp_path: Path) -> None:
+    """Requests that wait for it fail, when its bootstrap server names another one or none."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        decode.ask("look_up")
+        prefill.kill()
+        room = pair.begin(100, prefill=False)
+        if is_replaced:
+            pair.prefill = pair.start("prefill", Topology())
+        assert "was removed" in decode.wait(room=room, status="failed")["reason"]
+        decode.wait(room=room, released=True)
+        if is_replaced:
+            pair.expect(pair.begin(100))
+
+
 def test_decode_is_killed(tmp_path: Path) -> None:
     with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology()) as pair:
         room = pair.begin(600, held=True)
