@@ -2,11 +2,12 @@
 
     python examples/pd_proxy.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
 
-It speaks OpenAI's API for completions and chats. A prefill server of vLLM is asked first, for one token, and its answer says
-where decode finds the request. SGLang computes nothing until decode has reserved memory, so it is asked at the same time as
-decode. A request that fails before the client has got a part of its answer is tried again, with a new id. vLLM's decode
-computes a prompt that it cannot get. A vLLM server that has prefilled a request which then fails, or whose client leaves, is
-told so, and need not keep its blocks. Requires aiohttp, which both servers require too.
+It hands over requests for the paths in `ROUTES`; a decode server answers all others. A prefill server of vLLM is asked first,
+for one token, and its answer says where decode finds the request. SGLang computes nothing until decode has reserved memory, so
+it is asked at the same time as decode. A request that fails before the client has got a part of its answer is tried again, with
+a new id. vLLM's decode computes a prompt that it cannot get. An error of the request (4xx) goes to the client as the server
+answered it. A vLLM server that has prefilled a request which then fails, or whose client leaves, is told so, and need not keep
+its blocks. Requires aiohttp, which both servers require too.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import ClientConnectorError, ClientError, ClientResponse, ClientSession, ClientTimeout, StreamReader, web
+from multidict import CIMultiDict
 from yarl import URL
 
 logger = logging.getLogger("pd_proxy")
 
-ONE_TOKEN = {"stream": False, "max_tokens": 1, "n": 1}
+VLLM, SGLANG = "vLLM", "SGLang"
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens")
-FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+FOR_SERVERS_ONLY = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 """Fields that the proxy sets. A client that could choose them would choose whose state decode takes."""
 PASSED_ON = ("Authorization", "X-Request-Id")
 PASSED_ON_TO_DECODE = (*PASSED_ON, "Content-Type")
-BEGUN = "begun"
-"""A request whose client has got a part of its answer."""
+NOT_PASSED_BACK = {"connection", "content-encoding", "content-length", "date", "keep-alive", "server", "transfer-encoding"}
+"""Headers of one connection, or of the body as it came."""
+MAX_BODY_NBYTES = 64 << 20
 RETRY_AFTER_S = 0.5
 GIVE_UP_TIMEOUT = ClientTimeout(total=5)
 FIRST_RANK = {"prefill_dp_rank": 0, "prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
@@ -45,6 +48,45 @@ Body = Mapping[str, Any]
 
 class Failed(Exception):
     """A server cannot serve this request now."""
+
+
+class Refused(Exception):
+    """The request is at fault. The client gets this answer."""
+
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        super().__init__(f"{status} {body[:300].decode(errors='replace')}")
+        self.status, self.body, self.headers = status, body, headers
+
+    @classmethod
+    def because(cls, message: str, *, status: int = 400) -> Refused:
+        """An answer of the proxy itself, as servers of OpenAI's API give it."""
+        error = {"message": message, "type": "pd_proxy", "param": None, "code": status}
+        return cls(status, json.dumps({"error": error}).encode(), {"Content-Type": "application/json"})
+
+    def response(self) -> web.Response:
+        return web.Response(status=self.status, body=self.body, headers=self.headers)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path whose requests are handed over between servers of these `pairs`, prefill first: both take the fields of a
+    hand-over there, and make the same tokens of a request. Prefill is asked with `fields`, and vLLM for 1 token by `limit`.
+    """
+
+    pairs: frozenset[tuple[str, str]]
+    fields: Body
+    limit: str = ""
+
+
+SAME = frozenset({(VLLM, VLLM), (SGLANG, SGLANG)})
+ACROSS = SAME | {(VLLM, SGLANG), (SGLANG, VLLM)}
+ROUTES = {
+    "/v1/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
+    "/v1/chat/completions": Route(ACROSS, {"stream": False, "n": 1}, "max_tokens"),
+    "/v1/responses": Route(SAME, {"stream": False, "store": False, "background": False}, "max_output_tokens"),
+    "/v1/messages": Route(frozenset({(VLLM, VLLM)}), {"stream": False}, "max_tokens"),
+    "/generate": Route(frozenset({(SGLANG, SGLANG)}), {"stream": False}),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +99,10 @@ class Server:
     @property
     def is_sglang(self) -> bool:
         return self.bootstrap_port is not None
+
+    @property
+    def engine(self) -> str:
+        return SGLANG if self.is_sglang else VLLM
 
 
 @dataclass(frozen=True)
@@ -83,22 +129,25 @@ class Client:
         self._session = session
         self._known: dict[str, Server] = {}
 
-    async def server(self, url: str) -> Server:
-        """Which kind of server there is at `url`. Raises `ClientError` for one that was gone and is not back yet."""
+    async def server(self, url: str, headers: Mapping[str, str]) -> Server:
+        """Which kind of server there is at `url`: SGLang names its bootstrap port. vLLM has no such path, or names no port.
+
+        Raises `ClientError` for one that was gone and is not back yet, and `Refused` for a client without its key.
+        """
         if url not in self._known:
-            async with self._session.get(f"{url}/server_info") as answer:
-                port = (await answer.json())["disaggregation_bootstrap_port"] if answer.ok else None
-            self._known[url] = Server(url, port)
+            async with self.open("GET", f"{url}/server_info", headers=headers) as answer:
+                found = {} if answer.status == web.HTTPNotFound.status_code else await read_json(answer)
+            self._known[url] = Server(url, found.get("disaggregation_bootstrap_port"))
         return self._known[url]
 
     async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The answer of a server. Raises `Failed` for one that is an error."""
+        """The answer of a server. Raises `Failed` or `Refused` for one that is an error."""
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
             return await read_json(answer)
 
     async def give_up(self, attempt: Attempt) -> None:
         """Tell vLLM that nobody takes the request that it prefills. It learns that with another one, of a single token."""
-        asked = {"prompt": [0], "kv_transfer_params": {"abort_request_id": attempt.transfer_id}, **ONE_TOKEN}
+        asked = {"prompt": [0], "kv_transfer_params": {"abort_request_id": attempt.transfer_id}, "max_tokens": 1}
         asked |= {key: attempt.body[key] for key in ("model",) if key in attempt.body}
         headers = {name: value for name, value in attempt.headers.items() if name == "Authorization"}
         url = f"{attempt.prefill.url}/v1/completions"
@@ -110,12 +159,14 @@ class Client:
         """Where vLLM finds an SGLang server's state: the control address of its first rank, which is also its name."""
         where = URL(prefill.url).with_port(prefill.bootstrap_port).with_path("/route")
         async with self.open("GET", str(where), params=FIRST_RANK) as answer:
+            if not answer.ok:
+                raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
             rank = await read_json(answer)
         name = URL.build(scheme="tcp", host=rank["rank_ip"], port=int(rank["rank_port"])).authority
         return {"remote_engine_id": name, "remote_address": f"tcp://{name}"}
 
     @asynccontextmanager
-    async def open(self, method: str, url: str, **content: Any) -> AsyncIterator[ClientResponse]:
+    async def open(self, method: str, url: str | URL, **content: Any) -> AsyncIterator[ClientResponse]:
         try:
             async with self._session.request(method, url, **content) as answer:
                 yield answer
@@ -124,13 +175,50 @@ class Client:
             raise
 
 
-async def read_json(answer: ClientResponse) -> dict[str, Any]:
-    """Raises `Failed` for an error of the server. Errors of the request are for the client."""
+def passed_back(answer: ClientResponse) -> CIMultiDict[str]:
+    """The headers of an answer that are also for the client."""
+    return CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in NOT_PASSED_BACK)
+
+
+async def check(answer: ClientResponse) -> None:
+    """Raises `Failed` for an error of the server, and `Refused` for an error of the request."""
     if answer.status >= 500:
         raise Failed(f"{answer.url}: {answer.status} {(await answer.text())[:300]}")
     if not answer.ok:
-        raise web.HTTPBadRequest(text=await answer.text(), content_type="application/json")
-    return dict(await answer.json())
+        raise Refused(answer.status, await answer.read(), passed_back(answer))
+
+
+async def read_json(answer: ClientResponse) -> dict[str, Any]:
+    """Raises as `check` does, and `Failed` for an answer that is no JSON object."""
+    await check(answer)
+    try:
+        return dict(json.loads(await answer.read()))
+    except (ValueError, TypeError) as error:
+        raise Failed(f"{answer.url}: expected a JSON object: {error}") from error
+
+
+async def read_lines(content: StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream, of any length: an event may hold the whole request."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line + b"\n"
+    if rest:
+        yield rest
+
+
+def read_body(data: bytes) -> Any:
+    """The value in a request's body. Raises `Refused` if that is no JSON."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused.because(f"the body is not JSON: {error}") from error
+
+
+def of_client(body: Body) -> dict[str, Any]:
+    """The fields that a client may choose."""
+    return {name: value for name, value in body.items() if name not in FOR_SERVERS_ONLY}
 
 
 @dataclass
@@ -145,14 +233,15 @@ class HandOver:
 async def hand_over(client: Client, attempt: Attempt) -> HandOver:
     """The request to decode, which finds the state of the prompt at prefill."""
     prefill, decode, body, room = attempt.prefill, attempt.decode, attempt.body, attempt.room
+    route = ROUTES[attempt.path]
     if prefill.is_sglang:
         where = {"bootstrap_host": URL(prefill.url).host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-        meanwhile = {**body, **where, "stream": False}
+        meanwhile = {**body, **where, **route.fields}
         if decode.is_sglang:
             return HandOver({**body, **where}, meanwhile)
         found = {"do_remote_prefill": True, "remote_request_id": attempt.transfer_id, **await client.instance(prefill)}
         return HandOver({**body, "kv_transfer_params": found}, meanwhile)
-    asked: dict[str, Any] = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | ONE_TOKEN
+    asked = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL} | {**route.fields, route.limit: 1}
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -170,6 +259,32 @@ async def hand_over(client: Client, attempt: Attempt) -> HandOver:
     return HandOver({**body, **host, "bootstrap_room": room}, answer=answer)
 
 
+def reason_against(prefill: Server, decode: Server, path: str, body: Body) -> str:
+    """Why these servers cannot hand over a request; empty if they can."""
+    if (prefill.engine, decode.engine) not in ROUTES[path].pairs:
+        return f"{path}: {prefill.engine} hands over nothing to {decode.engine} there"
+    if has_several_prompts(body) and not (prefill.is_sglang and decode.is_sglang):
+        return "prompt: expected one, found a list: vLLM hands over one prompt of a request"
+    several = [count for count in num_answers(body) if count not in (None, 1)]
+    if decode.is_sglang and several:  # they would share a room
+        return f"n: expected 1, found {several[0]!r:.40}: SGLang hands over one answer to a prompt; send a request for each"
+    return ""
+
+
+def has_several_prompts(body: Body) -> bool:
+    """Whether a completion is asked for a list of prompts: of texts, or of lists of tokens."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def num_answers(body: Body) -> Iterator[Any]:
+    """How many answers a request wants, wherever it says so."""
+    given = body.get("sampling_params")
+    for params in (body, *(given if isinstance(given, list) else [given])):
+        if isinstance(params, Mapping):
+            yield params.get("n")
+
+
 def fill_in(event: dict[str, Any], answer: Body | None) -> bool:
     """Give SGLang's first token the log-probabilities that vLLM's prefill has answered. Returns whether that is done."""
     if answer is None:
@@ -184,10 +299,51 @@ def fill_in(event: dict[str, Any], answer: Body | None) -> bool:
     return False
 
 
-def has_several_prompts(body: Body) -> bool:
-    """Whether a completion is asked for a list of prompts: of texts, or of lists of tokens."""
-    prompt = body.get("prompt")
-    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+def is_server_error(event: Body) -> bool:
+    """Whether an event says that the server has failed. An error of the request is for the client."""
+    error = event.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return bool(error) and not (isinstance(code, int) and 400 <= code < 500)
+
+
+async def read_events(answer: ClientResponse, known: Body | None) -> AsyncIterator[bytes]:
+    """The lines of a stream of events; the first part ends with the first event. `known` is as in `fill_in`.
+
+    Raises `Failed` if the first event is an error of the server, or there is none.
+    """
+    part, begun, filled = b"", False, known is None
+    async for line in read_lines(answer.content):
+        data = line
+        if line.startswith(b"data: {") and not (begun and filled):
+            event = json.loads(line[6:])
+            if not begun and is_server_error(event):
+                raise Failed(f"{answer.url}: {event['error']}")
+            if not filled:
+                filled = fill_in(event, known)
+                data = b"data: " + json.dumps(event).encode() + b"\n"
+        part += data
+        begun = begun or line.startswith(b"data:")
+        if begun:
+            yield part
+            part = b""
+    if not begun:
+        raise Failed(f"{answer.url}: an empty answer")
+
+
+async def send(request: web.Request, answer: ClientResponse, first: bytes, others: AsyncIterable[bytes]) -> web.StreamResponse:
+    """Give the client a server's answer, part by part. A failure ends its connection, so that it does not take it for whole."""
+    response = web.StreamResponse(status=answer.status, headers=passed_back(answer))
+    await response.prepare(request)
+    try:
+        await response.write(first)
+        async for part in others:
+            await response.write(part)
+        await response.write_eof()
+    except ClientError as error:
+        logger.warning("%s, in its answer: %s: %s", answer.url, type(error).__name__, error)
+        if request.transport is not None:
+            request.transport.close()
+    return response
 
 
 class Proxy:
@@ -195,16 +351,14 @@ class Proxy:
 
     def __init__(self, prefills: list[str], decodes: list[str], *, retry_s: float) -> None:
         self._prefills, self._decodes = itertools.cycle(prefills), itertools.cycle(decodes)
-        self._num_prefills, self._retry_s = len(prefills), retry_s
+        self._num_prefills, self._num_decodes, self._retry_s = len(prefills), len(decodes), retry_s
         self._client: Client
 
     def application(self) -> web.Application:
-        """The routes of the proxy."""
-        app = web.Application(client_max_size=64 << 20)
+        """Every path has the same handler."""
+        app = web.Application(client_max_size=MAX_BODY_NBYTES)
         app.cleanup_ctx.append(self._open_client)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_route("*", "/{other:.*}", self._ask_decode)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
     async def _open_client(self, _: web.Application) -> AsyncIterator[None]:
@@ -212,38 +366,56 @@ class Proxy:
             self._client = Client(session)
             yield
 
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            if request.method == "POST" and request.path in ROUTES:
+                return await self._generate(request)
+            return await self._pass_on(request)
+        except Refused as refused:
+            refusal = refused
+        except RecursionError:  # of a body that can be read, and not be written
+            refusal = Refused.because("the body is nested too deeply")
+        except (ClientError, Failed) as error:
+            refusal = Refused.because(f"no servers: {error}", status=503)
+        return refusal.response()
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = {name: value for name, value in (await request.json()).items() if name not in FOR_SERVERS_ONLY}
+        """Hand a request over, as often as it takes."""
+        body = read_body(await request.read())
+        if not isinstance(body, dict):
+            raise Refused.because(f"the body: expected a JSON object, found {type(body).__name__}")
         until = time.monotonic() + self._retry_s
         while True:
             try:
-                return await self._attempt(request, body)
+                return await self._attempt(request, of_client(body))
             except (ClientError, Failed) as error:
                 logger.warning("%s: %s", type(error).__name__, error)
-                if BEGUN in request:  # the client has got a part of the answer: it learns of the failure by the end of it
-                    if request.transport is not None:
-                        request.transport.close()
-                    raise
                 if time.monotonic() > until:
-                    raise web.HTTPServiceUnavailable(text=f"no servers: {error}") from error
+                    raise
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _attempt(self, request: web.Request, body: Body) -> web.StreamResponse:
         """Raises `Failed` or `ClientError` if the request may be tried again."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        decode = await self._client.server(next(self._decodes))
-        if has_several_prompts(body) and not decode.is_sglang:  # a hand-over is of one prompt: decode computes them itself
-            return await self._answer(request, decode, headers, HandOver(dict(body)))
+        decode = await self._client.server(next(self._decodes), headers)
         failure: Exception = Failed("no prefill server")
         for url in itertools.islice(self._prefills, self._num_prefills):
             try:
-                prefill = await self._client.server(url)
+                prefill = await self._client.server(url, headers)
+                if reason := reason_against(prefill, decode, request.path, body):
+                    failure = Refused.because(reason)
+                    continue
                 attempt = Attempt(prefill, decode, request.path, body, headers, secrets.randbelow(1 << 62))
-                async with self._giving_up(attempt):
+                async with self._giving_up(attempt, unless=Refused):
                     asked = await hand_over(self._client, attempt)
             except (ClientError, Failed) as error:
                 logger.warning("prefill server %s: %s", url, error)
                 failure = error
+                continue
+            except Refused as refused:
+                if refused.status != web.HTTPNotFound.status_code:
+                    raise
+                failure = refused  # it lacks the adapter, or the path
                 continue
             async with self._giving_up(attempt):
                 return await self._decode(request, attempt, asked)
@@ -252,10 +424,12 @@ class Proxy:
         return await self._answer(request, decode, headers, HandOver(dict(body)))
 
     @asynccontextmanager
-    async def _giving_up(self, attempt: Attempt) -> AsyncIterator[None]:
+    async def _giving_up(self, attempt: Attempt, *, unless: type[Exception] | tuple[()] = ()) -> AsyncIterator[None]:
         """Tell a vLLM server that prefills if the request fails, or its client leaves."""
         try:
             yield
+        except unless:
+            raise
         except BaseException:
             if not attempt.prefill.is_sglang:
                 await self._client.give_up(attempt)
@@ -270,7 +444,7 @@ class Proxy:
             return await answering
         finally:
             answering.cancel()
-            with suppress(asyncio.CancelledError, ClientError, Failed, web.HTTPException):
+            with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
                 await answering
 
     async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, body: Body) -> None:
@@ -278,50 +452,51 @@ class Proxy:
         prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, body, attempt.headers))
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
-            if attempt.decode.is_sglang and not answering.done():
-                await prefilling
-            else:
+            if not answering.done():
+                with suppress(*(() if attempt.decode.is_sglang else (ClientError, Failed))):
+                    await prefilling
                 await asyncio.wait({answering})
         finally:
             prefilling.cancel()
-            with suppress(asyncio.CancelledError, ClientError, Failed, web.HTTPException):
+            with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
                 await prefilling
 
     async def _answer(
         self, request: web.Request, decode: Server, headers: Mapping[str, str], asked: HandOver
     ) -> web.StreamResponse:
         """Pass decode's answer on to the client."""
-        url = decode.url + request.path
-        async with self._client.open("POST", url, headers=headers, json=asked.decode) as answer:
-            if answer.content_type != "text/event-stream":
-                whole = await read_json(answer)
+        async with self._client.open("POST", decode.url + request.path, headers=headers, json=asked.decode) as answer:
+            await check(answer)
+            if answer.content_type == "text/event-stream":
+                events = read_events(answer, asked.answer)
+                return await send(request, answer, await anext(events), events)
+            data = await answer.read()
+            if asked.answer is not None:
+                whole = json.loads(data)
                 fill_in(whole, asked.answer)
-                return web.json_response(whole)
-            response: web.StreamResponse | None = None
-            filled = asked.answer is None
-            async for line in answer.content:
-                if line.startswith(b"data: {") and (response is None or not filled):
-                    event = json.loads(line[6:])
-                    if response is None and "error" in event:
-                        raise Failed(f"{url}: {event['error']}")
-                    filled = filled or fill_in(event, asked.answer)
-                    line = b"data: " + json.dumps(event).encode() + b"\n"  # noqa: PLW2901
-                if response is None:
-                    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                    request[BEGUN] = True
-                    await response.prepare(request)
-                await response.write(line)
-            if response is None:
-                raise Failed(f"{url}: an empty answer")
-            await response.write_eof()
-            return response
+                data = json.dumps(whole).encode()
+            return web.Response(status=answer.status, body=data, headers=passed_back(answer))
 
-    async def _ask_decode(self, request: web.Request) -> web.StreamResponse:
-        """Other requests, such as for the list of models."""
-        url, data = next(self._decodes) + request.path_qs, await request.read()
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Let decode answer other requests, such as for the list of models. The next server gets what one cannot take."""
+        if not request.raw_path.startswith("/"):
+            raise Refused.because(f"expected a path, found {request.raw_path:.80}")
         headers = {name: request.headers[name] for name in PASSED_ON_TO_DECODE if name in request.headers}
-        async with self._client.open(request.method, url, data=data or None, headers=headers) as answer:
-            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+        data: bytes | StreamReader | None = request.content if request.can_read_body else None
+        if data is not None and "json" in request.content_type:
+            data = await request.read()
+            body = read_body(data) if data else None
+            if isinstance(body, dict) and not body.keys().isdisjoint(FOR_SERVERS_ONLY):
+                data = json.dumps(of_client(body)).encode()
+        failure: Exception = Failed("no decode server")
+        for url in itertools.islice(self._decodes, self._num_decodes):
+            try:
+                where = URL(url + request.raw_path, encoded=True)
+                async with self._client.open(request.method, where, data=data, headers=headers) as answer:
+                    return await send(request, answer, b"", answer.content.iter_any())
+            except ClientConnectorError as error:
+                failure = error
+        raise failure
 
 
 def addresses(given: list[list[str]]) -> Iterator[str]:

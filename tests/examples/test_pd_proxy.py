@@ -1,0 +1,702 @@
+"""The example's proxy in front of stand-ins for servers: what they are asked, and what the client gets.
+
+`make test-vllm`, `make test-sglang` and `make test-cross` run it in front of real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, ClientSession, web
+
+from examples.pd_proxy import MAX_BODY_NBYTES, Proxy
+
+WHERE = {"remote_engine_id": "engine", "remote_address": "tcp://127.0.0.1:7000"}
+COMPLETION = {"model": "model", "prompt": "Prefill computes, decode", "max_tokens": 4}
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+SSE = {"Content-Type": "text/event-stream"}
+
+
+@dataclass
+class Asked:
+    """A request that a stand-in has got."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    data: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.data)
+
+
+Respond = Callable[[web.Request, Asked], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class StandIn:
+    """A server that notes what it is asked, and gives the answer of `respond`."""
+
+    respond: Respond
+    info: web.Response | None = None
+    url: str = ""
+    asked: list[Asked] = field(default_factory=list)
+    num_cut: int = 0
+    """Requests whose client left."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/server_info":
+            return web.json_response({"detail": "Not Found"}, status=404) if self.info is None else copy_of(self.info)
+        asked = Asked(request.method, request.raw_path, request.headers.copy(), await request.read())
+        self.asked.append(asked)
+        try:
+            return await self.respond(request, asked)
+        except asyncio.CancelledError:
+            self.num_cut += 1
+            raise
+
+    def bodies(self, path: str = "/v1/completions") -> list[Any]:
+        return [each.body for each in self.asked if each.path == path]
+
+
+def copy_of(response: web.Response) -> web.Response:
+    """A response is sent once."""
+    return web.Response(status=response.status, body=response.body, headers=response.headers)
+
+
+def says(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Respond:
+    async def respond(_: web.Request, __: Asked) -> web.StreamResponse:
+        return web.json_response(body, status=status, headers=headers)
+
+    return respond
+
+
+async def prefills(_: web.Request, asked: Asked) -> web.StreamResponse:
+    """VLLM as prefill."""
+    params = asked.body["kv_transfer_params"]
+    if "abort_request_id" in params:
+        return web.json_response({})
+    found = {**WHERE, "remote_request_id": params["remote_request_id"]}
+    return web.json_response({"choices": [], "kv_transfer_params": found})
+
+
+decodes = says(200, {"choices": [{"text": "decoded"}]})
+
+
+async def streams(request: web.Request, _: Asked) -> web.StreamResponse:
+    """Three events, and no end until the client leaves."""
+    response = web.StreamResponse(headers=SSE)
+    await response.prepare(request)
+    for index in range(3):
+        await response.write(b'data: {"choices": [{"text": "%d"}]}\n\n' % index)
+    await asyncio.Event().wait()
+    return response
+
+
+async def hangs(_: web.Request, __: Asked) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def sglang(respond: Respond) -> StandIn:
+    return StandIn(respond, info=web.json_response({"disaggregation_bootstrap_port": 8998, "internal_states": []}))
+
+
+@dataclass
+class Pair:
+    """Two stand-ins, and a client of the proxy in front of them."""
+
+    prefill: StandIn
+    decode: StandIn
+    client: ClientSession
+    port: int
+
+    async def post(self, body: Any, *, path: str = "/v1/completions", **headers: str) -> tuple[int, str, Mapping[str, str]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        async with self.client.post(path, data=io.BytesIO(data), headers=given) as answer:
+            return answer.status, await answer.text(), answer.headers
+
+    async def raw(self, text: bytes) -> bytes:
+        """The answer to bytes on a connection of their own."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(text)
+        found = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return found
+
+
+async def serve(stack: AsyncExitStack, application: web.Application) -> int:
+    """Serve as the program does. Returns the port."""
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return int(runner.addresses[0][1])
+
+
+@asynccontextmanager
+async def started(
+    prefill: StandIn, decode: StandIn, *, retry_s: float = 0.0, others: Sequence[str] = ()
+) -> AsyncIterator[Pair]:
+    """`others` are addresses of decode that come before that of `decode`."""
+    async with AsyncExitStack() as stack:
+        for server in (prefill, decode):
+            application = web.Application(client_max_size=1 << 30)
+            application.router.add_route("*", "/{path:.*}", server.handle)
+            server.url = f"http://127.0.0.1:{await serve(stack, application)}"
+        port = await serve(stack, Proxy([prefill.url], [*others, decode.url], retry_s=retry_s).application())
+        client = await stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
+        yield Pair(prefill, decode, client, port)
+
+
+def run(scenario: Callable[..., Coroutine[Any, Any, None]], prefill: StandIn, decode: StandIn, **options: Any) -> None:
+    async def start() -> None:
+        async with started(prefill, decode, **options) as pair, asyncio.timeout(60):
+            await scenario(pair)
+
+    asyncio.run(start())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
+
+
+DEV_MODE = web.json_response({"vllm_config": "model='model'", "vllm_env": {}, "system_env": {}})
+"""What vLLM answers to `/server_info` with `VLLM_SERVER_DEV_MODE=1`."""
+
+
+def test_vllm_in_dev_mode_is_no_sglang() -> None:
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post(COMPLETION)
+        assert (status, json.loads(text)) == (200, {"choices": [{"text": "decoded"}]})
+        (asked,) = pair.decode.bodies()
+        assert asked["kv_transfer_params"]["remote_engine_id"] == "engine"
+
+    run(scenario, StandIn(prefills, info=DEV_MODE), StandIn(decodes, info=DEV_MODE))
+
+
+def test_a_server_that_wants_a_key_gets_the_clients() -> None:
+    """SGLang guards `/server_info` too."""
+    guarded = StandIn(decodes, info=web.Response(status=401, body=b'{"error": "Unauthorized"}'))
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post(COMPLETION)
+        assert (status, text) == (401, '{"error": "Unauthorized"}')
+
+    run(scenario, StandIn(prefills), guarded)
+
+
+def test_a_server_that_is_not_ready_is_asked_again() -> None:
+    decode = StandIn(decodes, info=web.Response(status=503))
+
+    async def scenario(pair: Pair) -> None:
+        waiting = asyncio.create_task(pair.post(COMPLETION))
+        await asyncio.sleep(0.2)
+        decode.info = sglang(decodes).info
+        assert (await waiting)[0] == 200
+        assert pair.decode.bodies()[0]["bootstrap_port"] == 7000
+
+    run(scenario, StandIn(prefills), decode, retry_s=30)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [400, 401, 403, 413, 422, 429])
+def test_an_error_of_the_request_is_for_the_client(side: str, status: int) -> None:
+    """Status, body and headers are the server's."""
+    error = {"error": {"message": "no", "code": status}, "detail": ["ü"]}
+    headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "X-Request-Id": "1"}
+    refusing, other = StandIn(says(status, error, headers)), StandIn(prefills if side == "decode" else decodes)
+
+    async def scenario(pair: Pair) -> None:
+        found, text, got = await pair.post(COMPLETION)
+        assert (found, json.loads(text)) == (status, error)
+        assert {name: got[name] for name in headers} == headers
+        assert got["Content-Type"] == "application/json; charset=utf-8"
+        assert len(refusing.asked) == 1  # it is not asked again, nor told to give up
+        gave_up = [body for body in other.bodies() if "abort_request_id" in body["kv_transfer_params"]]
+        assert len(gave_up) == (side == "decode")  # prefill need not keep the blocks
+
+    run(scenario, *((refusing, other) if side == "prefill" else (other, refusing)))
+
+
+def test_decode_answers_alone_for_an_adapter_that_only_it_has() -> None:
+    unknown = {"error": {"message": "The model `adapter` does not exist.", "code": 404}}
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({**COMPLETION, "model": "adapter"}))[0] == 200
+        assert pair.decode.bodies() == [{**COMPLETION, "model": "adapter"}]
+        pair.decode.respond = says(404, unknown)
+        status, text, _ = await pair.post({**COMPLETION, "model": "nobody's"})
+        assert (status, json.loads(text)) == (404, unknown)
+
+    run(scenario, StandIn(says(404, unknown)), StandIn(decodes))
+
+
+@pytest.mark.parametrize("prefill", [StandIn(prefills), sglang(decodes)], ids=["vllm", "sglang"])
+def test_sglang_decode_cannot_answer_alone(prefill: StandIn) -> None:
+    """So the client gets prefill's 404."""
+    prefill.respond = says(404, {"error": "unknown"})
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[:2] == (404, '{"error": "unknown"}')
+
+    run(scenario, prefill, sglang(hangs))
+
+
+@pytest.mark.parametrize("status", [401, 422])
+def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
+    """Decode need not wait for its time limit."""
+
+    async def refuse(_: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000})
+        return web.json_response({"error": "no"}, status=status)
+
+    async def scenario(pair: Pair) -> None:
+        prefill.info = web.json_response({"disaggregation_bootstrap_port": int(prefill.url.rpartition(":")[2])})
+        assert (await pair.post(COMPLETION))[:2] == (status, '{"error": "no"}')
+        await until(lambda: pair.decode.num_cut == len(pair.decode.asked))
+
+    prefill = sglang(refuse)
+    run(scenario, prefill, StandIn(hangs))
+
+
+@pytest.mark.parametrize("respond", [says(500, {"error": "dead"}), says(503, {"error": "busy"})], ids=["500", "503"])
+def test_decode_computes_what_prefill_cannot(respond: Respond) -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert pair.decode.bodies() == [COMPLETION]
+
+    run(scenario, StandIn(respond), StandIn(decodes))
+
+
+def test_a_failing_decode_server_gives_503() -> None:
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post(COMPLETION)
+        assert status == 503
+        assert "dead" in json.loads(text)["error"]["message"]
+
+    run(scenario, StandIn(prefills), StandIn(says(500, {"error": "dead"})))
+
+
+@pytest.mark.parametrize("count", [2, 0, "3", [1], {"n": 1}, 1.5])
+def test_sglang_is_asked_for_one_answer(count: Any) -> None:
+    async def scenario(pair: Pair) -> None:
+        for path, body in (
+            ("/v1/completions", {**COMPLETION, "n": count}),
+            ("/v1/chat/completions", {"messages": [], "n": count}),
+            ("/generate", {"text": "a", "sampling_params": {"n": count}}),
+            ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": count}]}),
+        ):
+            status, text, _ = await pair.post(body, path=path)
+            assert status == 400
+            assert "n: expected 1" in json.loads(text)["error"]["message"]
+        assert pair.prefill.asked == pair.decode.asked == []
+        assert (await pair.post({**COMPLETION, "n": 1}))[0] == 200
+
+    run(scenario, sglang(decodes), sglang(decodes))
+
+
+def test_vllm_decode_gives_several_answers_of_one_prefill() -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({**COMPLETION, "n": 3}))[0] == 200
+        assert [body["n"] for body in pair.prefill.bodies()] == [1]
+        assert [body["n"] for body in pair.decode.bodies()] == [3]
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+def test_lists_of_prompts() -> None:
+    """VLLM's decode computes them; SGLang gives each prompt a room of its own, from the one that it gets."""
+    body = {**COMPLETION, "prompt": ["a", "b"]}
+
+    async def alone(pair: Pair) -> None:
+        assert (await pair.post(body))[0] == 200
+        assert (pair.prefill.asked, pair.decode.bodies()) == ([], [body])
+
+    async def refused(pair: Pair) -> None:
+        status, text, _ = await pair.post(body)
+        assert status == 400
+        assert "one prompt" in json.loads(text)["error"]["message"]
+        assert pair.prefill.asked == pair.decode.asked == []
+
+    async def rooms(pair: Pair) -> None:
+        assert (await pair.post(body))[0] == 200
+        (asked,) = pair.decode.bodies()
+        assert 0 <= asked["bootstrap_room"] < 2**62
+        assert asked["prompt"] == ["a", "b"]
+
+    run(alone, StandIn(prefills), StandIn(decodes))
+    run(refused, StandIn(prefills), sglang(decodes))
+    run(rooms, sglang(decodes), sglang(decodes))
+
+
+CHOSEN = {
+    "kv_transfer_params": {"do_remote_prefill": True},
+    "bootstrap_host": "evil",
+    "bootstrap_port": 1,
+    "bootstrap_room": 2**63,
+    "bootstrap_pair_key": "evil",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/any/other"])
+def test_a_client_cannot_choose_whose_state_decode_takes(path: str) -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"input": "a", **CHOSEN}, path=path))[0] == 200
+        for asked in [*pair.prefill.bodies(path), *pair.decode.bodies(path)]:
+            left = {name: asked.get(name) for name in CHOSEN}
+            assert not [name for name in CHOSEN if left[name] == CHOSEN[name]]
+            assert asked["input"] == "a"
+
+    run(scenario, sglang(decodes), sglang(decodes))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"max_tokens": 1, "n": 1}),
+        ("/v1/chat/completions", {"max_tokens": 1, "n": 1}),
+        ("/v1/messages", {"max_tokens": 1}),
+        ("/v1/responses", {"max_output_tokens": 1, "store": False, "background": False}),
+    ],
+)
+def test_vllm_prefills_one_token_for_each_path(path: str, fields: dict[str, Any]) -> None:
+    async def scenario(pair: Pair) -> None:
+        body = {"model": "model", "max_tokens": 5, "max_completion_tokens": 5, "stream": True, "store": True}
+        assert (await pair.post(body, path=path))[0] == 200
+        (first,), (second,) = pair.prefill.bodies(path), pair.decode.bodies(path)
+        assert {name: first[name] for name in fields} == fields
+        assert first["stream"] is False
+        assert first["kv_transfer_params"]["do_remote_decode"] is True
+        assert second["kv_transfer_params"]["remote_request_id"] == first["kv_transfer_params"]["remote_request_id"]
+        assert {**second, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+def test_sglang_generates_on_both_servers_at_once() -> None:
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"text": "a", "stream": True}, path="/generate"))[0] == 200
+        (first,), (second,) = pair.prefill.bodies("/generate"), pair.decode.bodies("/generate")
+        assert first == {**second, "stream": False}
+        assert (first["bootstrap_host"], first["bootstrap_port"]) == ("127.0.0.1", 8998)
+
+    run(scenario, sglang(decodes), sglang(decodes))
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/generate"])
+def test_a_path_that_two_servers_do_not_share(path: str) -> None:
+    """VLLM's decode answers alone. SGLang's cannot, and the client learns why."""
+
+    async def alone(pair: Pair) -> None:
+        assert (await pair.post({"input": "a"}, path=path))[0] == 200
+        assert (pair.prefill.asked, pair.decode.bodies(path)) == ([], [{"input": "a"}])
+
+    async def refused(pair: Pair) -> None:
+        status, text, _ = await pair.post({"input": "a"}, path=path)
+        assert status == 400
+        assert "vLLM hands over nothing to SGLang" in json.loads(text)["error"]["message"]
+
+    run(alone, sglang(decodes), StandIn(decodes))
+    run(refused, StandIn(prefills), sglang(decodes))
+
+
+def test_other_paths_go_to_decode_unchanged() -> None:
+    async def echo(_: web.Request, asked: Asked) -> web.StreamResponse:
+        headers = {"Content-Type": "audio/wav", "X-Own": "1", "Retry-After": "3"}
+        return web.Response(status=418, body=asked.data + b"\xff\x00", headers=headers)
+
+    async def scenario(pair: Pair) -> None:
+        for method, path in (("POST", "/v1/embeddings?a=%26&b=ü"), ("PUT", "/tokenize")):
+            async with pair.client.request(method, path, data=b"\xfe\x00", headers={"Content-Type": "audio/wav"}) as answer:
+                assert (answer.status, await answer.read()) == (418, b"\xfe\x00\xff\x00")
+                assert {name: answer.headers[name] for name in ("X-Own", "Retry-After")} == {"X-Own": "1", "Retry-After": "3"}
+        assert (await pair.raw(b"DELETE //127.0.0.1:1/x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")).startswith(
+            b"HTTP/1.1 418 "
+        )
+        asked = [(each.method, each.path) for each in pair.decode.asked]
+        assert asked == [("POST", "/v1/embeddings?a=%26&b=%C3%BC"), ("PUT", "/tokenize"), ("DELETE", "//127.0.0.1:1/x")]
+        async with pair.client.get("/health") as answer:
+            assert answer.status == 418
+        assert pair.prefill.asked == []
+
+    run(scenario, StandIn(prefills), StandIn(echo))
+
+
+def test_other_paths_stream_both_ways() -> None:
+    """Nothing waits for the end of a body, and no limit holds for its size."""
+
+    async def scenario(pair: Pair) -> None:
+        async with pair.client.get("/v1/responses/1?stream=true") as answer:
+            assert (await answer.content.readline()).startswith(b"data: ")
+        await until(lambda: pair.decode.num_cut == 1)
+        pair.decode.respond = says(200, {})
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(MAX_BODY_NBYTES // (1 << 20) + 1):
+                yield bytes(1 << 20)
+
+        async with pair.client.post("/v1/audio/transcriptions", data=parts()) as answer:
+            assert answer.status == 200
+        assert len(pair.decode.asked[-1].data) > MAX_BODY_NBYTES
+
+    run(scenario, StandIn(prefills), StandIn(streams))
+
+
+def test_other_paths_find_a_server_that_listens() -> None:
+    async def scenario(pair: Pair) -> None:
+        for _ in range(3):
+            async with pair.client.get("/v1/models") as answer:
+                assert answer.status == 200
+
+    run(scenario, StandIn(prefills), StandIn(decodes), others=["http://127.0.0.1:1"])
+
+
+def test_no_server_listens() -> None:
+    """One that is gone is no error of the proxy itself."""
+
+    async def scenario(pair: Pair) -> None:
+        for path in ("/v1/models", "/v1/completions"):
+            async with pair.client.request("POST", path, json=COMPLETION) as answer:
+                assert answer.status == 503
+                assert "no servers" in (await answer.json())["error"]["message"]
+
+    class Gone(StandIn):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            assert request.transport is not None
+            request.transport.abort()
+            raise asyncio.CancelledError
+
+    run(scenario, StandIn(prefills), Gone(decodes))
+
+
+HOSTILE = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "text": b"hello",
+    "no UTF-8": b'{"prompt": "\xff\xfe"}',
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "null": b"null",
+    "a number": b"1" * 5000,
+    "nested lists": b"[" * 100_000 + b"]" * 100_000,
+    "a nested object": b'{"prompt": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/v1/embeddings"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_is_no_object(name: str, path: str) -> None:
+    """Other paths may take a list, and a body that is left out."""
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post(HOSTILE[name], path=path)
+        if path == "/v1/embeddings" and name in ("nothing", "a list", "a string", "null"):
+            assert status == 200
+        else:
+            assert status == 400
+            assert "body" in json.loads(text)["error"]["message"]
+            assert pair.prefill.asked == pair.decode.asked == []
+        assert (await pair.post(COMPLETION))[0] == 200
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+@pytest.mark.parametrize("engine", [StandIn, sglang], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("depth", range(150, 1000, 50))
+def test_nested_bodies_are_passed_on_or_refused(depth: int, engine: Callable[[Respond], StandIn]) -> None:
+    async def scenario(pair: Pair) -> None:
+        for path in ("/v1/completions", "/v1/embeddings"):
+            body = b'{"bootstrap_room": 1, "prompt": ' + b"[" * depth + b"1" + b"]" * depth + b"}"
+            assert (await pair.post(body, path=path))[0] in (200, 400)
+
+    run(scenario, engine(prefills if engine is StandIn else decodes), engine(decodes))
+
+
+VALUES: tuple[Any, ...] = (None, True, -1, 2**64, 1e999, "x" * 1000, "\ud800", [], {}, [[]], [{}], {"a": [None]}, [None, 1])
+FIELDS = ("model", "prompt", "messages", "n", "max_tokens", "stream", "stream_options", "sampling_params", "text", "input_ids")
+
+
+@pytest.mark.parametrize("prefill_is_sglang", [False, True])
+@pytest.mark.parametrize("decode_is_sglang", [False, True])
+def test_fields_of_wrong_types(prefill_is_sglang: bool, decode_is_sglang: bool) -> None:
+    """The servers judge them. The proxy passes them on, or says what it expected."""
+
+    async def scenario(pair: Pair) -> None:
+        for path in ("/v1/completions", "/generate", "/v1/responses"):
+            for name in FIELDS:
+                for value in VALUES:
+                    status, text, _ = await pair.post({**COMPLETION, name: value}, path=path)
+                    assert status in (200, 400), (path, name, value, text)
+
+    async def both(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if asked.path.startswith("/route"):
+            return web.json_response({"rank_ip": "127.0.0.1", "rank_port": 7000})
+        return await (decodes if prefill_is_sglang else prefills)(request, asked)
+
+    prefill = sglang(both) if prefill_is_sglang else StandIn(both)
+    run(scenario, prefill, sglang(decodes) if decode_is_sglang else StandIn(decodes))
+
+
+def test_a_huge_body_is_refused() -> None:
+    async def scenario(pair: Pair) -> None:
+        huge = b'{"prompt": "' + b"a" * MAX_BODY_NBYTES + b'"}'
+        assert (await pair.post(huge))[0] == 413
+        assert (await pair.post(COMPLETION))[0] == 200
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+def test_bytes_on_the_wire() -> None:
+    """What no HTTP library would send."""
+
+    async def scenario(pair: Pair) -> None:
+        head = b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        for target in (
+            b"*",
+            b"@127.0.0.1:1/",
+            b"http://127.0.0.1:1/v1/models",
+            b"evil.example:80",
+            b"/\xff\xfe",
+            b"/%zz",
+            b"/a#b",
+        ):
+            for method in (b"GET ", b"OPTIONS ", b"CONNECT "):
+                found = await pair.raw(method + target + head + b"\r\n")
+                assert b" 500 " not in found.partition(b"\r\n")[0], (method, target, found)
+        assert not [asked for asked in pair.decode.asked if not asked.path.startswith("/")]
+        odd = b"POST /v1/completions" + head + b"Content-Type: application/json\r\nAuthorization: Bearer \xff\r\n"
+        body = json.dumps(COMPLETION).encode()
+        found = await pair.raw(odd + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert found.startswith(b"HTTP/1.1 200 ")
+        parts = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        plain = b"POST /v1/completions" + head + b"Content-Type: application/json; charset=nothing\r\n"
+        assert (await pair.raw(plain + b"Transfer-Encoding: chunked\r\n\r\n" + parts)).startswith(b"HTTP/1.1 200 ")
+        assert b" 200 " not in await pair.raw(plain + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}")
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+async def waits_for_prefill(pair: Pair) -> None:
+    await until(lambda: bool(pair.prefill.asked))
+
+
+async def waits_for_decode(pair: Pair) -> None:
+    await until(lambda: bool(pair.decode.asked))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "phase"),
+    [
+        (hangs, decodes, waits_for_prefill),
+        (prefills, hangs, waits_for_decode),
+        (prefills, streams, waits_for_decode),
+        (prefills, says(500, {}), waits_for_decode),
+    ],
+    ids=["prefill computes", "decode loads", "decode streams", "asked again"],
+)
+def test_a_client_that_leaves(prefill: Respond, decode: Respond, phase: Callable[[Pair], Awaitable[None]]) -> None:
+    """Each server sees it, and prefill need not keep the blocks."""
+
+    async def first(request: web.Request, asked: Asked) -> web.StreamResponse:
+        is_last = "abort_request_id" in asked.body["kv_transfer_params"]
+        return await (prefills if is_last else prefill)(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        waiting = asyncio.create_task(pair.post({**COMPLETION, "stream": decode is streams}))
+        await phase(pair)
+        waiting.cancel()
+        names = [body["kv_transfer_params"].get("remote_request_id") for body in pair.prefill.bodies()]
+        await until(lambda: names[0] in [body["kv_transfer_params"].get("abort_request_id") for body in pair.prefill.bodies()])
+        await until(lambda: pair.prefill.num_cut == (prefill is hangs))
+        await until(lambda: pair.decode.num_cut == (decode in (hangs, streams)))
+
+    run(scenario, StandIn(first), StandIn(decode), retry_s=30)
+
+
+def test_a_client_that_leaves_while_it_sends() -> None:
+    async def scenario(pair: Pair) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", pair.port)
+        writer.write(head + b'{"prompt"')
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await pair.post(COMPLETION))[0] == 200
+        assert len(pair.decode.asked) == 1
+
+    run(scenario, StandIn(prefills), StandIn(decodes))
+
+
+def sse(*lines: bytes) -> Respond:
+    async def respond(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        for line in lines:
+            await response.write(line)
+        return response
+
+    return respond
+
+
+def test_an_event_may_be_long_and_come_in_parts() -> None:
+    event = b'data: {"choices": [], "text": "' + b"a" * (5 << 20) + b'"}\n\n'
+    parts = [b"event: response.created\n", event[:10], event[10:7000], event[7000:], b": ping\n\n", b"data: [DONE]"]
+
+    async def scenario(pair: Pair) -> None:
+        status, text, headers = await pair.post({**COMPLETION, "stream": True}, path="/v1/responses")
+        assert (status, headers["Content-Type"]) == (200, "text/event-stream")
+        assert text.encode() == b"".join(parts)
+
+    run(scenario, StandIn(prefills), StandIn(sse(*parts)))
+
+
+@pytest.mark.parametrize("code", [400, 500])
+def test_a_stream_that_begins_with_an_error(code: int) -> None:
+    """One of the request is for the client. After one of the server the request is tried again."""
+    failing = sse(b'data: {"error": {"message": "no", "code": %d}}\n\n' % code, b"data: [DONE]\n\n")
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({**COMPLETION, "stream": True})
+        assert (status, "[DONE]" in text) == ((200, True) if code == 400 else (503, False))
+
+    run(scenario, StandIn(prefills), StandIn(failing))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/other"])
+def test_an_answer_that_is_cut_off(path: str) -> None:
+    """The client does not take it for a whole one."""
+
+    async def cut(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\n')
+        assert request.transport is not None
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        async with pair.client.post(path, json=COMPLETION) as answer:
+            assert answer.status == 200
+            with pytest.raises(Exception, match=r"payload|[Dd]isconnected|closed|reset"):
+                await read_all(answer)
+
+    run(scenario, StandIn(prefills), StandIn(cut), retry_s=30)
+
+
+async def read_all(answer: ClientResponse) -> bytes:
+    return await answer.read()
