@@ -99,12 +99,24 @@ class Engine:
         assert self._process.pid is not None
         return self._process.pid
 
-    def add(self, prompt: Sequence[int], *, params: Mapping[str, Any] | None = None, max_tokens: int = 8) -> str:
-        """Start a request, and return its id."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        params: Mapping[str, Any] | None = None,
+        max_tokens: int = 8,
+        logprobs: int = 1,
+        embeddings: Any = None,
+        adapter: tuple[str, int, str] | None = None,
+    ) -> str:
+        """Start a request, and return its id. `embeddings` of the prompt, an array, take the place of its tokens. An adapter is
+        its name, its number and its folder.
+        """
         req_id = f"request-{next(self._numbers)}"
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
-        self._pipe.send(("add", req_id, list(prompt), None if params is None else dict(params), max_tokens))
+        kv_params = None if params is None else dict(params)
+        self._pipe.send(("add", req_id, list(prompt), kv_params, (max_tokens, logprobs), embeddings, adapter))
         return req_id
 
     def abort(self, req_id: str) -> None:
@@ -297,32 +309,39 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
         for each in (outputs or {}).values():
             for output in each.outputs:
                 yield _told(output)
+                preempted = sum(event.type.name == "PREEMPTED" for event in output.events or ())
+                if preempted:
+                    yield "counts", time.monotonic(), {"preempted": preempted}
             found = None if each.scheduler_stats is None else each.scheduler_stats.kv_connector_stats
             if found:
                 yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
 
 
-def _request(core: Any, req_id: str, prompt: list[int], params: dict[str, Any] | None, max_tokens: int) -> Any:
+def _request(core: Any, req_id: str, prompt: list[int], params: dict[str, Any] | None, *others: Any) -> Any:
+    import torch
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
+    (max_tokens, logprobs), embeddings, adapter = others
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=1 if params and params.get("do_remote_decode") else max_tokens,
         ignore_eos=True,
-        logprobs=1,
+        logprobs=logprobs,
         extra_args=None if params is None else {"kv_transfer_params": params},
     )
     request = EngineCoreRequest(
         request_id=req_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt if embeddings is None else None,
         mm_features=None,
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=None if adapter is None else LoRARequest(*adapter),
         cache_salt=None,
         data_parallel_rank=None,
+        prompt_embeds=None if embeddings is None else torch.from_numpy(embeddings),
     )
     return core.preprocess_add_request(request)[0]
 

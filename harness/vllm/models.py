@@ -6,10 +6,13 @@ blocks of 16.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -31,6 +34,13 @@ def _llama() -> Any:
         **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, tie_word_embeddings=False
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def _mistral() -> Any:
+    config = transformers.MistralConfig(
+        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, sliding_window=64
+    )
+    return transformers.MistralForCausalLM(config)
 
 
 def _gemma3() -> Any:
@@ -119,6 +129,7 @@ def _deepseek_v2() -> Any:
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama": _llama,
+    "mistral": _mistral,
     "gemma3": _gemma3,
     "falcon-h1": _falcon_h1,
     "qwen3-next": _qwen3_next,
@@ -131,6 +142,22 @@ def write_model(name: str, folder: Path) -> Path:
     """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
     torch.manual_seed(7)
     return save_model(MODELS[name](), folder)
+
+
+def write_adapter(seed: int, folder: Path) -> Path:
+    """Write a LoRA adapter for the attention of the model `llama` to `folder`, with random weights that change its answers."""
+    rank, sizes = 8, {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer, (name, size) in itertools.product(range(4), sizes.items()):
+        where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{where}.lora_A.weight"] = torch.randn(rank, 256, generator=random) * 0.2
+        weights[f"{where}.lora_B.weight"] = torch.randn(size, rank, generator=random) * 0.2
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes), "bias": "none"}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    return folder
 
 
 def save_model(model: Any, folder: Path) -> Path:

@@ -1,0 +1,186 @@
+"""Conversations with SGLang's servers over HTTP.
+
+SGLang's decode server computes no prompt, so every turn is asked at both servers at once, and a hand-over that fails is a
+refused request. Aborts are requests of SGLang's own API.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.ports import free_ports
+from harness.servers import Server
+from harness.turns.answers import NUM_LOGPROBS, Answer
+from harness.turns.conversation import Habits, Prompt, Turn, Way
+from harness.turns.servers import Case
+from harness.vllm.models import write_model
+
+WAYS = {
+    Way.BOTH_AT_ONCE: 82,
+    Way.DEAD_ADDRESS: 3,
+    Way.ABORTED_ON_PREFILL: 5,
+    Way.ABORTED_WHILE_LOADING: 5,
+    Way.ABORTED_WHILE_ANSWERING: 5,
+}
+FIRST_ROOM = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangCase(Case):
+    """`prefill` and `decode` are options of SGLang's command line. The undivided server has pages of one token."""
+
+    model: str
+    prefill: Sequence[str] = ()
+    decode: Sequence[str] = ()
+
+
+RADIX_CACHE = "--disaggregation-decode-enable-radix-cache"
+SMALL = ("--max-total-tokens", "2048")
+
+CASES = {
+    "mistral": SglangCase(
+        model="mistral",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=1e-4,
+        prefill=("--page-size", "16", "--chunked-prefill-size", "256", *SMALL),
+        decode=("--page-size", "64", RADIX_CACHE, *SMALL),
+    ),
+    "llama": SglangCase(
+        model="llama",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=1e-4,
+        prefill=("--page-size", "64", "--chunked-prefill-size", "256", *SMALL),
+        decode=("--tp", "2", "--page-size", "16", RADIX_CACHE, *SMALL),
+    ),
+    "gemma3": SglangCase(
+        model="gemma3",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=1e-4,
+        prefill=("--page-size", "16", "--chunked-prefill-size", "256"),
+        decode=("--page-size", "64"),
+    ),
+}
+
+
+class SglangServers:
+    """Three servers of a case."""
+
+    def __init__(self, case: SglangCase, folder: Path, stack: ExitStack) -> None:
+        self.case = case
+        model = write_model(case.model, folder / case.model)
+        self._prefill = stack.enter_context(Server.sglang(model, *case.prefill, mode="prefill"))
+        self._decode = stack.enter_context(Server.sglang(model, *case.decode, mode="decode"))
+        self._alone = stack.enter_context(Server.sglang(model))
+        self._servers = {"prefill": self._prefill, "decode": self._decode, "the undivided server": self._alone}
+        for server in self._servers.values():
+            server.wait_ready()
+        self._pool = stack.enter_context(ThreadPoolExecutor(32))
+        (self._dead_port,) = free_ports(1)
+        self._num_rooms = 0
+        self._reasons: dict[int, str] = {}
+
+    def alone(self, turns: Sequence[Turn]) -> list[Answer]:
+        asked = [self._pool.submit(_generate, self._alone, turn.prompt, turn.max_tokens) for turn in turns]
+        answers = [each.result() for each in asked]
+        if wrong := [each for each in answers if isinstance(each, str)]:
+            raise RuntimeError(f"the undivided server answers {wrong[0]}")
+        return [each for each in answers if isinstance(each, Answer)]
+
+    def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
+        """Prompts go to both servers at once. SGLang's router chooses a room for each, where the servers meet."""
+        found = [self._pool.submit(self._ask, turn, FIRST_ROOM + self._num_rooms + at) for at, turn in enumerate(turns)]
+        self._num_rooms += len(turns)
+        answers = []
+        for turn, each in zip(turns, found, strict=True):
+            answer = each.result()
+            self._reasons[turn.number] = answer if isinstance(answer, str) else ""
+            answers.append(answer if isinstance(answer, Answer) else None)
+        return answers
+
+    def _ask(self, turn: Turn, room: int) -> Answer | str:
+        """Decode's answer, or the reason why there is none."""
+        way, wanted = turn.way, turn.max_tokens
+        port = self._dead_port if way is Way.DEAD_ADDRESS else self._prefill.bootstrap_port
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room, "rid": f"room-{room}"}
+        asked: list[Future[Answer | str]] = []
+        if way is not Way.DEAD_ADDRESS:
+            asked.append(self._pool.submit(_generate, self._prefill, turn.prefilled, wanted, **where))
+        if way is Way.ABORTED_ON_PREFILL:
+            time.sleep(turn.number % 4 * 0.01)
+            self._prefill.abort(f"room-{room}")
+            return asked[0].result()
+        more = 40 if way.is_aborted else 0
+        decoded = self._pool.submit(_generate, self._decode, turn.prompt, wanted + more, **where)
+        if way is Way.ABORTED_WHILE_LOADING:
+            time.sleep(turn.number % 4 * 0.01)
+        elif way is Way.ABORTED_WHILE_ANSWERING:
+            asked[0].result()
+        if way.is_aborted:
+            self._decode.abort(f"room-{room}")
+        answer = decoded.result()
+        for each in asked:
+            each.result()
+        return answer
+
+    def problem(self, turn: Turn, _: Answer) -> str:
+        return "" if turn.way is not Way.DEAD_ADDRESS else "expected no answer without a prefill server"
+
+    def refusal(self, turn: Turn) -> str:
+        """A hand-over that is of another prompt, or cannot be, is refused, and no other."""
+        expected = turn.way is Way.DEAD_ADDRESS or turn.is_mistaken
+        return "" if expected else f"expected an answer, found {self._reasons[turn.number]}"
+
+    def end(self) -> str:
+        """SGLang refuses to empty its cache while it has requests, and ends if a page is missing then."""
+        problems = []
+        for name, server in self._servers.items():
+            try:
+                server.flush()
+                server.wait_ready(timeout_s=10)
+            except (urllib.error.URLError, RuntimeError) as error:
+                problems.append(f"{name} cannot empty its cache: {error}")
+        return "; ".join(problems)
+
+    def counts(self) -> Mapping[str, float]:
+        return {}
+
+
+def _generate(server: Server, prompt: Prompt, max_tokens: int, **fields: Any) -> Answer | str:
+    """A greedy answer, or the server's reason for none."""
+    body = {
+        "input_ids": list(prompt.tokens),
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": NUM_LOGPROBS,
+        **fields,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read().decode()[:300]}"
+    about = found["meta_info"]
+    if about["finish_reason"]["type"] == "abort":
+        return str(about["finish_reason"])
+    chosen, likely = about["output_token_logprobs"], about["output_top_logprobs"]
+    logprobs = [
+        {int(token): float(logprob) for logprob, token, _ in (one, *others)} for one, others in zip(chosen, likely, strict=True)
+    ]
+    return Answer(found["output_ids"], logprobs)
+
+
+def start(case: SglangCase, folder: Path, stack: ExitStack) -> SglangServers:
+    """Start the servers of a case, which are stopped with `stack`."""
+    return SglangServers(case, folder, stack)

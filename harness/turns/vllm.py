@@ -1,0 +1,296 @@
+"""Conversations with vLLM's engines, in processes of their own without HTTP."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+
+from disagg import new_request_id
+from harness.ports import free_ports
+from harness.turns.answers import NUM_LOGPROBS, Answer
+from harness.turns.conversation import Habits, Turn, Way
+from harness.turns.servers import Case
+from harness.vllm.engine import ENVIRONMENT, PREFILL, Engine
+from harness.vllm.engine import Answer as EngineAnswer
+
+TIMEOUT_S = 120.0
+WAYS = {
+    Way.HANDED_OVER: 46,
+    Way.BOTH_AT_ONCE: 10,
+    Way.PLAIN: 28,
+    Way.DEAD_ADDRESS: 4,
+    Way.ABORTED_ON_PREFILL: 3,
+    Way.NEVER_DECODED: 3,
+    Way.ABORTED_WHILE_LOADING: 3,
+    Way.ABORTED_WHILE_ANSWERING: 3,
+}
+ADAPTERS = {"a": (1, 1), "b": (2, 2), "c": (3, 4)}
+"""The seeds of adapters' weights, on decode and on prefill: `c` is not the same on both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmCase(Case):
+    """`prefill` and `decode` are vLLM's options. The undivided engine has those of decode, at TP 1 and with enough blocks."""
+
+    model: str
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any] = field(default_factory=dict)
+    num_blocks: tuple[int, int] = (64, 32)
+
+
+CASES = {
+    "llama": VllmCase(
+        model="llama",
+        habits=Habits(ways=WAYS),
+        tolerance=1e-4,
+        prefill={"block_size": 32},
+        decode={"block_size": 64, "tensor_parallel_size": 2},
+    ),
+    "llama-adapters": VllmCase(
+        model="llama",
+        habits=Habits(ways=WAYS, adapters=(None, "a", "b", "c"), embedded=0.15),
+        tolerance=1e-4,
+        prefill={"block_size": 32},
+        decode={"block_size": 64},
+        common={"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "enable_prompt_embeds": True},
+    ),
+    "llama-fp8": VllmCase(
+        model="llama",
+        habits=Habits(ways=WAYS),
+        tolerance=0.05,
+        prefill={"kv_cache_dtype": "fp8_e4m3"},
+        decode={"kv_cache_dtype": "fp8_e5m2"},
+        is_refused=True,
+    ),
+    "mistral": VllmCase(
+        model="mistral",
+        habits=Habits(ways=WAYS),
+        tolerance=1e-4,
+        prefill={"block_size": 64},
+        decode={"block_size": 32},
+    ),
+    "gemma3": VllmCase(
+        model="gemma3",
+        habits=Habits(ways=WAYS),
+        tolerance=1e-4,
+        prefill={"block_size": 32},
+        decode={"block_size": 64},
+        num_blocks=(160, 80),
+    ),
+    "falcon-h1": VllmCase(
+        model="falcon-h1",
+        habits=Habits(ways=WAYS, unit=64),
+        tolerance=1e-4,
+        prefill={"block_size": 64},
+        decode={"block_size": 128},
+    ),
+    "qwen3-next": VllmCase(
+        model="qwen3-next",
+        habits=Habits(ways=WAYS, unit=64),
+        tolerance=0.1,
+        prefill={"block_size": 64},
+        decode={"block_size": 128},
+        common={"dtype": "bfloat16"},
+    ),
+    "deepseek-v2": VllmCase(
+        model="deepseek-v2",
+        habits=Habits(ways=WAYS, unit=16),
+        tolerance=1e-4,
+        decode={"tensor_parallel_size": 2},
+        num_blocks=(128, 80),
+    ),
+}
+
+
+def reset_cache(core: Any) -> bool:
+    """In an engine's process: forget all prefixes. Returns whether that was possible."""
+    return bool(core.scheduler.reset_prefix_cache())
+
+
+def open_requests(core: Any) -> list[str]:
+    """In an engine's process: the requests that it has."""
+    return list(core.scheduler.requests)
+
+
+class VllmServers:
+    """Three engines of a case, and the parameters with which decode finds the one that prefills."""
+
+    def __init__(self, case: VllmCase, folder: Path, stack: ExitStack) -> None:
+        os.environ.update(ENVIRONMENT)  # before vLLM is imported
+        import vllm  # noqa: F401  (engines are forked from this process)
+
+        from harness.vllm.models import write_adapter, write_model
+
+        self.case = case
+        model = write_model(case.model, folder / case.model)
+        self._embeddings = safetensors.numpy.load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+        self._adapters = [
+            {
+                name: (name, number, str(write_adapter(seeds[side], folder / f"{name}-{side}")))
+                for number, (name, seeds) in enumerate(ADAPTERS.items(), 1)
+                if name in case.habits.adapters
+            }
+            for side in range(2)
+        ]
+        common = {"dtype": "float32", "enable_prefix_caching": True, **case.common}
+        undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
+        blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
+        self._engines = [
+            Engine(str(model), blocks=count, **{**common, **each}) for count, each in zip(blocks, options, strict=True)
+        ]
+        self._prefill, self._decode, self._alone = self._engines
+        for engine in self._engines:
+            stack.callback(engine.stop)
+        for engine in self._engines:
+            engine.wait_ready()
+        (first,) = self._prefill.generate([[1] * 50], params=PREFILL)
+        self._decode.generate([[1] * 50], params=first.params, max_tokens=1)
+        self._server = {name: first.params[name] for name in ("remote_engine_id", "remote_address")} if first.params else {}
+        (self._dead_port,) = free_ports(1)
+        self._turns: dict[str, Turn] = {}
+        self._preempted = 0
+
+    def _add(self, engine: Engine, turn: Turn, params: Mapping[str, Any] | None = None, *, more: int = 0) -> str:
+        """Ask an engine a turn, for `more` tokens than are wanted."""
+        prompt = turn.prefilled if engine is self._prefill else turn.prompt
+        req_id = engine.add(
+            prompt.tokens,
+            params=params,
+            max_tokens=turn.max_tokens + more,
+            logprobs=NUM_LOGPROBS,
+            embeddings=self._embeddings[list(prompt.tokens)] if prompt.is_embedded else None,
+            adapter=None if prompt.adapter is None else self._adapters[engine is not self._prefill][prompt.adapter],
+        )
+        self._turns[req_id] = turn
+        return req_id
+
+    def alone(self, turns: Sequence[Turn]) -> list[Answer]:
+        asked = [self._add(self._alone, turn) for turn in turns]
+        return [_answer(each) for each in self._alone.wait(asked)]
+
+    def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
+        """Prompts go to prefill in their order, and to decode as soon as prefill has answered; others go to decode at once."""
+        self._preempted = self._prefill.counts["preempted"]
+        decoding: dict[int, str] = {}
+        prefilling: dict[str, Turn] = {}
+        leaving: list[str] = []
+        for turn in turns:
+            number, way = turn.number, turn.way
+            if way is Way.PLAIN:
+                decoding[number] = self._add(self._decode, turn)
+            elif way is Way.DEAD_ADDRESS:
+                decoding[number] = self._add(self._decode, turn, self._nobody(number))
+            else:
+                name = new_request_id().hex()
+                if way is Way.BOTH_AT_ONCE:
+                    params = {"do_remote_prefill": True, **self._server, "remote_request_id": name}
+                    decoding[number] = self._add(self._decode, turn, params)
+                req_id = self._add(self._prefill, turn, {**PREFILL, "remote_request_id": name})
+                if way is Way.ABORTED_ON_PREFILL:
+                    self._prefill.abort(req_id)
+                    self._give_up(name)  # it may have ended before
+                elif way is not Way.BOTH_AT_ONCE:
+                    prefilling[req_id] = turn
+        until = time.monotonic() + TIMEOUT_S
+        while prefilling or leaving:
+            self._prefill.poll(0.002)
+            self._decode.poll(0.002)
+            for req_id in [req_id for req_id in prefilling if self._prefill.answers[req_id].finish_reason]:
+                turn = prefilling.pop(req_id)
+                asked = self._after_prefill(turn, self._prefill.answers[req_id].params)
+                if asked is not None and turn.way is Way.ABORTED_WHILE_ANSWERING:
+                    leaving.append(asked)
+                elif asked is not None and turn.way is Way.HANDED_OVER:
+                    decoding[turn.number] = asked
+            for req_id in [req_id for req_id in leaving if self._decode.answers[req_id].tokens]:
+                leaving.remove(req_id)
+                self._decode.abort(req_id)
+            if time.monotonic() > until:
+                raise TimeoutError(f"prefill has not answered {list(prefilling.values())} within {TIMEOUT_S} s")
+        found = dict(zip(decoding, self._decode.wait(decoding.values(), timeout_s=TIMEOUT_S), strict=True))
+        return [_answer(found[turn.number]) if turn.number in found else None for turn in turns]
+
+    def _nobody(self, number: int) -> dict[str, Any]:
+        """Where nobody is: nobody listens at the address, or it is none."""
+        address = (f"tcp://127.0.0.1:{self._dead_port}", "?")[number % 2]
+        return {
+            "do_remote_prefill": True,
+            "remote_engine_id": f"nobody-{number}",
+            "remote_address": address,
+            "remote_request_id": new_request_id().hex(),
+        }
+
+    def _after_prefill(self, turn: Turn, params: Mapping[str, Any] | None) -> str | None:
+        """Ask decode with what prefill has answered. Returns the id of the request, if it is asked."""
+        if turn.way is Way.NEVER_DECODED:
+            if params is not None:
+                self._give_up(params["remote_request_id"])
+            return None
+        req_id = self._add(self._decode, turn, params, more=40 if turn.way is Way.ABORTED_WHILE_ANSWERING else 0)
+        if turn.way is Way.ABORTED_WHILE_LOADING:
+            self._decode.abort(req_id)
+        return req_id
+
+    def _give_up(self, name: str) -> None:
+        """Tell prefill that no decode server will ask for a request, as a proxy does."""
+        self._prefill.add([0], params={"abort_request_id": name}, max_tokens=1)
+
+    def problem(self, turn: Turn, answer: Answer) -> str:
+        """VLLM's counts must be those of a hand-over: all prompt tokens but the last were cached or loaded. Of other prompts
+        none were loaded. A request that prefill has preempted is computed by decode if both were asked at once.
+        """
+        assert answer.num_local is not None
+        assert answer.num_external is not None
+        found = f"{answer.num_local} tokens cached and {answer.num_external} loaded of {len(turn.prompt.tokens)}"
+        if not self.is_handed_over(turn):
+            return f"expected no token loaded, found {found}" if answer.num_external else ""
+        if turn.way is Way.BOTH_AT_ONCE and self._prefill.counts["preempted"] > self._preempted:
+            return ""
+        has_all = answer.num_local + answer.num_external == len(turn.prompt.tokens) - 1
+        return "" if has_all else f"expected all but one token cached or loaded, found {found}"
+
+    def refusal(self, _: Turn) -> str:
+        return "expected an answer, since decode computes what it does not get; found none"
+
+    def is_handed_over(self, turn: Turn) -> bool:
+        """Whether decode must use the state that prefill has computed for a turn. Adapter `c` is another one on each side."""
+        can = turn.way in (Way.HANDED_OVER, Way.BOTH_AT_ONCE) and not turn.is_mistaken and not self.case.is_refused
+        return can and len(set(ADAPTERS.get(turn.prompt.adapter or "", (0,)))) == 1
+
+    def end(self) -> str:
+        problems = []
+        for name, engine in zip(("prefill", "decode", "the undivided engine"), self._engines, strict=True):
+            try:
+                engine.settle()
+            except TimeoutError as error:
+                left = "; ".join(str(self._turns.get(each)) for each in engine.run(open_requests))
+                problems.append(f"{name}: {error}: {left}")
+                continue
+            if (kept := engine.num_blocks - 1 - engine.num_free_blocks()) > 0:  # one is vLLM's null block
+                problems.append(f"{name} keeps {kept} blocks")
+            elif not engine.run(reset_cache):
+                problems.append(f"{name} cannot empty its cache")
+        return "; ".join(problems)
+
+    def counts(self) -> Mapping[str, float]:
+        """Of decode's connector, and preemptions."""
+        prefill, decode = self._prefill.counts, self._decode.counts
+        loads = {name: decode[name] for name in ("loads", "failed_loads", "loaded_tokens")}
+        return {**loads, "preempted on prefill": prefill["preempted"], "preempted on decode": decode["preempted"]}
+
+
+def _answer(found: EngineAnswer) -> Answer:
+    return Answer(found.tokens, found.logprobs, found.num_local, found.num_external)
+
+
+def start(case: VllmCase, folder: Path, stack: ExitStack) -> VllmServers:
+    """Start the engines of a case, which are stopped with `stack`."""
+    return VllmServers(case, folder, stack)
