@@ -32,17 +32,17 @@ SGLANG_ENVIRONMENT = {
 """What SGLang's servers on a machine without a GPU need."""
 
 
+OURS = {
+    "kv_connector": "DisaggConnector",
+    "kv_connector_module_path": "disagg.integrations.vllm",
+    "kv_role": "kv_both",
+}
+"""This library's connector, in vLLM's `KVTransferConfig`."""
+
+
 def transfer_config(extra: Mapping[str, Any] | None = None) -> str:
     """The value of `--kv-transfer-config`."""
-    return json.dumps(
-        {
-            "kv_connector": "DisaggConnector",
-            "kv_connector_module_path": "disagg.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": dict(extra or {}),
-        }
-    )
+    return json.dumps({**OURS, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": dict(extra or {})})
 
 
 @dataclass
@@ -66,9 +66,16 @@ class Server:
 
     @classmethod
     def vllm(
-        cls, model: Path, *options: str, extra: Mapping[str, Any] | None = None, instead_of: Server | None = None
+        cls,
+        model: Path,
+        *options: str,
+        extra: Mapping[str, Any] | None = None,
+        instead_of: Server | None = None,
+        **environ: str,
     ) -> Server:
-        """A vLLM server of a model in float32, with 256 blocks. It takes the port of `instead_of`, which has ended."""
+        """A vLLM server of a model in float32, with 256 blocks. It takes the port of `instead_of`, which has ended. Of options
+        that are given twice the last counts.
+        """
         port = free_ports(1)[0] if instead_of is None else instead_of.port
         common = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1536", "--num-gpu-blocks-override", "256")
         return cls(
@@ -78,6 +85,7 @@ class Server:
                 *("--kv-transfer-config", transfer_config(extra), *common, *options),
             ],
             port,
+            {**ENVIRONMENT, **environ},
         )
 
     @classmethod
@@ -167,12 +175,17 @@ class Server:
             text: str = answer.read().decode()
         return text
 
-    def metric(self, name: str, *, port: int | None = None) -> float:
-        """The sum of a metric's values. Raises `KeyError` if there is none of that name."""
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.metrics(port=port), re.MULTILINE)
+    def metric(self, name: str, *, port: int | None = None, label: str = "") -> float:
+        """The sum of a metric's values, of those with a label such as `source="p2p"`. Raises `KeyError` if there is none."""
+        labels = rf"{{.*{re.escape(label)}.*}}" if label else "(?:{.*})?"
+        found = re.findall(rf"^{re.escape(name)}{labels} (\S+)$", self.metrics(port=port), re.MULTILINE)
         if not found:
             raise KeyError(name)
         return sum(map(float, found))
+
+    def num_moved(self) -> float:
+        """VLLM's own count of prompt tokens that have come from other servers, without those of failed loads."""
+        return self.metric("vllm:prompt_tokens_by_source_total", label='source="external_kv_transfer"')
 
     def metric_from(self, name: str, least: float, *, timeout_s: float = 20.0) -> float:
         """`metric`, once it is at least `least`, or what it is after a while. A server may answer before it counts."""

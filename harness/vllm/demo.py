@@ -17,7 +17,7 @@ from harness.vllm.models import write_model
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 PROMPTS = (SENTENCE, SENTENCE * 4, SENTENCE * 12, SENTENCE * 25)
 ROUNDS = 3
-LOADED, SENT = "vllm:external_prefix_cache_hits_total", "vllm:disagg_sent_bytes_total"
+SENT = "vllm:disagg_sent_bytes_total"
 
 
 def run(prefill: Server, decode: Server, proxy: Server) -> bool:
@@ -25,9 +25,9 @@ def run(prefill: Server, decode: Server, proxy: Server) -> bool:
     columns = ("prompt tokens", "equal to one server's", "first token (one server)", "tokens moved", "KiB moved")
     good, lines = True, []
     for prompt in (text.encode() for text in PROMPTS):
-        loaded, sent = decode.metric(LOADED), prefill.metric(SENT)
+        loaded, sent = decode.num_moved(), prefill.metric(SENT)
         replies = [(decode.complete(prompt), proxy.complete(prompt)) for _ in range(ROUNDS)]
-        moved = (decode.metric(LOADED) - loaded) / ROUNDS
+        moved = (decode.num_moved() - loaded) / ROUNDS
         nbytes = (prefill.metric(SENT) - sent) / ROUNDS
         equal = all(both.tokens == alone.tokens for alone, both in replies)
         good &= equal and moved == len(prompt) - 1

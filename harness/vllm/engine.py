@@ -48,7 +48,8 @@ class Answer:
 
 
 class Engine:
-    """An engine with a connector. `options` are vLLM's arguments, and `extra` those of the connector.
+    """An engine with a connector. `options` are vLLM's arguments, `extra` those of the connector, and `transfer` further fields
+    of vLLM's `KVTransferConfig`.
 
     `counts` are those of the connector's statistics so far, by name, and `failed_at` the times at which vLLM got to know of
     failed loads, as `time.monotonic()` has them.
@@ -62,14 +63,15 @@ class Engine:
         *,
         extra: Mapping[str, Any] | None = None,
         connector: str = "DisaggConnector",
+        transfer: Mapping[str, Any] | None = None,
         blocks: int = 256,
         **options: Any,
     ) -> None:
         os.environ.update(ENVIRONMENT)
-        transfer = {"kv_connector": connector, "kv_connector_extra_config": dict(extra or {})}
+        given = {"kv_connector": connector, "kv_connector_extra_config": dict(extra or {}), **(transfer or {})}
         self._pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_serve, args=(theirs, model, transfer, blocks, options))
+        self._process = context.Process(target=_serve, args=(theirs, model, given, blocks, options))
         self._process.start()
         theirs.close()
         self.num_blocks = blocks
@@ -252,12 +254,9 @@ def _start(model: str, connector: Mapping[str, Any], blocks: int, options: Mappi
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    transfer = KVTransferConfig(
-        kv_connector_module_path="disagg.integrations.vllm" if connector["kv_connector"] == "DisaggConnector" else None,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        **connector,
-    )
+    module = "disagg.integrations.vllm" if connector["kv_connector"] == "DisaggConnector" else None
+    common = {"kv_connector_module_path": module, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = KVTransferConfig(**{**common, **connector})
     given = {"max_model_len": 1536, "max_num_batched_tokens": 512, "enable_prefix_caching": False, **options}
     config = EngineArgs(
         model=model,
@@ -313,6 +312,7 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
                 if preempted:
                     yield "counts", time.monotonic(), {"preempted": preempted}
             found = None if each.scheduler_stats is None else each.scheduler_stats.kv_connector_stats
+            found = found and found.get("DisaggConnector", found)  # inside MultiConnector by connector
             if found:
                 yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
 

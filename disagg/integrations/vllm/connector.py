@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from disagg.core.errors import ConfigError
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
+from disagg.integrations.vllm.release import p2p_source
 from disagg.integrations.vllm.scheduler import SchedulerHalf
 from disagg.integrations.vllm.transfers import TransferResults
 from disagg.integrations.vllm.worker import WorkerHalf
@@ -36,18 +36,20 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Raises `ConfigError` for settings that cannot be.
     """
 
+    _cache_hit_source = p2p_source()
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
         transfer = vllm_config.kv_transfer_config
-        if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
-            raise ConfigError(
-                "kv_load_failure_policy: expected 'recompute' in kv-transfer-config, so that decode computes a request whose "
-                f"prefill server is gone, found {transfer.kv_load_failure_policy!r}"
-            )
         options = Options.read(transfer.kv_connector_extra_config, engine_id=transfer.engine_id)
         self._scheduler = SchedulerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else None
         self._worker = WorkerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.WORKER else None
+
+    @classmethod
+    def supports_sleep_mode(cls) -> bool:
+        """No: sleeping frees the KV cache, which peers have mapped or registered. vLLM asks from 0.33 on."""
+        return False
 
     # -- scheduler -----------------------------------------------------------------------------------------------------
 

@@ -100,8 +100,13 @@ def _check(spec: KVCacheSpec, what: str) -> None:
         return
     if not is_plain(spec):
         raise ConfigError(f"{what}: expected one plain vector per token and head, found a packed format: {spec}")
-    if isinstance(spec, FullAttentionSpec) and (spec.sliding_window, spec.attention_chunk_size) != (None, None):
-        raise ConfigError(f"{what}: expected vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager")
+    if isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
+        raise ConfigError(f"{what}: expected no chunked local attention, found chunks of {spec.attention_chunk_size} tokens")
+    if isinstance(spec, FullAttentionSpec) and spec.sliding_window is not None:
+        raise ConfigError(
+            f"{what}: expected vLLM's hybrid KV cache manager, found it disabled for a window of {spec.sliding_window} tokens: "
+            "remove --disable-hybrid-kv-cache-manager, or the connector beside this one that vLLM disables it for"
+        )
 
 
 def num_handed_over(num_prompt_tokens: int) -> int:
@@ -136,6 +141,9 @@ def check_engine(config: VllmConfig) -> None:
         "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
         "context parallelism: its blocks are divided over ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
+        "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(
+            config.model_config.enable_sleep_mode
+        ),
     }
     for reason, found in refused.items():
         if found:

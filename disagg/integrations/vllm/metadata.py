@@ -39,11 +39,12 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
         """The hand-off in a request's `kv_transfer_params`; `None` if there is none.
 
-        Raises `msgspec.ValidationError` or `ValueError` if it is not complete.
+        Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
+        or `ValueError` if it is not complete.
         """
         if not params or not params.get("do_remote_prefill"):
             return None
-        hand_off = msgspec.convert(dict(params), cls)
+        hand_off = msgspec.convert(dict(params), cls, strict=False)
         bytes.fromhex(hand_off.remote_request_id)
         return hand_off
 
@@ -142,6 +143,5 @@ def share_logging() -> None:
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
         ours.setLevel(theirs.level)
-        logging.getLogger("disagg.runtime.accounting").setLevel(
-            theirs.level if theirs.isEnabledFor(logging.DEBUG) else logging.ERROR
-        )
+        per_request = logging.getLogger("disagg.requests")
+        per_request.setLevel(theirs.level if theirs.isEnabledFor(logging.DEBUG) else logging.ERROR)

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "loads": "Loads of requests by this engine's ranks.",
-    "failed_loads": "Loads that failed; vLLM computed these requests itself.",
+    "failed_loads": "Loads that failed; kv_load_failure_policy says what vLLM does with these requests.",
     "loaded_tokens": "Prompt tokens in the loads that succeeded, by rank.",
     "sends": "Requests that this engine's ranks have handed over.",
     "sent_bytes": "Bytes that this engine's ranks have written to decode servers.",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, KVQuantMode, MLAAttentionSpec
 
 IS_OLDER = not hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether this is vLLM 0.23."""
+
+
+def p2p_source() -> Any:
+    """What vLLM calls the source of tokens that come from another server. vLLM 0.23 distinguishes no sources."""
+    if IS_OLDER:
+        return None
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource.P2P
 
 
 def can_leave(group: KVCacheGroupSpec) -> bool:

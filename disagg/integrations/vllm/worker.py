@@ -306,7 +306,7 @@ class WorkerHalf:
 
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:
-            logger.warning("request %s: its state did not arrive, vLLM computes it: %s", receive.req_id, event.error)
+            logger.warning("request %s: its state did not arrive: %s", receive.req_id, event.error)
             if not event.lease.released:
                 self._leases[receive.req_id] += 1
                 event.lease.on_release(lambda: self._released.append(receive.req_id))
@@ -338,7 +338,7 @@ class WorkerHalf:
             receive.handle.abort("the server ended the request")
 
     def _attempt(self, act: Callable[[], None], req_id: str) -> bool:
-        """Whether `act` succeeds. What fails is logged, and vLLM computes the request itself."""
+        """Whether `act` succeeds. What fails is logged, and costs its request the transfer only."""
         try:
             act()
         except DisaggError as error:
@@ -370,7 +370,7 @@ def _check_prompt(receive: Receive, event: Event) -> None:
     """
     prompt = Payload.decode(event.payload).prompt
     if prompt and receive.prompt and prompt != receive.prompt:
-        raise RemoteProtocolError("the state that has arrived is of another prompt; vLLM computes the request")
+        raise RemoteProtocolError("the state that has arrived is of another prompt")
 
 
 def _recorded_event() -> ReadyEvent:

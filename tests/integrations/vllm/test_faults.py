@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from disagg.commands.top import read
 from disagg.runtime.keys import KeyPair
 from harness.ports import free_ports
@@ -198,9 +200,13 @@ def test_rolling_restart_under_load(start: Callable[..., Engine]) -> None:
     wait_empty(*news)
 
 
-def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engine]) -> None:
-    """Decode computes a request whose prefill server is stopped, in other blocks: the first may still be written."""
-    prefill, decode = start(block_size=32), start(block_size=64, extra={"load_timeout_s": 3.0})
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engine], policy: str) -> None:
+    """Decode computes a request whose prefill server is stopped, in other blocks: the first may still be written. With vLLM's
+    policy `fail` the request ends with an error.
+    """
+    prefill = start(block_size=32)
+    decode = start(block_size=64, extra={"load_timeout_s": 3.0}, transfer={"kv_load_failure_policy": policy})
     (prompt, other) = prompts((900, 50), seed=26)
     while num_external(hand_over(prefill.wait_ready(), decode.wait_ready(), [other])) == [0]:
         pass  # not connected yet
@@ -208,11 +214,13 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
     wait_empty(decode)
     prefill.signal(signal.SIGSTOP)
     (found,) = decode.wait([decode.add(prompt, params=first.params, max_tokens=6)])
-    assert found.num_external == 0
+    assert (found.num_external, found.finish_reason) == (0, "error" if policy == "fail" else "length")
     decode.settle()
     num_held = decode.num_blocks - 1 - decode.num_free_blocks()
     prefill.signal(signal.SIGCONT)
-    check_equal(decode.generate([prompt], max_tokens=6), [found])
+    expected = decode.generate([prompt], max_tokens=6)
+    if policy == "recompute":
+        check_equal(expected, [found])
     assert num_held == len(prompt) // 64 + 1
     until = time.monotonic() + 30
     while decode.num_free_blocks() < decode.num_blocks - 1:  # the engine learns it when it steps

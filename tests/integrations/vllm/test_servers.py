@@ -29,7 +29,7 @@ def test_answers_through_a_proxy(servers: tuple[Server, Server, Server]) -> None
     prefill, decode, proxy = servers
     asked = prompts(LENGTHS, seed=31)
     expected = [decode.complete(prompt) for prompt in asked]
-    before = decode.metric("vllm:external_prefix_cache_hits_total")
+    before = decode.num_moved()
     found = [proxy.complete(prompt) for prompt in asked]
     with ThreadPoolExecutor(len(asked)) as pool:
         found += pool.map(proxy.complete, asked)
@@ -38,7 +38,7 @@ def test_answers_through_a_proxy(servers: tuple[Server, Server, Server]) -> None
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
     assert decode.metric("vllm:disagg_failed_loads_total") == 0, decode.log()
     num_tokens = 2 * sum(length - 1 for length in LENGTHS)
-    assert decode.metric("vllm:external_prefix_cache_hits_total") - before == num_tokens
+    assert decode.num_moved() - before == num_tokens
     assert decode.metric("vllm:disagg_loaded_tokens_total") == 2 * num_tokens  # on two ranks
     num_sends = 2 * len(LENGTHS)  # prefill learns of an end after decode, and counts it in a step of its own
     assert prefill.metric_from("vllm:disagg_sends_total", num_sends) == num_sends
@@ -82,16 +82,15 @@ def test_messages_of_vllms_own_proxies(servers: tuple[Server, Server, Server], k
     body = {**common, **given, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
     expected = generated(post(decode, path, body), stream=stream)
     assert len(expected[1]) == 9
-    loaded = "vllm:external_prefix_cache_hits_total"
-    before = {server: server.metric(loaded) for server in (prefill, decode)}
+    before = {server: server.num_moved() for server in (prefill, decode)}
     one = {**body, "stream": False, "max_tokens": 1, **({"max_completion_tokens": 1} if kind == "chat" else {})}
     one.pop("stream_options", None)
     answer = json.load(post(prefill, path, {**one, "kv_transfer_params": {**PREFILL, **NO_ADDRESS}}))
     assert answer["usage"]["completion_tokens"] == 1
     found = generated(post(decode, path, {**body, "kv_transfer_params": answer["kv_transfer_params"]}), stream=stream)
     assert found == expected
-    assert decode.metric(loaded) - before[decode] == answer["usage"]["prompt_tokens"] - 1
-    assert prefill.metric(loaded) == before[prefill]
+    assert decode.num_moved() - before[decode] == answer["usage"]["prompt_tokens"] - 1
+    assert prefill.num_moved() == before[prefill]
 
 
 def test_warnings_of_the_library_are_in_the_servers_log(servers: tuple[Server, Server, Server]) -> None:
