@@ -16,7 +16,7 @@ from harness.vllm.engine import PREFILL, Engine
 from harness.vllm.offloading import OFFLOADING
 from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts, wait_empty
 
-LENGTHS = (33, 149, 500)
+LENGTHS = (40, 149, 500)
 BLOCK = 32
 
 
