@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from disagg.arguments import check_text
 from disagg.backends.base import BackendOptions, Transport
-from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address
+from disagg.core.address import dialable, is_loopback, is_wildcard, parse_address, reaches
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.core.rows import MAX_NAME, is_text
 from disagg.core.thread_log import ThreadLog
@@ -45,12 +45,20 @@ def backend_options(
     )
 
 
-def check_peer(name: str, address: str, public_key: str | None, *, own: str, keys: KeyPair | None) -> tuple[str, str | None]:
-    """The address and the key of a peer, checked."""
+def check_peer(
+    name: str, address: str, public_key: str | None, *, own: str, own_addresses: Sequence[str] = (), keys: KeyPair | None
+) -> tuple[str, str | None]:
+    """The address and the key of a peer, checked. `own` is this instance's name. `own_addresses` are those of this rank and of
+    its leader, as far as they are known.
+    """
     check_name(name, "peer")
     dialable(address, what=f"peer {name!r}")
     if name == own:
         raise ConfigError(f"peer: {name!r} is this instance's own name")
+    if any(reaches(address, each) for each in own_addresses):
+        raise ConfigError(
+            f"peer {name!r}: expected the address of another instance, found {address!r}, which is this one's own"
+        )
     if keys is not None and public_key is None:
         raise ConfigError(f"peer {name!r}: this instance has keys, so the peer's public key is needed")
     if public_key is not None:
@@ -77,18 +85,12 @@ def _ask(admit: Admit, name: str, address: str, public_key: str) -> bool:
         return False
 
 
-def check_known(
-    directory: Directory, peer: str, address: str | None, public_key: str | None, *, own: str, keys: KeyPair | None
-) -> None:
-    """Add an unknown peer, if its leader's address is given. Raises `PeerUnreachable` for one that cannot become known,
-    `LocalProtocolError` for a name that is not a text, `ConfigError` for an address or a key that cannot be.
+def check_known(directory: Directory, peer: str, *, may_connect: bool) -> None:
+    """Raise `PeerUnreachable` for an unknown peer, unless it may become known by connecting (`may_connect`, and the manager
+    admits instances that were not configured), `LocalProtocolError` for a name that is not a text.
     """
     check_text(peer, "peer")
-    if directory.status(peer).state != "unknown":
-        return
-    if address is not None:
-        directory.add(peer, *check_peer(peer, address, public_key, own=own, keys=keys), lasting=False)
-    elif not directory.admits_unknown:
+    if directory.status(peer).state == "unknown" and not (may_connect and directory.admits_unknown):
         raise PeerUnreachable(f"peer {peer!r} is not ready: {directory.problem(peer)}")
 
 
@@ -140,7 +142,12 @@ def check_topology(topology: Topology | None, components: Sequence[Component], *
 
 
 def check_peers(
-    peers: Mapping[str, str] | None, peer_keys: Mapping[str, str] | None, *, own: str, keys: KeyPair | None
+    peers: Mapping[str, str] | None,
+    peer_keys: Mapping[str, str] | None,
+    *,
+    own: str,
+    own_addresses: Sequence[str],
+    keys: KeyPair | None,
 ) -> dict[str, tuple[str, str | None]]:
     """The addresses and keys of the configured peers, by name. Raises `ConfigError`."""
     for what, given in (("peers", peers), ("peer_keys", peer_keys)):
@@ -149,7 +156,10 @@ def check_peers(
     found = peer_keys or {}
     for name, key in found.items():
         check_key(key, what=f"peer_keys of {name!r}")
-    return {name: check_peer(name, address, found.get(name), own=own, keys=keys) for name, address in (peers or {}).items()}
+    return {
+        name: check_peer(name, address, found.get(name), own=own, own_addresses=own_addresses, keys=keys)
+        for name, address in (peers or {}).items()
+    }
 
 
 def check_model(model: object) -> ModelId:

@@ -130,7 +130,9 @@ class KVManager:
             listen=listen,
             advertise=advertise,
             leader=leader,
-            peers=check_peers(peers, peer_keys, own=name, keys=keys),
+            peers=check_peers(
+                peers, peer_keys, own=name, own_addresses=(advertise or listen, listen, leader or listen), keys=keys
+            ),
             admit=admission(admit, keys),
             any_key=callable(admit) or admit == "any",
             keys=keys,
@@ -166,11 +168,10 @@ class KVManager:
     def add_peer(self, name: str, *, address: str, public_key: str | None = None) -> None:
         """Configure a peer instance by the control address of its leader. A new address or key replaces the old one.
 
-        Raises `ConfigError` for a name, an address or a key that cannot be.
+        Raises `ConfigError` for a name, an address or a key that cannot be, and for the name or an address of this instance.
         """
         check_alive(self._runtime)
-        check_peer(name, address, public_key, own=self.name, keys=self._keys)
-        self._runtime.directory.add(name, address, public_key)
+        self._runtime.directory.add(name, *self._check_peer(name, address, public_key))
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer instance: requests with it fail, and it is not accepted any more."""
@@ -249,9 +250,9 @@ class KVManager:
 
         Raises `PeerUnreachable` for an unknown peer without an address, `LayoutError` for rows that cannot hold the needed
         tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and for rows that
-        another receive needs and whose lease is not released. What shows only when the peer is ready fails the request.
+        another request receives or sends and whose lease is held. What shows only when the peer is ready fails the request.
         """
-        self._check_known(peer, address, public_key)
+        self._make_known(peer, address, public_key)
         return open_receiver(
             self._runtime,
             ReceiveCall(
@@ -285,7 +286,7 @@ class KVManager:
         """
         check_alive(self._runtime)
         if peer is not None:
-            self._check_known(peer)
+            check_known(self._runtime.directory, peer, may_connect=True)
         return open_sender(
             self._runtime,
             request_key(request_id, 0 if attempt is None else attempt),
@@ -310,7 +311,7 @@ class KVManager:
 
         Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
-        self._check_known(peer, address, public_key)
+        self._make_known(peer, address, public_key)
         decline(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
@@ -360,9 +361,17 @@ class KVManager:
         check_process(self._runtime)
         self._runtime.interpose(wrap)
 
-    def _check_known(self, peer: str, address: str | None = None, public_key: str | None = None) -> None:
+    def _check_peer(self, name: str, address: str, public_key: str | None) -> tuple[str, str | None]:
+        own = self.address, self._runtime.channel.address, self._runtime.handshake.leader_address or self.address
+        return check_peer(name, address, public_key, own=self.name, own_addresses=own, keys=self._keys)
+
+    def _make_known(self, peer: str, address: str | None, public_key: str | None) -> None:
+        """Add an unknown peer by its address. Raises `PeerUnreachable` for one without."""
         check_alive(self._runtime)
-        check_known(self._runtime.directory, peer, address, public_key, own=self.name, keys=self._keys)
+        check_text(peer, "peer")
+        if address is not None and self._runtime.directory.status(peer).state == "unknown":
+            self._runtime.directory.add(peer, *self._check_peer(peer, address, public_key), lasting=False)
+        check_known(self._runtime.directory, peer, may_connect=False)
 
 
 def _serve_metrics(runtime: Runtime, host: str, port: int) -> str:

@@ -27,7 +27,7 @@ from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease
-from disagg.core.rows import TokenRange, token_range
+from disagg.core.rows import Rows, TokenRange, token_range
 from disagg.core.timeline import Timeline
 from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank
@@ -45,19 +45,24 @@ def combine(events: Iterable[Event]) -> DisaggError | None:
     return next((event.error or RequestAborted("a rank failed") for event in events if not event.ok), None)
 
 
-class EventQueue(Protocol):
-    """The events that the server has not taken."""
+class Requests(Protocol):
+    """The requests of a rank: their events, and the rows that they hold."""
 
     def drop_event(self, handle: RequestHandle) -> None:
-        """Take the event of a request out of the queue, if it is there."""
+        """Take the event of a request out of the server's queue, if it is there."""
+
+    def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
+        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that a
+        receive holds.
+        """
 
 
 class Control(Protocol):
     """What handles need of their manager. No call blocks."""
 
     @property
-    def requests(self) -> EventQueue:
-        """Where the events of requests wait for the server."""
+    def requests(self) -> Requests:
+        """The requests of this rank."""
 
     @property
     def sessions(self) -> Sessions:
@@ -311,7 +316,7 @@ class Sender(RequestHandle):
         (`None`: all). They are read once `ready` has passed, and stay leased until the request's lease is released.
 
         Returns at once. Raises `LocalProtocolError` for arguments of the wrong type, a component that was not declared, tokens
-        of a layer that were already sent, or after `finish`.
+        of a layer that were already sent, rows that a receive holds, or after `finish`.
         """
         chunk = self._chunk(rows, tokens, layers, ready)
 
@@ -359,6 +364,7 @@ class Sender(RequestHandle):
         if chosen is None and tokens is not None:
             raise LocalProtocolError(f"tokens: expected integers 0 <= start <= stop <= 2**40, found {tokens}")
         chunk = Chunk(next(self._numbers), given, chosen, None if layers is None else check_layers(layers), ready)
+        self._control.requests.hold(self, given, chosen)
         self._sent.add(self.key, chunk)
         return chunk
 

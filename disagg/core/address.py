@@ -79,3 +79,17 @@ def advertised_address(advertise: str | None, bound: str) -> str:
         return bound
     host, port = parse_address(advertise, what="advertise")
     return advertise if port else f"tcp://{bracketed(host)}:{parse_address(bound, what='listen')[1]}"
+
+
+def reaches(address: str, listener: str) -> bool:
+    """Whether a connection from this machine to `address` ends at the socket that listens at `listener`. Asks no name server:
+    two names of one host count as two hosts.
+    """
+    (host, port), (own, own_port) = (parse_address(each, what="address") for each in (address, listener))
+    return port == own_port and (_spelled(host) == _spelled(own) or (is_wildcard(own) and is_loopback(host)))
+
+
+def _spelled(host: str) -> str:
+    """One spelling of a host: `localhost` and its usual address are the same."""
+    host = host.lower().removesuffix(".")
+    return "127.0.0.1" if host == "localhost" else ipaddress.ip_address(host).compressed if is_numeric(host) else host

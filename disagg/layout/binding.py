@@ -14,7 +14,7 @@ from disagg.core.copies import Columns, CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanRuns, SpanShape
-from disagg.layout.ownership import Ints
+from disagg.layout.ownership import Intervals, Ints, Periodic
 from disagg.layout.placement import Placement
 from disagg.layout.plan import ComponentPlan, RowSpace, edges, first_page, owned_tokens, row_space
 from disagg.layout.tables import ComponentLayout
@@ -230,3 +230,18 @@ def check_rows(
             )
         ids.append(runs[:, 0])
     return np.concatenate(ids)
+
+
+def listed_rows(
+    layout: ComponentLayout, placement: Placement, rows: Rows, tokens: tuple[int, int] | None
+) -> npt.NDArray[np.integer[Any]]:
+    """The ids of the listed rows inside the pool that hold `tokens` (`None`: all). If this rank's tokens depend on the length
+    of the request, all listed rows.
+    """
+    space = row_space(layout, placement)
+    ids = np.array([rows.id]) if isinstance(rows, Slot) else rows.ids
+    if isinstance(rows, Pages) and tokens is not None and isinstance(space.tokens, Intervals | Periodic):
+        first, start, stop = (space.tokens.count_below(token) for token in (rows.first_token, *tokens))
+        size = space.page_size
+        ids = ids[max(start // size - first // size, 0) : max(-(-stop // size) - first // size, 0)] if start < stop else ids[:0]
+    return ids[(ids >= 0) & (ids < space.num_rows)]

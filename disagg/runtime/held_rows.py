@@ -1,47 +1,85 @@
-"""Rows that receives of this rank hold: no two may write the same row."""
+"""Rows that requests of this rank hold: no two receives may write the same row, and none may write a row that a send reads."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from disagg.arguments import Ids
 from disagg.core.errors import LocalProtocolError
+from disagg.core.leases import LeaseState
 from disagg.layout.placement import Placement
-from disagg.requests import Receiver
+from disagg.requests import Receiver, Sender
 
 
 class HeldRows:
-    """The last receive that each row was given to. Thread-safe."""
+    """The last receive that each row was given to, and the number of sends that read it. Thread-safe.
+
+    Several sends may read one row, such as a page of a common prefix. Rows of a send whose lease is quarantined count as free:
+    the send has failed, so nobody uses what is read there.
+    """
 
     def __init__(self, placements: Mapping[str, Placement]) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._receivers: dict[int, Receiver] = {}
-        self._number_of = {name: np.zeros(placement.num_rows, np.int64) for name, placement in placements.items()}
+        self._senders: dict[int, tuple[Sender, list[tuple[str, Ids]]]] = {}  # with the rows that it was the first time given
+        self._number_of = _zeros(placements)
+        self._sender_of = _zeros(placements)
+        self._num_sends = _zeros(placements)
 
     def take(self, receiver: Receiver) -> int:
         """Give a receive the rows that it needs, and return its number for `forget`.
 
-        Raises `LocalProtocolError`, with nothing changed, for a row that another receive holds.
+        Raises `LocalProtocolError`, with nothing changed, for a row that another receive holds, or that a send reads.
         """
         with self._lock:
             for name, ids in receiver.ids.items():
-                self._check_free(name, ids)
+                self._check_not_received(name, ids)
+                self._check_not_sent(name, ids)
             number = next(self._numbers)
             self._receivers[number] = receiver
             for name, ids in receiver.ids.items():
                 self._number_of[name][ids] = number
         return number
 
-    def forget(self, number: int) -> None:
-        """The rows of a receive are released."""
-        self._receivers.pop(number, None)
+    def open(self, sender: Sender) -> int:
+        """The number of a send, for `read` and `forget`."""
+        with self._lock:
+            number = next(self._numbers)
+            self._senders[number] = sender, []
+        return number
 
-    def _check_free(self, name: str, ids: Ids) -> None:
+    def read(self, number: int, rows: Mapping[str, Ids]) -> None:
+        """A send reads rows, by component, until it is forgotten. Those that it reads already may be named again.
+
+        Raises `LocalProtocolError`, with nothing changed, for a row that a receive holds.
+        """
+        with self._lock:
+            if number not in self._senders:
+                return  # it has ended
+            fresh = [(name, ids[self._sender_of[name][ids] != number]) for name, ids in rows.items()]
+            for name, ids in fresh:
+                self._check_not_received(name, ids)
+            for name, ids in fresh:
+                if ids.size:
+                    self._sender_of[name][ids] = number
+                    self._num_sends[name][ids] += 1  # once, also where an id is listed twice
+                    self._senders[number][1].append((name, ids))
+
+    def forget(self, number: int) -> None:
+        """The rows of a request are released."""
+        with self._lock:
+            self._receivers.pop(number, None)
+            _, given = self._senders.pop(number, (None, []))
+            for name, ids in given:
+                self._num_sends[name][ids] -= 1
+
+    def _check_not_received(self, name: str, ids: Ids) -> None:
         numbers = self._number_of[name][ids]
         for number in set(numbers.tolist()):
             holder = self._receivers.get(number)
@@ -51,3 +89,23 @@ class HeldRows:
                     f"rows of {name!r}: expected rows that no other receive needs, found row {row}, which request {holder.key} "
                     f"from {holder.peer!r} holds until its lease is released"
                 )
+
+    def _check_not_sent(self, name: str, ids: Ids) -> None:
+        sent = ids[self._num_sends[name][ids] > 0]
+        for sender, row in self._sends_of(name, sent) if sent.size else ():
+            raise LocalProtocolError(
+                f"rows of {name!r}: expected rows that no send reads, found row {row}, which request {sender.key} to "
+                f"{sender.peer or 'any peer'!r} holds until its lease is released"
+            )
+
+    def _sends_of(self, name: str, ids: Ids) -> Iterator[tuple[Sender, int]]:
+        """The sends that read one of the rows, each with the first such row."""
+        for sender, given in self._senders.values():
+            if sender.lease.state is LeaseState.HELD:
+                found = [each[np.isin(each, ids)] for component, each in given if component == name]
+                yield from ((sender, int(each[0])) for each in found if each.size)
+
+
+def _zeros(placements: Mapping[str, Placement]) -> dict[str, npt.NDArray[np.int64]]:
+    """A number for each row, by component."""
+    return {name: np.zeros(placement.num_rows, np.int64) for name, placement in placements.items()}

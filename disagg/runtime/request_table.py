@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.leases import Lease, quarantine, release
+from disagg.core.rows import Rows, TokenRange
 from disagg.core.thread_log import ThreadLog
 from disagg.core.timeline import Moments
 from disagg.ending import Ending
 from disagg.layout.agreement import LocalRank
+from disagg.layout.binding import listed_rows
 from disagg.protocol.types import Event
 from disagg.requests import Place, Receiver, RequestHandle, Sender
 from disagg.runtime.accounting import HeldSize, RequestRecord, Session, Work, account, wanted
@@ -51,8 +53,9 @@ class RequestTable:
     def __init__(self, *, name: str, local: LocalRank, group_rank: int) -> None:
         self._name = name
         self._lock = threading.Lock()
-        held = local.table.ranks[group_rank].by_name
-        self._sizes = {component: HeldSize(layout) for component, layout in held.items()}
+        self._layouts = local.table.ranks[group_rank].by_name
+        self._placements = local.placements
+        self._sizes = {component: HeldSize(layout) for component, layout in self._layouts.items()}
         self._requests: dict[Lease, Request] = {}
         self._places: dict[Place, Request] = {}
         self._held_rows = HeldRows(local.placements)
@@ -65,8 +68,8 @@ class RequestTable:
     # -- the server's threads ----------------------------------------------------------------------------------------
 
     def add(self, handle: Receiver | Sender, ending: Ending) -> None:
-        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row, and
-        once the manager drains.
+        """Register a request. Raises `LocalProtocolError` if the same attempt is under way, if another receive holds a row or a
+        send reads it, and once the manager drains.
         """
         if self._draining:
             raise LocalProtocolError("the manager is draining: it takes no new requests")
@@ -76,14 +79,29 @@ class RequestTable:
             state = "was already used" if known.ended else "is under way"
             raise LocalProtocolError(f"request {handle.key}: this attempt {state}; use a new attempt number")
         self._requests[handle.lease] = request
-        if isinstance(handle, Receiver):
-            try:
-                request.held = self._held_rows.take(handle)
-            except BaseException:
-                self._drop(handle.lease)
-                raise
+        try:
+            request.held = self._held_rows.take(handle) if isinstance(handle, Receiver) else self._held_rows.open(handle)
+        except BaseException:
+            self._drop(handle.lease)
+            raise
         if self.tracing is not None:
             self.tracing.begin(handle)
+
+    def hold(self, handle: Sender, rows: Mapping[str, Rows], tokens: TokenRange | None) -> None:
+        """A request reads the rows that hold `tokens` (`None`: all) from now on. Raises `LocalProtocolError` for a row that a
+        receive holds.
+        """
+        request = self._requests.get(handle.lease)
+        if request is not None:
+            layouts, placements = self._layouts, self._placements
+            self._held_rows.read(
+                request.held,
+                {
+                    name: listed_rows(layouts[name], placements[name], each, tokens)
+                    for name, each in rows.items()
+                    if name in layouts and name in placements
+                },
+            )
 
     def fileno(self) -> int:
         return self._event_fd

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from disagg import ConfigError
-from disagg.core.address import advertised_address, is_loopback, is_wildcard, parse_address
+from disagg.core.address import advertised_address, is_loopback, is_wildcard, parse_address, reaches
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,24 @@ def test_the_advertised_address_has_the_bound_port_unless_it_names_one() -> None
     assert advertised_address("tcp://b:0", "tcp://a:5") == "tcp://b:5"
     assert advertised_address("tcp://b:6", "tcp://a:5") == "tcp://b:6"
     assert advertised_address("tcp://[fd00::7]:0", "tcp://a:5") == "tcp://[fd00::7]:5"
+
+
+@pytest.mark.parametrize(
+    ("address", "listener", "expected"),
+    [
+        ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7000", True),
+        ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001", False),
+        ("tcp://10.0.0.2:7000", "tcp://10.0.0.1:7000", False),
+        ("tcp://Decode-0.kv.:7000", "tcp://decode-0.kv:7000", True),
+        ("tcp://localhost:7000", "tcp://127.0.0.1:7000", True),
+        ("tcp://127.0.0.2:7000", "tcp://127.0.0.1:7000", False),
+        ("tcp://[0:0::1]:7000", "tcp://[::1]:7000", True),
+        ("tcp://127.0.0.1:7000", "tcp://*:7000", True),
+        ("tcp://localhost:7000", "tcp://0.0.0.0:7000", True),
+        ("tcp://10.0.0.1:7000", "tcp://0.0.0.0:7000", False),
+        ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:0", False),
+    ],
+)
+def test_an_address_of_this_machine_is_recognized(address: str, listener: str, expected: bool) -> None:
+    """However its host is spelled, but without a name server."""
+    assert reaches(address, listener) is expected

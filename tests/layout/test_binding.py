@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Rows, Slot
-from disagg.layout.binding import bind, check_rows
+from disagg.layout.binding import bind, check_rows, listed_rows
 from disagg.layout.election import elect
-from disagg.layout.ownership import EVERYTHING, Owned, Periodic, Share, interval
+from disagg.layout.ownership import EVERYTHING, Intervals, Owned, Periodic, Share, interval
 from disagg.layout.placement import Placement, TensorPlacement
 from disagg.layout.plan import RowSpace, first_page, make_plan
 from disagg.layout.tables import Axis, ComponentLayout, TensorLayout
@@ -256,3 +256,38 @@ def test_the_first_page_at_or_after_a_token() -> None:
         (Share(0, 2, 16), 40, 2),
     ):
         assert first_page(RowSpace(16, 8, tokens), token, 64) == page
+
+
+OWNED = st.sampled_from(
+    [EVERYTHING, Periodic(1, 2, 3), Periodic(4, 4, 8), Intervals((interval(2, 5).parts[0], interval(9, 40).parts[0]))]
+)
+
+
+@given(
+    tokens=OWNED,
+    page=st.sampled_from([4, 8]),
+    first=st.integers(0, 40),
+    chunk=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)
+def test_listed_rows_are_those_of_the_tokens(tokens: Owned, page: int, first: int, chunk: tuple[int, int]) -> None:
+    """Against a walk over the request's owned tokens, of which every `page` fill a page."""
+    assert not isinstance(tokens, Share)
+    layout = pages_layout(tokens)
+    place = pool(layout, page_size=page, num_pages=20)
+    owned = [token for token in range(80) if tokens.count_below(token + 1) > tokens.count_below(token)]
+    page_of = {token: index // page for index, token in enumerate(owned)}
+    skipped = sum(token < first for token in owned) // page
+    rows = Pages(np.arange(100, 100 - 12, -1) % 25, first)  # some ids are outside the pool
+    wanted = {page_of[token] - skipped for token in owned if chunk[0] <= token < chunk[1]}
+    found = listed_rows(layout, place, rows, chunk).tolist()
+    assert found == [row for i, row in enumerate(rows.ids.tolist()) if i in wanted and row < 20]
+
+
+def test_all_listed_rows_where_the_tokens_are_not_known() -> None:
+    place = pool(pages_layout())
+    rows = Pages([3, -1, 5, 6])
+    for layout, tokens in ((pages_layout(), None), (pages_layout(Share(1, 2, 8)), (0, 8))):
+        assert listed_rows(layout, place, rows, tokens).tolist() == [3, 5]
+    slots = state("c", (0,), dim=(4, EVERYTHING))
+    assert listed_rows(slots, pool(slots), Slot(2), (0, 8)).tolist() == [2]
+    assert listed_rows(slots, pool(slots), Slot(6), None).tolist() == []

@@ -13,7 +13,7 @@ from disagg.core.leases import quarantine
 from disagg.ending import Ending
 from disagg.layout.placement import Placement
 from disagg.protocol.types import RequestKey
-from disagg.requests import Receiver
+from disagg.requests import Receiver, Sender
 from disagg.runtime.held_rows import HeldRows
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
@@ -166,3 +166,88 @@ def test_a_refused_chunk_changes_nothing_and_the_rest_may_be_sent() -> None:
         sender.finish()
         assert sender.wait(timeout_s=DEADLINE_S).ok
         assert receiver.wait(timeout_s=DEADLINE_S).ok
+
+
+def sending(instances: Cluster, pages: tuple[int, ...], **more: Any) -> Sender:
+    """A request of prefill whose rows stay leased until the test ends it."""
+    sender = instances.prefill[0].manager.sender(new_request_id(), peer="decode-0")
+    sender.send({"kv": Pages(pages)}, **more)
+    return sender
+
+
+def back(instances: Cluster, pages: tuple[int, ...], **more: Any) -> Receiver:
+    """A receive at prefill, in pages of 4 tokens."""
+    return instances.prefill[0].manager.receiver(
+        new_request_id(), peer="decode-0", rows={"kv": Pages(pages)}, need={"kv": (0, 4 * len(pages))}, **more
+    )
+
+
+def test_rows_of_a_send_are_refused_to_a_receive_until_its_lease_is_released() -> None:
+    """A send reads them, or will: what a receive writes there would travel."""
+    with cluster(Side(), Side(page=8)) as instances:
+        sends = [sending(instances, (3, 4, 5), tokens=(0, 12)) for _ in range(2)]  # as of a common prefix
+        for held in sends:
+            expected = (
+                f"rows of 'kv': expected rows that no send reads, found row 5, which request {held.key} to 'decode-0' holds"
+            )
+            with pytest.raises(LocalProtocolError, match=re.escape(expected)):
+                back(instances, (6, 5))
+            held.abort("the test is finished")
+            until(lambda held=held: held.lease.released)
+        back(instances, (6, 5)).abort("the test is finished")
+
+
+def test_a_send_holds_only_the_rows_of_its_tokens() -> None:
+    """Of a whole list of pages, from the page with `first_token` on, and without ids of no page."""
+    with cluster(Side(), Side(page=8)) as instances:
+        sender = instances.prefill[0].manager.sender(new_request_id(), peer="decode-0")
+        sender.send({"kv": Pages((1, 2, -1, 3), first_token=6)}, tokens=(9, 14))  # the pages of tokens 4, 8, 12 and 16
+        free = back(instances, (1, 3, 0))
+        free.abort("the test is finished")
+        until(lambda: free.lease.released)
+        with pytest.raises(LocalProtocolError, match="found row 2"):
+            back(instances, (2,))
+        sender.send({"kv": Pages((1, 2, -1, 3), first_token=6)}, tokens=(14, 20))
+        with pytest.raises(LocalProtocolError, match="found row 3"):
+            back(instances, (3,))
+        sender.abort("the test is finished")
+        until(lambda: sender.lease.released)
+        back(instances, (2, 3)).abort("the test is finished")
+
+
+def test_a_failed_send_whose_rows_are_quarantined_refuses_no_receive() -> None:
+    """Nobody uses what it reads any more."""
+    with cluster(Side(), Side(page=8)) as instances:
+        sender = sending(instances, (3,))
+        quarantine(sender.lease, "the test has no proof")
+        back(instances, (3,)).abort("the test is finished")
+        sender.abort("the test is finished")
+
+
+def test_rows_of_a_receive_are_refused_to_a_send() -> None:
+    with cluster(Side(), Side(page=8)) as instances:
+        receiver = back(instances, (3, 4))
+        sender = instances.prefill[0].manager.sender(new_request_id(), peer="decode-0")
+        expected = f"found row 4, which request {receiver.key} from 'decode-0' holds"
+        for _ in range(2):
+            with pytest.raises(LocalProtocolError, match=re.escape(expected)):
+                sender.send({"kv": Pages((5, 4))}, tokens=(0, 8))
+        back(instances, (5,)).abort("a refused send holds nothing")
+        receiver.abort("the test is finished")
+        until(lambda: receiver.lease.released)
+        sender.send({"kv": Pages((5, 4))}, tokens=(0, 8))
+        sender.abort("the test is finished")
+
+
+def test_many_chunks_of_one_list_of_pages_hold_each_row_once() -> None:
+    with cluster(Side(num_pages=64), Side(page=8)) as instances:
+        requests = instances.prefill[0].manager._runtime.requests
+        sender, pages = instances.prefill[0].manager.sender(new_request_id(), peer="decode-0"), Pages(np.arange(50))
+        for start in range(0, 200, 2):
+            sender.send({"kv": pages}, tokens=(start, start + 2))
+        (given,) = [given for _, given in requests._held_rows._senders.values()]
+        assert sorted(row for _, ids in given for row in ids.tolist()) == list(range(50))
+        assert requests._held_rows._num_sends["kv"].max() == 1
+        sender.abort("the test is finished")
+        until(lambda: not requests._held_rows._senders)
+        assert not requests._held_rows._num_sends["kv"].any()

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg import KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
+from disagg import ConfigError, KVManager, ModelId, Pages, PeerUnreachable, Topology, new_request_id
 from disagg.protocol.peer_state import ConnectionLimits, Undecided
 from disagg.state import paged
 from harness.ports import free_ports
@@ -194,3 +194,48 @@ def test_a_table_that_differs_from_those_of_connected_ranks_waits_for_their_end(
         with pytest.raises(Undecided, match="ranks 0 of 'decode' are connected with another layout table"):
             handshake.accept_hello(another, tuple)
         assert prefill.health().peers["decode"].ready
+
+
+def test_the_own_address_is_refused_as_a_peers_and_harms_no_peer() -> None:
+    """However it is spelled, wherever it is given, and the leader's address on other ranks as well."""
+    with ExitStack() as stack:
+        prefill, decode = opened(stack, "prefill"), opened(stack, "decode")
+        prefill.add_peer("decode", address=decode.address)
+        decode.add_peer("prefill", address=prefill.address)
+        for one, other in ((prefill, "decode"), (decode, "prefill")):
+            one.wait_ready(other, timeout_s=DEADLINE_S)
+        again = decode.address.replace("127.0.0.1", "localhost")
+        for name in ("prefill", "other"):
+            for address in (decode.address, again):
+                expected = (
+                    f"peer '{name}': expected the address of another instance, found '{address}', which is this one's own"
+                )
+                with pytest.raises(ConfigError, match=expected):
+                    decode.add_peer(name, address=address)
+        with pytest.raises(ConfigError, match="which is this one's own"):
+            decode.receiver(new_request_id(), peer="other", address=again, rows={})
+        with pytest.raises(ConfigError, match="which is this one's own"):
+            decode.decline(new_request_id(), peer="other", address=again)
+        assert decode.peer("other").state == "unknown"
+        assert decode.peer("prefill").state == "ready"
+        there = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        with pytest.raises(ConfigError, match="which is this one's own"):
+            manager(name="third", listen=there, peers={"fourth": there})
+        with pytest.raises(ConfigError, match="which is this one's own"):
+            manager(name="third", listen=there.replace("127.0.0.1", "*"), advertise="tcp://10.1.1.1:0", peers={"fourth": there})
+
+
+def test_the_leaders_address_is_refused_on_other_ranks() -> None:
+    topology, leader = Topology(tp=2, tp_rank=1), f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    keys, values = np.zeros((2, 4, 4, 2, 8), np.float16)
+    component = paged.gqa({0: (keys, values)}, axes="nhd", num_kv_heads=4, topology=topology)
+    given: dict[str, Any] = {"name": "m", "components": [component], "model": ModelId("m"), "backend": "local"}
+    with pytest.raises(ConfigError, match="which is this one's own"):
+        KVManager(**given, leader=leader, peers={"other": leader})
+    with KVManager(**given) as rank:
+        rank.add_peer("other", address=leader)
+        rank.remove_peer("other")
+        rank.set_leader(leader)
+        until(lambda: rank._runtime.handshake.leader_address == leader)
+        with pytest.raises(ConfigError, match="which is this one's own"):
+            rank.add_peer("other", address=leader)

@@ -137,6 +137,27 @@ def test_a_receiver_that_ends_before_its_peer_is_known_releases_prefills_rows() 
             assert sender.lease.released
 
 
+def test_a_receiver_of_an_unknown_name_is_refused_at_once() -> None:
+    """Also where whoever connects is admitted: only a sender learns its peer from a reservation."""
+    with strangers(Side(), Side()) as instances:
+        rank = instances.prefill[0]
+        for call in (
+            lambda: rank.manager.receiver(new_request_id(), peer="decod-0", rows=rows_of(rank), need={"kv": (0, TOKENS)}),
+            lambda: rank.manager.decline(new_request_id(), peer="decod-0"),
+        ):
+            with pytest.raises(PeerUnreachable, match="peer 'decod-0' is not ready: it is not configured; add_peer"):
+                call()
+        assert rank.manager._runtime.queue_depths()["waiting_for_peers"] == 0
+        request = new_request_id()
+        sender = offer(rank, request, peer="decode-0", attempt=0)
+        receiver = want(instances.decode[0], request, rank.manager.address)
+        assert sender.wait(timeout_s=DEADLINE_S).ok
+        assert receiver.wait(timeout_s=DEADLINE_S).ok
+        assert rank.manager.peer("decode-0").state == "ready"
+        back = rank.manager.receiver(new_request_id(), peer="decode-0", rows={}, need={"kv": (0, 0)}, deadline_s=0.1)
+        assert back.peer == "decode-0"
+
+
 def test_a_peer_that_is_not_admitted_is_told_so() -> None:
     asked: list[tuple[str, str, str]] = []
 
