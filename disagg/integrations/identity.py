@@ -68,22 +68,23 @@ def _described(value: Any) -> Any:
     return [_described(each) for each in value] if isinstance(value, list) else value
 
 
-def windows(config: Mapping[str, Any]) -> dict[int, int]:
-    """The layers with a sliding window, and how many tokens before the next one each of them needs.
+def has_windows(config: Mapping[str, Any]) -> bool:
+    """Whether the model has layers with a sliding window, by its `config.json`. A server may not apply it.
 
-    Empty also for a model that `disagg.models` does not know.
+    False also for a model that `disagg.models` does not know.
     """
     try:
-        states = from_config(config, name=str(config.get("model_type", ""))).states
+        states = from_config(config, name=str(config.get("model_type", "")), kv_dtype="bfloat16").states
     except ConfigError:
-        return {}
-    return {layer: state.window for state in states if state.window is not None for layer in state.layers}
+        return False
+    return any(state.window is not None for state in states)
 
 
 def component_name(kind: str, layer: int | None) -> str:
     """The name of a component. `kind` is `"kv"`, `"mla"` or `"ssm"`.
 
     A model whose layers all keep the same kind of state for all tokens has one component (`layer` is `None`). Any other model
-    has one for each layer: servers group its layers differently, and each group has page ids of its own.
+    has one for each layer: servers group its layers differently, and each group has page ids of its own. Which of the two it is
+    follows from `config.json` (`has_windows`), so that all servers name alike, whatever they apply.
     """
     return kind if layer is None else f"{kind}.{layer}"

@@ -37,8 +37,15 @@ def _llama() -> Any:
 
 
 def _mistral() -> Any:
+    """A window that vLLM applies in each layer, and SGLang in none."""
     config = transformers.MistralConfig(
-        **_SMALL, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, sliding_window=64
+        **_SMALL,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        sliding_window=64,
+        tie_word_embeddings=False,
     )
     return transformers.MistralForCausalLM(config)
 

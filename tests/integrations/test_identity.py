@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from disagg import ConfigError, ModelId
-from disagg.integrations.identity import Conventions, component_name, model_id, read_config, windows
+from disagg.integrations.identity import Conventions, component_name, has_windows, model_id, read_config
 from disagg.integrations.options import Options, ServerConfig
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
@@ -69,12 +69,13 @@ def test_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
         read_config(tmp_path / "missing")
 
 
-def test_windows_of_a_model() -> None:
+def test_which_models_have_windows() -> None:
     gemma: dict[str, Any] = {"model_type": "gemma3_text", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
     gemma["num_attention_heads"] = 4
     gemma |= {"hidden_size": 32, "sliding_window": 64, "sliding_window_pattern": 2, "dtype": "float32"}
-    assert windows(gemma) == {0: 63, 2: 63}
-    assert windows({"model_type": "unheard-of"}) == {}
+    assert has_windows(gemma)
+    assert not has_windows({**gemma, "sliding_window_pattern": 1})
+    assert not has_windows({"model_type": "unheard-of", "sliding_window": 64})
 
 
 def test_component_names() -> None:

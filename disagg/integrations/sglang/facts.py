@@ -68,9 +68,9 @@ class RingFacts:
 class Facts:
     """Everything about one rank's pools that its `KVArgs` lack.
 
-    `window` is the number of tokens before the next one that the layers of `window_kv` need. `windows` are those of sliding
-    layers whose pages have all tokens, in the pool of full attention, by layer of the whole model. With `reuses_pages` decode
-    keeps their pages for later requests, and so needs all tokens of them.
+    `window` is the number of tokens before the next one that the layers of `window_kv` need. `windows` are those of the layers
+    of `kv` to which SGLang applies a window, although their pages have all tokens. With `reuses_pages` decode keeps these pages
+    for later requests, and so needs all tokens of them. `by_layer`: each layer of `kv` is a component of its own.
     """
 
     topology: Topology
@@ -80,6 +80,7 @@ class Facts:
     window_kv: PageFacts | None = None
     window: int | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
+    by_layer: bool = False
     reuses_pages: bool = False
     slots: tuple[SlotFacts, ...] = ()
     index: IndexFacts | None = None
@@ -89,4 +90,4 @@ class Facts:
     def kv_name(self, layer: int) -> str:
         """The component that has the pages of a layer of `kv`, by the names that all integrations share."""
         kind = "mla" if self.kv is not None and self.kv.num_kv_heads is None else "kv"
-        return component_name(kind, layer if self.windows else None)
+        return component_name(kind, layer if self.by_layer else None)

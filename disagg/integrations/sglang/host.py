@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.integrations.identity import Conventions, model_id, read_config, windows
+from disagg.integrations.identity import Conventions, has_windows, model_id, read_config
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
 from disagg.layout.agreement import ModelId
@@ -55,7 +55,7 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     from sglang.srt.runtime_context import get_parallel
 
     scheduler, parallel = queue.scheduler, get_parallel()
-    config = scheduler.model_config
+    config, runner = scheduler.model_config, scheduler.tp_worker.model_runner
     model = read_config(_config_file(config.model_path, getattr(config, "revision", None)))
     pools = Pools(
         kv=queue.token_to_kv_pool,
@@ -64,7 +64,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         config=config,
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
-        windows=windows(model),
+        windows=windows(runner.model) if runner.sliding_window_size is not None else {},
+        by_layer=has_windows(model),
         reuses_pages=reuses_pages,
     )
 
@@ -89,6 +90,21 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         num_tokens=num_tokens,
         write_first_token=write_first_token,
     )
+
+
+def windows(model: Any) -> dict[int, int]:
+    """The layers of a loaded model that attend to a window, and how many tokens before the next one that is.
+
+    `config.json` does not tell: several models of SGLang ignore its window. Without a `sliding_window_size` of the model's
+    runner, some attention backends ignore that of a layer too.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    found: dict[int, set[int]] = {}
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention) and layer.attn_type is not AttentionType.ENCODER_ONLY:
+            found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
+    return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
 
 
 def _config_file(path: str, revision: str | None) -> Path:

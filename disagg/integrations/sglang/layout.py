@@ -101,7 +101,7 @@ def _check_count(name: str, entries: Sequence[_Entry], expected: int) -> None:
 
 def _kv(own: Facts, entries: Sequence[_Entry], page_size: int) -> list[Component | None]:
     """The pages of full attention: one component, or one for each layer of a model with several kinds of layers."""
-    if not own.windows:
+    if not own.by_layer:
         return [_pages(own.kv_name(0), own.kv, entries, page_size, own)]
     layers = own.kv.layers if own.kv is not None else ()
     _check_count("kv", entries, 2 * len(layers))

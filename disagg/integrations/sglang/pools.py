@@ -27,7 +27,7 @@ RECURRENT = "HybridLinearKVPool"
 class Pools:
     """What SGLang's scheduler has: pools, configurations of the model and of its recurrent layers, and the window in tokens.
 
-    `windows` and `reuses_pages` are those of `Facts`.
+    `windows`, `by_layer` and `reuses_pages` are those of `Facts`.
     """
 
     kv: Any
@@ -37,6 +37,7 @@ class Pools:
     recurrent_config: Any = None
     window: int | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
+    by_layer: bool = False
     reuses_pages: bool = False
 
 
@@ -60,7 +61,7 @@ def read_facts(pools: Pools, topology: Topology) -> Facts:
         found["window_kv"] = _pages("swa_kv_pool", window, _by_kind(pools.kv, window=True), total, topology)
         found["window"] = pools.window
     elif _name(pools.kv) == HEADS:
-        found["windows"], found["reuses_pages"] = pools.windows, pools.reuses_pages
+        found |= {"windows": pools.windows, "by_layer": pools.by_layer, "reuses_pages": pools.reuses_pages}
     mamba = getattr(pools.kv, "mamba_pool", None) or getattr(pools.requests, "mamba_pool", None)
     if mamba is not None:
         found["slots"] = _slots(mamba, pools.recurrent_config, topology)

@@ -70,7 +70,8 @@ def state_rows(
 def needs(rows: Mapping[str, Rows], *, num_tokens: int, prefix: int, facts: Facts) -> dict[str, TokenRange]:
     """The tokens `[start, stop)` that decode needs of each component of pages, if it has the first `prefix` tokens."""
     found: dict[str, TokenRange] = {}
-    windows = {} if facts.reuses_pages else {facts.kv_name(layer): window for layer, window in facts.windows.items()}
+    is_partial = facts.by_layer and not facts.reuses_pages
+    windows = {facts.kv_name(layer): window for layer, window in facts.windows.items()} if is_partial else {}
     for name, each in rows.items():
         if isinstance(each, Slot):
             continue

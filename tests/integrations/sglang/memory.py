@@ -188,6 +188,7 @@ class Memory:
             window_kv=pages(model.stage(model.window_layers, rank), model.window_heads),
             window=model.window,
             windows=dict.fromkeys(model.windows, model.window),
+            by_layer=bool(model.windows),
             slots=tuple(slots),
             index=IndexFacts(layers=index, key_dim=128, tokens_per_key=model.tokens_per_key, tail=model.tail)
             if index
