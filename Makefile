@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos turns fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -22,6 +22,10 @@ demo: setup ## Run a prefill and a decode instance with different layouts over r
 
 chaos: setup ## Kill, stop and cut off ranks for each engine and check every byte (CHAOS_ARGS=... for the program)
 	@$(BIN)/python -m harness.chaos $(CHAOS_ARGS)
+
+turns: setup ## Compare 10,000 answers of vLLM and of SGLang in long conversations with one server's, for hours (TURNS_ARGS=...)
+	@$$(scripts/vllm_env.sh) -W ignore -m harness.turns --engine vllm --answers 10000 $(TURNS_ARGS)
+	@python=$$(scripts/sglang_env.sh) && $$python -W ignore -m harness.turns --engine sglang --answers 10000 $(TURNS_ARGS)
 
 fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (FUZZ_ARGS=... for the program)
 	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 1000000 --jobs 2 $(FUZZ_ARGS)

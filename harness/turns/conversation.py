@@ -131,7 +131,7 @@ class Conversation:
         if way in (Way.HANDED_OVER, Way.BOTH_AT_ONCE) and choose.random() < habits.mistakes and len(prompt.tokens) > 2:
             prefilled = self._mistaken(prompt)
         self._num_turns += 1
-        wanted = choose.randint(2, 12)
+        wanted = choose.randint(2, 12) if choose.random() < 0.9 else choose.randint(40, 80)
         return Turn(number=self._num_turns, way=way, prompt=prompt, prefilled=prefilled, max_tokens=wanted, made=made)
 
     def _prompt(self) -> tuple[str, tuple[int, ...], str | None]:
@@ -141,7 +141,7 @@ class Conversation:
         if not self._chats or choose.random() < 0.15:
             return "a new chat", choose.choice(self._openings) + self._text(), adapter
         chat = choose.choice(self._chats)
-        history, adapter = chat.history, chat.prompt.adapter if choose.random() < 0.7 else adapter
+        history, adapter = chat.history, chat.prompt.adapter if choose.random() < 0.5 else adapter
         cut = choose.randint(1, len(history))
         match choose.choices(range(6), (40, 10, 15, 10, 10, 15))[0]:
             case 0:

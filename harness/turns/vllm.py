@@ -43,7 +43,7 @@ class VllmCase(Case):
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
-    num_blocks: tuple[int, int] = (64, 32)
+    num_blocks: tuple[int, int] = (48, 24)
 
 
 CASES = {

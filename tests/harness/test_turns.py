@@ -1,0 +1,76 @@
+"""Conversations, and the rule by which answers are compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.turns.answers import Answer, compare
+from harness.turns.conversation import Conversation, Habits, Prompt, Turn, Way
+
+HABITS = Habits(ways={Way.HANDED_OVER: 6, Way.PLAIN: 3, Way.NEVER_DECODED: 1}, mistakes=0.3, adapters=(None, "a", "b"))
+
+
+def held(seed: int, answer: int = 7) -> list[Turn]:
+    """The turns of a conversation in which every token of the answers is the same."""
+    conversation, asked = Conversation(seed, HABITS), []
+    for _ in conversation.rounds():
+        turns = conversation.next_round()
+        conversation.answered(turns, [() if turn.way.is_aborted else (answer,) * turn.max_tokens for turn in turns])
+        asked += turns
+    return asked
+
+
+def shared(one: Prompt, other: Prompt) -> int:
+    """How many tokens two prompts begin with in common."""
+    pairs = zip(one.tokens, other.tokens, strict=False)
+    return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one.tokens), len(other.tokens)))
+
+
+def test_a_conversation_is_a_function_of_its_seed_and_the_answers() -> None:
+    assert held(1) == held(1) != held(2)
+    assert [turn.number for turn in held(1)] == list(range(1, len(held(1)) + 1))
+    for one, other in zip(held(1), held(1, answer=8), strict=True):
+        assert (one.way, one.made, len(one.prompt.tokens)) == (other.way, other.made, len(other.prompt.tokens))
+
+
+def test_prompts_share_prefixes_with_those_before() -> None:
+    turns = [turn for seed in range(20) for turn in held(seed)]
+    assert all(0 < len(turn.prompt.tokens) <= HABITS.longest for turn in turns)
+    assert {turn.way for turn in turns} == set(HABITS.ways)
+    for seed in range(20):
+        asked = held(seed)
+        longest = [
+            max((shared(turn.prompt, before.prompt) for before in asked[:at]), default=0) for at, turn in enumerate(asked)
+        ]
+        assert sum(tokens >= HABITS.unit for tokens in longest) > len(asked) / 4
+
+
+def test_a_hand_over_of_another_prompt_differs_before_the_last_token() -> None:
+    mistaken = [turn for seed in range(20) for turn in held(seed) if turn.is_mistaken]
+    assert {turn.prompt.adapter == turn.prefilled.adapter for turn in mistaken} == {True, False}
+    for turn in mistaken:
+        if turn.prompt.adapter == turn.prefilled.adapter:
+            assert shared(turn.prompt, turn.prefilled) < min(len(turn.prompt.tokens), len(turn.prefilled.tokens)) - 1
+
+
+LIKELY = {1: -0.5, 2: -0.50001, 3: -4.0}
+OTHER = {1: -0.50001, 2: -0.5, 3: -4.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "problem", "is_tied"),
+    [
+        (Answer([1, 1], [LIKELY, LIKELY]), "", False),
+        (Answer([1, 1], [LIKELY, OTHER]), "", False),
+        (Answer([2, 3], [OTHER, {3: 0.0}]), "", True),
+        (Answer([1, 3], [LIKELY, {3: -0.4, 1: -0.5}]), "token 2 of the answer: expected 1", False),
+        (Answer([1, 1], [{1: -0.51, 2: -0.6}, LIKELY]), "token 1 of the answer: expected 1", False),
+        (Answer([4, 1], [{4: -0.5, 1: -0.5}, LIKELY]), "token 1 of the answer: expected 1", False),
+        (Answer([1], [LIKELY]), "2 tokens expected, 1 found", False),
+    ],
+    ids=["equal", "rounding", "near-tie", "another token", "another probability", "a token that was unlikely", "cut"],
+)
+def test_answers_are_compared_up_to_the_first_tie(found: Answer, problem: str, is_tied: bool) -> None:
+    comparison = compare(Answer([1, 1], [LIKELY, LIKELY]), found, 1e-4)
+    assert comparison.problem.startswith(problem) if problem else not comparison.problem
+    assert comparison.is_tied == is_tied
