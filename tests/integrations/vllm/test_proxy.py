@@ -1,0 +1,203 @@
+"""The example's proxy in front of real vLLM servers: errors, paths, and clients that leave.
+
+The servers run with `VLLM_SERVER_DEV_MODE=1`, and only decode has an adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from harness.servers import Server
+from tests.integrations.vllm.requests import prompts
+
+PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
+LOADED, USED = "vllm:disagg_loaded_tokens_total", "vllm:kv_cache_usage_perc"
+TEXT = "Prefill computes, decode answers. " * 9
+COMMON = {"model": "model", "temperature": 0}
+ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+
+
+@pytest.fixture(scope="module")
+def servers(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, Server]]:
+    """Prefill, decode, and the proxy."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(folder)
+    options = ("--block-size", "64", "--enable-lora", "--lora-modules", f"adapter={folder}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        with (
+            Server.vllm(model("llama"), "--block-size", "32", extra=PATIENT) as prefill,
+            Server.vllm(model("llama"), *options, extra=PATIENT) as decode,
+            Server.proxy(prefill, decode) as proxy,
+        ):
+            yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
+
+
+def write_adapter(folder: Path) -> None:
+    """A LoRA adapter of the model `llama`."""
+    torch.manual_seed(3)
+    weights = {}
+    for layer in range(4):
+        for name, size in (("q_proj", 256), ("v_proj", 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, 256) * 0.2
+            weights[f"{at}.lora_B.weight"] = torch.randn(size, 8) * 0.2
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER))
+
+
+def post(server: Server, path: str, body: Any) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_completions_in_dev_mode(servers: tuple[Server, Server, Server]) -> None:
+    _, decode, proxy = servers
+    with urllib.request.urlopen(f"{decode.url}/server_info", timeout=60) as answer:
+        assert "vllm_config" in json.load(answer)
+    (prompt,) = prompts((300,), seed=51)
+    expected, before = decode.complete(prompt), decode.metric(LOADED)
+    assert proxy.complete(prompt).tokens == expected.tokens
+    assert decode.metric_from(LOADED, before + 299) == before + 299
+
+
+REQUESTS = {
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 6, "ignore_eos": True},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 6},
+}
+
+
+def text_of(path: str, data: bytes, *, stream: bool) -> str:
+    """What was generated."""
+    if stream:
+        events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+        deltas = [event["delta"] for event in events if event["type"].endswith("delta")]
+        return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+    found = json.loads(data)
+    (part,) = (found["output"][0] if path == "/v1/responses" else found)["content"]
+    return str(part["text"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", REQUESTS)
+def test_other_paths_are_handed_over(servers: tuple[Server, Server, Server], path: str, stream: bool) -> None:
+    _, decode, proxy = servers
+    body = {**COMMON, **REQUESTS[path], "stream": stream}
+    status, data = post(decode, path, body)
+    assert status == 200
+    expected, before = text_of(path, data, stream=stream), decode.metric(LOADED)
+    assert expected
+    status, data = post(proxy, path, body)
+    assert (status, text_of(path, data, stream=stream)) == (200, expected)
+    num_tokens = before + len(TEXT) - 1  # a token for each byte
+    assert decode.metric_from(LOADED, num_tokens) == num_tokens
+
+
+BAD: dict[str, Any] = {
+    "an unknown model": {**COMMON, "model": "nobody's", "prompt": "a"},
+    "a long prompt": {**COMMON, "prompt": [1] * 5000},
+    "a negative number": {**COMMON, "prompt": "a", "max_tokens": -1},
+    "a list of objects": {**COMMON, "prompt": [{"a": 1}, {}]},
+    "an unknown token": {**COMMON, "prompt": [10**6]},
+    "a large token": {**COMMON, "prompt": [2**70]},
+    "a model of another type": {**COMMON, "model": ["a"], "prompt": "a"},
+    "nothing": {},
+    "not a number": b'{"model": "model", "prompt": "a", "temperature": NaN}',
+    "half a surrogate": {**COMMON, "prompt": "\ud800"},
+    "nesting": b'{"model": "model", "prompt": "a", "logit_bias": ' + b'{"a": ' * 500 + b"1" + b"}" * 501,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_those_of_the_servers(servers: tuple[Server, Server, Server], name: str) -> None:
+    prefill, decode, proxy = servers
+    found = post(proxy, "/v1/completions", BAD[name])
+    assert found[0] == (404 if name == "an unknown model" else 400)
+    assert found in (post(decode, "/v1/completions", BAD[name]), post(prefill, "/v1/completions", BAD[name]))
+
+
+def test_other_requests_are_decodes(servers: tuple[Server, Server, Server]) -> None:
+    _, decode, proxy = servers
+    for path, body in (
+        ("/tokenize", {"model": "model", "prompt": "hello"}),
+        ("/v1/embeddings", {"model": "model", "input": "hello"}),
+        ("/nothing", {}),
+    ):
+        assert post(proxy, path, body) == post(decode, path, body)
+    for path in ("/health", "/version"):
+        with urllib.request.urlopen(proxy.url + path) as one, urllib.request.urlopen(decode.url + path) as other:
+            assert one.read() == other.read()
+
+
+def test_an_adapter_that_only_decode_has(servers: tuple[Server, Server, Server]) -> None:
+    _, decode, proxy = servers
+    (prompt,) = prompts((200,), seed=52)
+    plain, expected = decode.complete(prompt), decode.complete(prompt, model="adapter")
+    assert expected.tokens != plain.tokens
+    before = decode.metric(LOADED)
+    assert proxy.complete(prompt, model="adapter").tokens == expected.tokens
+    assert decode.metric(LOADED) == before
+
+
+def test_blocks_come_back(servers: tuple[Server, Server, Server]) -> None:
+    """Long before `hold_s`: after lists, several answers, errors of decode, and clients that leave at any moment."""
+    prefill, decode, proxy = servers
+    held = {"do_remote_decode": True, "remote_request_id": "ab" * 16}
+    status, _ = post(prefill, "/v1/completions", {**COMMON, "prompt": TEXT, "max_tokens": 1, "kv_transfer_params": held})
+    assert status == 200
+    assert prefill.metric(USED) > 0  # what prefill has computed for nobody stays
+    aborted = {"abort_request_id": held["remote_request_id"]}
+    post(prefill, "/v1/completions", {**COMMON, "prompt": "a", "max_tokens": 1, "kv_transfer_params": aborted})
+    wait_free(prefill)
+    several = {**COMMON, "temperature": 1, "max_tokens": 4}
+    for fields, status in (
+        ({"prompt": [TEXT, TEXT[1:]]}, 200),
+        ({"prompt": TEXT, "n": 4}, 200),
+        ({"prompt": [TEXT, TEXT[1:]], "n": 2}, 200),
+        ({"prompt": TEXT, "n": 2, "temperature": 0}, 400),  # decode refuses it after prefill
+    ):
+        assert post(proxy, "/v1/completions", {**several, **fields})[0] == status
+        wait_free(prefill, decode)
+    sends = "vllm:disagg_sends_total"
+    before = prefill.metric(sends)
+    for index, prompt in enumerate(prompts((1100,) * 16, seed=53)):
+        leave(proxy, {**COMMON, "prompt": prompt, "max_tokens": 300, "stream": index % 2 == 0}, after_s=index**2 / 200)
+    wait_free(prefill, decode)
+    assert prefill.metric(sends) > before  # some left only after the hand-over
+    (prompt,) = prompts((300,), seed=54)
+    assert proxy.complete(prompt).tokens == decode.complete(prompt).tokens
+
+
+def leave(proxy: Server, body: dict[str, Any], *, after_s: float) -> None:
+    """Close the connection of a request."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", proxy.port)) as connection:
+        connection.sendall(head.encode() + data)
+        time.sleep(after_s)
+
+
+def wait_free(*servers: Server, timeout_s: float = 30.0) -> None:
+    """Wait until no request has a block."""
+    until = time.monotonic() + timeout_s
+    while any(server.metric(USED) for server in servers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
