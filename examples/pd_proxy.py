@@ -405,7 +405,7 @@ class Proxy:
                 if reason := reason_against(prefill, decode, request.path, body):
                     failure = Refused.because(reason)
                     continue
-                attempt = Attempt(prefill, decode, request.path, body, headers, secrets.randbelow(1 << 62))
+                attempt = Attempt(prefill, decode, request.path, body, headers, 1 + secrets.randbelow(1 << 62))
                 async with self._giving_up(attempt, unless=Refused):
                     asked = await hand_over(self._client, attempt)
             except (ClientError, Failed) as error:
