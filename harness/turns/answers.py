@@ -53,9 +53,9 @@ def compare(expected: Answer, found: Answer, tolerance: float) -> Comparison:
         missing = [token for token in (one, other) if token not in right or token not in ours]
         errors.append(max((abs(right[token] - ours[token]) for token in {one, other} - set(missing)), default=0.0))
         if missing or errors[-1] > tolerance:
+            off = "which is unlikely on the other server" if missing else f"off by {errors[-1]:.2g}"
             return result(
-                f"token {at + 1} of the answer: expected {one} ({_shown(right)}), found {other} ({_shown(ours)}), "
-                f"off by {errors[-1]:.2g}"
+                f"token {at + 1} of the answer: expected {one} ({_shown(right)}), found {other} ({_shown(ours)}), {off}"
             )
         if one != other:
             return result(is_tied=True)

@@ -64,8 +64,9 @@ def run_case(
             if failure is not None:
                 num_wrong += 1
                 say(f"WRONG: {engine} {name}, {failure}")
-                failure = failure if only or keep_going else shrink(servers, failure, say)
-                say("\n".join(["asked:", *(f"  {turn}" for turn in failure.asked), str(failure)]))
+                if not (only or keep_going):
+                    failure = shrink(servers, failure, say)
+                    say("\n".join(["the shortest case:", *(f"  {turn}" for turn in failure.asked), str(failure)]))
                 numbers = ",".join(str(turn.number) for turn in failure.asked)
                 say(f"repeat: python -m harness.turns --engine {engine} --model {name} --seed {now} --only {numbers}")
             if only is not None:

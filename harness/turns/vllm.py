@@ -49,18 +49,19 @@ class VllmCase(Case):
 CASES = {
     "llama": VllmCase(
         model="llama",
-        habits=Habits(ways=WAYS),
+        habits=Habits(ways=WAYS, embedded=0.15),
         tolerance=1e-4,
         prefill={"block_size": 32},
         decode={"block_size": 64, "tensor_parallel_size": 2},
+        common={"enable_prompt_embeds": True},
     ),
     "llama-adapters": VllmCase(
         model="llama",
-        habits=Habits(ways=WAYS, adapters=(None, "a", "b", "c"), embedded=0.15),
+        habits=Habits(ways=WAYS, adapters=(None, "a", "b", "c")),
         tolerance=1e-4,
         prefill={"block_size": 32},
         decode={"block_size": 64},
-        common={"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "enable_prompt_embeds": True},
+        common={"enable_lora": True, "max_loras": 4, "max_lora_rank": 8},
     ),
     "llama-fp8": VllmCase(
         model="llama",
@@ -83,7 +84,7 @@ CASES = {
         tolerance=1e-4,
         prefill={"block_size": 32},
         decode={"block_size": 64},
-        num_blocks=(160, 80),
+        num_blocks=(96, 48),
     ),
     "falcon-h1": VllmCase(
         model="falcon-h1",
@@ -140,7 +141,7 @@ class VllmServers:
             }
             for side in range(2)
         ]
-        common = {"dtype": "float32", "enable_prefix_caching": True, **case.common}
+        common = {"dtype": "float32", "enable_prefix_caching": True, "max_model_len": 1024, **case.common}
         undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
         blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
         self._engines = [
