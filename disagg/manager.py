@@ -245,12 +245,13 @@ class KVManager:
 
         A peer that is not ready is waited for, within the deadline (`None`: without one). An unknown peer is added, if its
         leader's `address` is given, with keys also its `public_key`. Such a peer is forgotten after it has been away for
-        `ConnectionLimits.forget_s`, and the requests that wait for it fail. Nothing is reserved before `ready` has passed.
-        `label` is the server's own name of the request, for the log.
+        `ConnectionLimits.forget_s`, and at once if nobody listens at its address; the requests that wait for it fail.
+        Nothing is reserved before `ready` has passed. `label` is the server's own name of the request, for the log.
 
-        Raises `PeerUnreachable` for an unknown peer without an address, `LayoutError` for rows that cannot hold the needed
-        tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and for rows that
-        another request receives or sends and whose lease is held. What shows only when the peer is ready fails the request.
+        Raises `PeerUnreachable` for an unknown peer without an address, or one too many, `LayoutError` for rows that cannot
+        hold the needed tokens, `LocalProtocolError` for an argument of the wrong type, for an attempt that was used before, and
+        for rows that another request receives or sends and whose lease is held. What shows only when the peer is ready fails
+        the request.
         """
         self._make_known(peer, address, public_key)
         return open_receiver(
@@ -366,10 +367,10 @@ class KVManager:
         return check_peer(name, address, public_key, own=self.name, own_addresses=own, keys=self._keys)
 
     def _make_known(self, peer: str, address: str | None, public_key: str | None) -> None:
-        """Add an unknown peer by its address. Raises `PeerUnreachable` for one without."""
+        """Add an unknown peer by its address, or one that has moved. Raises `PeerUnreachable` for one without."""
         check_alive(self._runtime)
         check_text(peer, "peer")
-        if address is not None and self._runtime.directory.status(peer).state == "unknown":
+        if address is not None and self._runtime.directory.lacks(peer, address):
             self._runtime.directory.add(peer, *self._check_peer(peer, address, public_key), lasting=False)
         check_known(self._runtime.directory, peer, may_connect=False)
 

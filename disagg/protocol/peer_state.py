@@ -33,7 +33,8 @@ class ConnectionLimits:
 
     Every `heartbeat_s` libzmq pings each peer, and this rank renews its hello. A peer whose libzmq does not answer for
     `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An
-    instance that was admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`.
+    instance that was admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`, and at once
+    if its host refuses connections to its address, or is not known, and no connection of it is there.
     """
 
     hello_retry_s: float = 0.2
@@ -115,10 +116,17 @@ class Disconnect(NamedTuple):
     dial: int
 
 
+class Probe(NamedTuple):
+    """Effect: find out whether anybody listens at the other end of a connection that this rank opened, without waiting."""
+
+    dial: int
+
+
 class Forgotten(NamedTuple):
-    """Effect: an instance is not a peer any more."""
+    """Effect: an instance is not a peer any more, for the reason `cause`."""
 
     instance: str
+    cause: str
 
 
 class Unanswered(NamedTuple):
@@ -148,7 +156,7 @@ class Lost(NamedTuple):
     renewed: bool = False
 
 
-PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Ready | Lost | Forgotten
+PeerEffect = SendHello | SendTo | ReplyOn | Connect | Disconnect | Unanswered | Probe | Ready | Lost | Forgotten
 
 
 LEADER = 0

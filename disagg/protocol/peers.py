@@ -34,6 +34,7 @@ from disagg.protocol.peer_state import (
     PeerConnection,
     PeerEffect,
     PeerInstance,
+    Probe,
     Ready,
     ReplyOn,
     SendHello,
@@ -120,7 +121,7 @@ class PeerTable:
     def remove_peer(self, name: str, cause: str) -> None:
         """Forget an instance: its requests end, and its ranks are not accepted any more."""
         self._drop_instance(name, cause, None)
-        self.effects.append(Forgotten(name))
+        self.effects.append(Forgotten(name, cause))
 
     def _drop_instance(self, name: str, cause: str, epochs: Set[int] | None) -> None:
         """Close the connections to an instance. Its ranks at `epochs` (`None`: at any) are not accepted any more."""
@@ -170,6 +171,20 @@ class PeerTable:
         link = self._links.get(dial)
         if link is not None:
             link.problem, link.unanswered = problem, RECONNECT_AFTER
+
+    def on_gone(self, dial: int, cause: str) -> None:
+        """Nobody is at the other end of a connection: its host refuses it, or its host's name is not known."""
+        link = self._links.get(dial)
+        if link is not None and self._may_be_gone(link):
+            self.remove_peer(link.instance, cause)
+
+    def _may_be_gone(self, link: PeerConnection) -> bool:
+        """Whether the instance is forgotten if nobody is at the other end: that is its leader's, and the instance is not
+        configured for good, not ready, and not connected to this rank.
+        """
+        instance = self._instance_of(link)
+        is_passing = instance.forget_at < NEVER and link.address == instance.address
+        return is_passing and not link.is_ready and self._inbound.of(link.peer) is None
 
     def dialled(self, dial: int, now: float) -> None:
         """A connection was opened after its host name was resolved. Earlier messages on it were lost, so say hello again."""
@@ -350,6 +365,8 @@ class PeerTable:
             link.hello_at = now + (limits.heartbeat_s if link.is_ready else link.hello_retry_s)
             if link.unanswered >= RECONNECT_AFTER:
                 self._links.redial(instance, link)
+            elif link.unanswered and self._may_be_gone(link):
+                self.effects.append(Probe(link.dial))
             link.unanswered += 1
         link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.ended and link.is_ready))

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from disagg.core.errors import ConfigError, PeerUnreachable
 from disagg.layout.agreement import Agreement, LocalRank
-from disagg.protocol.peers import PeerTable
+from disagg.protocol.peers import MAX_ADMITTED, PeerTable
 from disagg.protocol.send_table import Readers
+from disagg.protocol.types import NEVER
 from disagg.runtime.handshake import Handshake
 
 
@@ -53,7 +54,16 @@ class Directory:
         self._changing: Counter[str] = Counter()  # changes that the control thread has not made yet
 
     def add(self, name: str, address: str, public_key: str | None, *, lasting: bool = True) -> None:
-        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked."""
+        """Configure an instance; see `PeerTable.add_peer`. The arguments are checked. Raises `PeerUnreachable` for one that is
+        not `lasting` if there are `MAX_ADMITTED` of these.
+        """
+        known = self._peers.instances.get(name)
+        if not lasting and known is None:
+            others = sum(each.forget_at < NEVER for each in list(self._peers.instances.values())) + len(self._changing)
+            if others >= MAX_ADMITTED:
+                raise PeerUnreachable(
+                    f"peer {name!r}: {others} instances that are not configured for good are known, and no more are added"
+                )
         if public_key is not None:
             self._allowed_keys.add(public_key)
         self._added.add(name)
@@ -61,11 +71,20 @@ class Directory:
         def add(now: float) -> None:
             self._peers.add_peer(name, address, public_key, now, lasting=lasting)
 
-        known = self._peers.instances.get(name)
         if name not in self._changing and known is not None and (known.address, known.public_key) == (address, public_key):
             self._command(add)  # nothing changes, except that it may be lasting now
         else:
             self._change(name, add)
+
+    def lacks(self, name: str, address: str) -> bool:
+        """Whether an instance that a request names must be added: it is unknown, or known by an older request's address, and
+        not ready.
+        """
+        if self.status(name).state == "unknown":
+            return True
+        known = self._peers.instances.get(name)
+        has_moved = known is not None and known.forget_at < NEVER and known.address != address
+        return has_moved and name not in self._changing and not self.is_ready(name)
 
     def remove(self, name: str) -> None:
         """Forget an instance: its requests end, and it is not accepted any more."""

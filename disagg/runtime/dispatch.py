@@ -28,6 +28,7 @@ from disagg.protocol.peer_state import (
     Forgotten,
     Lost,
     PeerEffect,
+    Probe,
     Ready,
     ReplyOn,
     SendHello,
@@ -53,6 +54,7 @@ from disagg.protocol.types import (
 )
 from disagg.runtime.connections import Connections
 from disagg.runtime.handshake import Handshake
+from disagg.runtime.probes import Probes
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
@@ -78,12 +80,13 @@ class Dispatch:
         sessions: Sessions,
         connections: Connections,
         resolver: Resolver,
+        probes: Probes,
         transfers: Transfers,
         worker: TransferWorker,
         verification: Verification,
         requests: RequestTable,
         on_peers_changed: Callable[[], None],
-        on_forgotten: Callable[[str], None],
+        on_forgotten: Callable[[str, str], None],
     ) -> None:
         self.channel = channel
         self._peers = peers
@@ -92,6 +95,7 @@ class Dispatch:
         self._connections = connections
         self._resolver = resolver
         self._resolving: set[int] = set()
+        self._probes = probes
         self._transfers = transfers
         self._worker = worker
         self._verification = verification
@@ -210,6 +214,7 @@ class Dispatch:
                 self._resolver.resolve(address, functools.partial(self._connect, dial, address, public_key))
             case Disconnect(dial):
                 self._resolving.discard(dial)
+                self._probes.close(dial)
                 self.channel.disconnect(dial)
             case SendHello(dial, generation, peer_epoch, again):
                 to = self._peers.expected_at(dial)
@@ -223,14 +228,16 @@ class Dispatch:
                 self.channel.reply(connection, encode(message))
             case Unanswered(instance, address):
                 logger.warning("%s: peer %r does not answer at %s", self._handshake.me, instance, address)
+            case Probe(dial):
+                self._probes.begin(dial, now)
             case Ready() as ready:
                 self._connections.connect(ready)
             case Lost() as lost:
                 self._connections.lose(lost, now)
                 self._transfers.lost(lost.peer, lost.cause, now)
                 self._on_peers_changed()
-            case Forgotten(instance):
-                self._on_forgotten(instance)
+            case Forgotten(instance, cause):
+                self._on_forgotten(instance, cause)
 
     def _connect(self, dial: int, address: str, public_key: str | None, resolved: str | OSError) -> None:
         """Open a connection to a resolved address, unless it was given up meanwhile."""
@@ -243,9 +250,12 @@ class Dispatch:
             if short := self._shortage():
                 raise PeerUnreachable(f"{address}: {short}")
             self.channel.connect(dial, resolved, public_key=public_key)
+            self._probes.add(dial, resolved)
         except DisaggError as error:
             self._warnings.warning("%s: %s", self._handshake.me, error)
             self._peers.cannot_dial(dial, str(error))
+            if isinstance(resolved, OSError):
+                self._peers.on_gone(dial, str(error))
         else:
             if resolved != address:
                 self._peers.dialled(dial, time.monotonic())

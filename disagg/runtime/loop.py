@@ -89,6 +89,7 @@ class Loop:
         sessions: Sessions,
         connections: Connections,
         openings: Advances,
+        probes: Advances,
         worker: TransferWorker,
         spin_s: float,
         on_death: Callable[[str], None],
@@ -101,6 +102,7 @@ class Loop:
         self._sessions = sessions
         self._connections = connections
         self._openings = openings
+        self._probes = probes
         self._worker = worker
         self._spin_s = spin_s
         self._on_death = on_death
@@ -183,6 +185,7 @@ class Loop:
             self._next_due()
         if now >= self._due:
             self._due = NEVER  # until it is computed again
+            self._probes.advance(now)
             self._peers.tick(now)
             self._dispatch.carry_out_peers(now)
             self._sessions.tick(now)
@@ -213,7 +216,7 @@ class Loop:
     def _next_due(self) -> float:
         """When the next timer is due. Computed before a wait only: an iteration that has work does without."""
         if not self._due_known:
-            ticks = self._sessions.next_tick(), self._peers.next_tick(), self._connections.next_tick, self._openings.next_tick
-            self._due = min(ticks)
+            others = self._connections.next_tick, self._openings.next_tick, self._probes.next_tick
+            self._due = min(self._sessions.next_tick(), self._peers.next_tick(), *others)
             self._due_known = True
         return self._due

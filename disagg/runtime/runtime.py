@@ -38,6 +38,7 @@ from disagg.runtime.lifetime import Lifetime
 from disagg.runtime.loop import JOIN_TIMEOUT_S, CommandQueue, Loop
 from disagg.runtime.openings import Openings, OpenSession
 from disagg.runtime.peer_processes import PeerProcesses
+from disagg.runtime.probes import Probes
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.resolver import Resolver
 from disagg.runtime.transfers import Transfers
@@ -216,6 +217,7 @@ class Runtime:
             on_connected=self._on_connected,
         )
         self._resolver = Resolver(self.commands.put, name=name)
+        self._probes = Probes(self.peers.on_gone)
         self.dispatch = Dispatch(
             channel=self.channel,
             peers=self.peers,
@@ -223,6 +225,7 @@ class Runtime:
             sessions=self.sessions,
             connections=self.connections,
             resolver=self._resolver,
+            probes=self._probes,
             transfers=self.transfers,
             worker=self.worker,
             verification=self.verification,
@@ -240,6 +243,7 @@ class Runtime:
             sessions=self.sessions,
             connections=self.connections,
             openings=self.openings,
+            probes=self._probes,
             worker=self.worker,
             spin_s=self.spin_s,
             on_death=self._on_death,
@@ -290,6 +294,7 @@ class Runtime:
     def _close(self) -> None:
         self.loop.stop("the manager was closed")
         self._resolver.close()
+        self._probes.close_all()
         self.connections.join(JOIN_TIMEOUT_S)
         self.worker.stop(JOIN_TIMEOUT_S)
         self.verification.stop(JOIN_TIMEOUT_S)
@@ -359,8 +364,8 @@ class Runtime:
         self.openings.advance(time.monotonic())
         self.directory.notify()
 
-    def _on_forgotten(self, name: str) -> None:
-        self.openings.fail_all(name, f"peer {name!r} was removed")
+    def _on_forgotten(self, name: str, cause: str) -> None:
+        self.openings.fail_all(name, f"peer {name!r} was removed: {cause}")
         self.handshake.forget(name)
         self.transfers.forget(name, now := time.monotonic())
         self.sessions.forget(name, now)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from disagg import new_request_id
+from disagg.core.errors import PeerUnreachable
 from disagg.protocol import peers
 from disagg.runtime import resolver
 from disagg.testing.reference import KVModel
@@ -52,6 +54,16 @@ def prefill(names: Names) -> Iterator[Rank]:
     yield rank
     names.answer.set()
     rank.manager.close()
+
+
+def test_a_request_whose_peer_has_no_address_any_more_fails_at_once(names: Names, prefill: Rank) -> None:
+    """A server that is gone may have lost its name as well."""
+    request = prefill.manager.receiver(
+        new_request_id(), peer="decode", address="tcp://gone.test:7000", rows={}, deadline_s=None
+    )
+    error = request.wait(timeout_s=DEADLINE_S).error
+    assert isinstance(error, PeerUnreachable)
+    assert "tcp://gone.test:7000: the host cannot be resolved" in str(error)
 
 
 def at(rank: Rank, host: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ import pytest
 from disagg import KVManager, ModelId, Pages, new_request_id
 from disagg.core.errors import Cause, ConfigError, LocalProtocolError, PeerUnreachable, RequestTimeout
 from disagg.protocol.types import Event
+from disagg.runtime import directory
 from disagg.runtime.keys import KeyPair
 from disagg.testing import reference
 from disagg.testing.reference import KVModel, PageList
+from harness.ports import free_ports
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Cluster, Rank, Side, cluster, start_side
 
@@ -285,10 +288,73 @@ def test_a_peer_that_was_just_removed_is_added_again_by_the_address_of_a_request
             decode.manager.remove_peer("prefill-0")
 
 
-def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuses() -> None:
+@contextmanager
+def silent_listener() -> Iterator[str]:
+    """An address at which somebody listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_requests_of_a_peer_that_is_gone_fail_at_once() -> None:
+    """Its host says that nobody listens. Without that they would wait for ever. The peer is forgotten, also by a decline."""
+    (port,) = free_ports(1)
     with strangers(Side(), Side()) as instances:
+        (decode,) = instances.decode
+        where: Any = {"peer": "prefill-0", "address": f"tcp://127.0.0.1:{port}"}
+        requests = [decode.manager.receiver(new_request_id(), rows={}, deadline_s=None, **where) for _ in range(2)]
+        decode.manager.decline(new_request_id(), **where)
+        for request in requests:
+            event = request.wait(timeout_s=DEADLINE_S)
+            assert isinstance(event.error, PeerUnreachable)
+            assert f"was removed: nobody listens at tcp://127.0.0.1:{port}" in str(event.error)
+            assert event.lease.released
+        until(lambda: decode.manager.peer("prefill-0").state == "unknown")
+
+
+def test_requests_of_a_peer_that_was_ready_fail_at_once_when_it_is_gone() -> None:
+    with strangers(Side(), Side()) as instances:
+        request, address = new_request_id(), instances.prefill[0].manager.address
+        first = want(instances.decode[0], request, address)
+        offer(instances.prefill[0], request)
+        assert first.wait(timeout_s=DEADLINE_S).ok
+        instances.prefill[0].manager.close()
+        late = want(instances.decode[0], new_request_id(), address, deadline_s=None)
+        assert not late.wait(timeout_s=DEADLINE_S).ok
+
+
+def test_a_request_that_names_a_new_address_of_a_peer_is_served_there() -> None:
+    """The peer was not ready at the earlier one, which says nothing."""
+    with strangers(Side(), Side()) as instances, silent_listener() as nowhere:
+        (prefill,), (decode,) = instances.prefill, instances.decode
+        first = decode.manager.receiver(new_request_id(), peer="prefill-0", address=nowhere, rows={}, deadline_s=None)
+        until(lambda: "no answer yet" in decode.manager.peer("prefill-0").reason)
+        request = new_request_id()
+        second = want(decode, request, prefill.manager.address)
+        offer(prefill, request)
+        assert second.wait(timeout_s=DEADLINE_S).ok
+        first.abort("the client has left")
+
+
+def test_the_number_of_peers_that_requests_name_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "MAX_ADMITTED", 2)
+    with strangers(Side(), Side()) as instances, silent_listener() as nowhere:
+        (decode,) = instances.decode
+
+        def ask(name: str) -> Any:
+            return decode.manager.receiver(new_request_id(), peer=name, address=nowhere, rows={}, deadline_s=None)
+
+        waiting = [ask("prefill-0"), ask("prefill-1"), ask("prefill-1")]
+        with pytest.raises(PeerUnreachable, match="2 instances that are not configured for good are known"):
+            ask("prefill-2")
+        until(lambda: set(decode.manager.health().peers) == {"prefill-0", "prefill-1"})
+        for each in waiting:
+            each.abort("the client has left")
+
+
+def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuses() -> None:
+    with strangers(Side(), Side()) as instances, silent_listener() as nowhere:
         decode = instances.decode[0].manager
-        gone = want(instances.decode[0], new_request_id(), "tcp://127.0.0.1:9")
+        gone = want(instances.decode[0], new_request_id(), nowhere)
         assert decode.peer("prefill-0").state == "connecting"
         assert not gone.lease.released
         decode.remove_peer("prefill-0")
@@ -296,7 +362,7 @@ def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuse
         assert isinstance(event.error, PeerUnreachable)
         assert "was removed" in str(event.error)
         assert gone.lease.released
-        aborted = want(instances.decode[0], new_request_id(), "tcp://127.0.0.1:9")
+        aborted = want(instances.decode[0], new_request_id(), nowhere)
         other = decode.receiver(new_request_id(), peer="prefill-0", rows={}, deadline_s=0.2)
         aborted.abort("the client is gone")
         assert "the client is gone" in str(aborted.wait(timeout_s=DEADLINE_S).error)

@@ -8,7 +8,7 @@ import pytest
 
 from disagg.protocol import peers
 from disagg.protocol.messages import Hello, Reject, Welcome
-from disagg.protocol.peer_state import Connect, Disconnect, Forgotten, Lost, ReplyOn
+from disagg.protocol.peer_state import Connect, Disconnect, Forgotten, Lost, PeerEffect, Probe, ReplyOn
 from disagg.protocol.peers import PeerTable
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import PeerRank, RequestKey
@@ -73,7 +73,7 @@ def test_an_admitted_instance_whose_hello_is_rejected_is_forgotten() -> None:
     table = admitting(lambda *_: True)
     table.on_inbound(b"c1", "", hello(table=b"bad", leader=LEADER), 0.0)
     answer, forgotten = take_effects(table)  # and it is not dialled
-    assert forgotten == Forgotten("decode-0")
+    assert forgotten == Forgotten("decode-0", "its hello was rejected")
     assert isinstance(answer, ReplyOn)
     assert isinstance(answer.message, Reject)
     assert table.instances == {}
@@ -101,7 +101,7 @@ def test_an_admitted_instance_is_forgotten_once_it_was_away() -> None:
     table.tick(2 * away + 1.0)
     assert table.instances == {}
     effects = take_effects(table)
-    assert effects[-1] == Forgotten("decode-0")
+    assert effects[-1] == Forgotten("decode-0", f"it has been away for {LIMITS.forget_s} s")
     assert any(isinstance(effect, Disconnect) for effect in effects)
 
 
@@ -135,3 +135,38 @@ def test_the_ended_attempts_of_a_forgotten_instance_are_forgotten() -> None:
     sessions.forget("D", 1.0)
     assert (len(sessions.sends.table.ended), len(sessions.receives._ended)) == (0, 0)
     assert sessions.sends.table.has_ended(PeerRank("D", 0), key) is None
+
+
+def probes(table: PeerTable, until: float) -> list[PeerEffect]:
+    """The probes that a table asks for until then."""
+    for now in range(int(until)):
+        table.tick(float(now))
+    return [effect for effect in take_effects(table) if isinstance(effect, Probe)]
+
+
+def test_a_peer_of_a_request_is_forgotten_at_once_if_nobody_listens() -> None:
+    """It is probed once its first hello was not answered."""
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0, lasting=False)
+    assert probes(table, 1.0) == []
+    assert probes(table, 3.0) == [Probe(0)]
+    table.on_gone(0, f"nobody listens at {LEADER}")
+    assert take_effects(table) == [Disconnect(0), Forgotten("decode-0", f"nobody listens at {LEADER}")]
+    assert table.instances == {}
+    table.on_gone(0, f"nobody listens at {LEADER}")
+    assert take_effects(table) == []
+
+
+@pytest.mark.parametrize("why", ["it is configured for good", "it is connected to this rank", "it has answered"])
+def test_an_instance_that_is_kept_although_nobody_listens(why: str) -> None:
+    table = peer_table()
+    table.add_peer("decode-0", LEADER, None, 0.0, lasting=why == "it is configured for good")
+    if why == "it is connected to this rank":
+        table.on_inbound(b"c1", "", hello(), 0.0)
+    elif why == "it has answered":
+        table.tick(0.0)
+        reply(table, LEADER, welcome(epoch=7), 0.0)
+        table.on_inbound(b"c1", "", hello(), 0.0)
+    assert probes(table, 9.0) == []
+    table.on_gone(0, f"nobody listens at {LEADER}")
+    assert list(table.instances) == ["decode-0"]

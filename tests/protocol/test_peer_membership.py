@@ -214,7 +214,7 @@ def test_removing_a_peer_drops_its_connections() -> None:
     take_effects(table)
     table.remove_peer("decode-0", "removed")
     lost = Lost(PeerRank("decode-0", 0), 7, "removed")
-    assert take_effects(table) == [lost, Disconnect(0), Forgotten("decode-0")]
+    assert take_effects(table) == [lost, Disconnect(0), Forgotten("decode-0", "removed")]
     assert table.on_inbound(b"c1", "", DRAINED, 0.0) is None
     assert table.link(PeerRank("decode-0", 0)) is None
     table.tick(60.0)

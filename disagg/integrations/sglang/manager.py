@@ -18,7 +18,6 @@ from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, Pee
 from disagg.core.leases import Lease, LeaseState
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
-from disagg.integrations.peers import Peers
 from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served, control_address, name_of, named
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.layout import components
@@ -110,7 +109,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()
         self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
-        self.peers = Peers(self.transfers, frozenset())
         self.components = tuple(part.name for part in parts)
         self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)
         self.leader = leader
@@ -237,7 +235,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         """The instance that serves a receiver's request. Raises `DisaggError` if it is gone, and if there is none."""
         other = named(receiver.bootstrap_addr)
         if other is not None:
-            self.peers.reach(other.name, address=other.address)
             return other
         found = self._served[receiver.bootstrap_addr].prefills.get(receiver.prefill_dp_rank)
         if found is None:

@@ -25,7 +25,6 @@ from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
 from disagg.integrations.identity import Conventions, model_id, read_config
 from disagg.integrations.options import Options
-from disagg.integrations.peers import Peers
 from disagg.integrations.vllm.groups import check_engine
 from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
@@ -60,7 +59,8 @@ class WorkerHalf:
         check_engine(config)
         self._config, self._kv, self._options = config, kv, options
         self._manager: KVManager | None = None
-        self._peers: Peers
+        self._trusted: frozenset[str] = frozenset()
+        """The public keys of other servers, if this one has keys."""
         self._caches: tuple[Cache, ...] = ()
         self._leader: RankAddress | None = None
         self._is_cuda = False
@@ -117,7 +117,7 @@ class WorkerHalf:
         to_join = None if leader is None else leader.address
         settings = self._options.rank_settings(listen=listen, leader=to_join, dp_rank=replica)
         self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
-        self._peers = Peers(manager, frozenset(settings["peer_keys"].values()))
+        self._trusted = frozenset(settings["peer_keys"].values())
         keys = settings["keys"]
         return RankAddress(manager.name, manager.address, None if keys is None else keys.public)
 
@@ -282,11 +282,9 @@ class WorkerHalf:
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def _receive(self, load: Load, receive: Receive) -> None:
-        manager = self._reach(load.hand_off)
-        receive.handle = manager.receiver(
+        receive.handle = self._running().receiver(
             load.hand_off.request_id,
-            peer=load.hand_off.remote_engine_id,
-            attempt=load.hand_off.remote_attempt,
+            **self._source(load.hand_off),
             rows=self._rows(load.blocks, start=0, incremental=None),
             need={cache.name: cache.group.needed(load.start, load.stop) for cache in self._caches},
             ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
@@ -296,13 +294,21 @@ class WorkerHalf:
         )
 
     def _decline(self, hand_off: HandOff) -> None:
-        manager = self._reach(hand_off)
-        manager.decline(hand_off.request_id, peer=hand_off.remote_engine_id, attempt=hand_off.remote_attempt)
+        self._running().decline(hand_off.request_id, **self._source(hand_off))
 
-    def _reach(self, hand_off: HandOff) -> KVManager:
-        return self._peers.reach(
-            hand_off.remote_engine_id, address=hand_off.remote_address, public_key=hand_off.remote_public_key
-        )
+    def _source(self, hand_off: HandOff) -> dict[str, Any]:
+        """Which attempt of which server a request is loaded from, for the manager. With keys the server's key must be trusted:
+        a request comes from a client, and may name any address. Raises `ConfigError`.
+        """
+        key = hand_off.remote_public_key
+        if self._trusted and key not in self._trusted:
+            raise ConfigError(f"prefill server {hand_off.remote_engine_id!r}: expected one of trusted_keys, found {key!r}")
+        return {
+            "peer": hand_off.remote_engine_id,
+            "address": hand_off.remote_address,
+            "public_key": key if self._trusted else None,
+            "attempt": hand_off.remote_attempt,
+        }
 
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:

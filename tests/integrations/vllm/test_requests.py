@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,6 +255,49 @@ def test_preemption(pair: tuple[Engine, Engine], at_once: bool) -> None:
     assert decode.counts["failed_loads"] - failed == at_once
     check_equal(decode.generate([asked[2], *asked[:2]] if at_once else asked, max_tokens=6), found)
     wait_empty(prefill, decode)
+
+
+ANSWER = threading.Event()
+
+
+def block_names(_: object) -> None:
+    """In an engine's process: have the name server answer only once `answer_names` is called, with an error."""
+    system = socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **options: Any) -> Any:
+        if host != "slow.test":
+            return system(host, *args, **options)
+        ANSWER.wait(60)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    socket.getaddrinfo = look_up  # type: ignore[assignment]
+
+
+def answer_names(_: object) -> bool:
+    """In an engine's process: whether the name server had not answered yet. It does now."""
+    was_blocked = not ANSWER.is_set()
+    ANSWER.set()
+    return was_blocked
+
+
+def test_a_slow_name_server_holds_up_no_step(pair: tuple[Engine, Engine]) -> None:
+    """Other requests are answered before it. Then the request is computed, since nobody has that name."""
+    _, decode = pair
+    slow, other = prompts((70, 60), seed=35)
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "nobody",
+        "remote_address": "tcp://slow.test:9",
+        "remote_request_id": new_request_id().hex(),
+    }
+    decode.run(block_names)
+    waiting = decode.add(slow, params=params, max_tokens=4)
+    decode.wait([decode.add(other, max_tokens=4)])
+    assert decode.answers[waiting].finish_reason is None
+    assert decode.run(answer_names)
+    (found,) = decode.wait([waiting], timeout_s=20.0)  # `load_timeout_s` is 30
+    assert found.num_external == 0
+    check_equal(decode.generate([slow], max_tokens=4), [found])
 
 
 RECORDS: list[logging.LogRecord] = []
