@@ -299,6 +299,11 @@ class Sender(RequestHandle):
             return False
         return all(each.ended and each.reserve is None for each in tuple(session.destinations.values()))
 
+    @property
+    def wanted_at(self) -> float | None:
+        """When a receiver that cannot reserve yet has last called `KVManager.want`, by `time.monotonic`; `None` if none has."""
+        return None if self.session is None else self.session.wanted_at
+
     def needed(self, component: str) -> TokenRange | None:
         """The tokens `[start, stop)` of `component` that the receivers need; `None` until all of them have reserved."""
         check_process(self._control)

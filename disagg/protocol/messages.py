@@ -177,6 +177,12 @@ class Decline(RequestMessage, frozen=True, tag="decline", kw_only=True):
     destination_group: Small
 
 
+class Wanted(RequestMessage, frozen=True, tag="wanted", kw_only=True):
+    """The receiver still wants the request, and cannot reserve it yet. Sent from time to time, and not answered."""
+
+    source_group: Small
+
+
 class Busy(Message, frozen=True, tag="busy", kw_only=True):
     """No room now: the hello or the reserve may be sent again after `retry_after_s`."""
 
@@ -289,6 +295,7 @@ AnyMessage = (
     | Reject
     | Reserve
     | Decline
+    | Wanted
     | Busy
     | SlotsFilled
     | Complete

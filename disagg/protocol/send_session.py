@@ -132,6 +132,7 @@ class SendSession:
 
     It is bound to a peer from the start, or by the first message about it. Before, `expected` is `None`, `peer` may be empty
     (any), and the attempt of `key` counts only unless `any_attempt`. `names_attempt`: one attempt was offered to any peer.
+    `wanted_at`: when a receiver that cannot reserve yet has last said that it wants the request.
     """
 
     key: RequestKey
@@ -150,6 +151,7 @@ class SendSession:
     reported: bool = False
     released: bool = False
     lease: Lease = field(default_factory=Lease)
+    wanted_at: float | None = None
     armed_at: float = NEVER
     names_attempt: bool = field(init=False)
 

@@ -56,12 +56,19 @@ class SendTable:
     def claim(self, peer: PeerRank, key: RequestKey) -> list[tuple[PeerRank, Early]]:
         """Bind an offer that fits, if there is no session yet. Returns the messages that have come for it before."""
         if self.offers and (peer.instance, key) not in self.sessions:
-            for whose in (peer.instance, ANY):
-                for attempt in (key.attempt, None):
-                    offered = self.offers.get((whose, key.request_id, attempt))
-                    if offered is not None:
-                        return self._bind(offered, peer.instance, key)
+            offered = self.offer(peer.instance, key)
+            if offered is not None:
+                return self._bind(offered, peer.instance, key)
         return []
+
+    def offer(self, instance: str, key: RequestKey) -> SendSession | None:
+        """The offer that an attempt fits which an instance asks for."""
+        for whose in (instance, ANY):
+            for attempt in (key.attempt, None):
+                offered = self.offers.get((whose, key.request_id, attempt))
+                if offered is not None:
+                    return offered
+        return None
 
     def remove(self, session: SendSession, reason: str) -> bool:
         """Forget a session that has ended, for this reason. Returns whether it was there."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from disagg.core.errors import Cause, DisaggError, LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import Lease
-from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve
+from disagg.protocol.messages import Abort, Complete, Decline, Drained, Outcome, PartialChecksums, Reserve, Wanted
 from disagg.protocol.parked import CONTRADICTION, Early, refusal
 from disagg.protocol.send_session import Destination, SendSession, SendState, SendStep
 from disagg.protocol.send_table import Readers, SendTable
@@ -190,6 +190,13 @@ class Sends:
             return
         session.decline(peer)
         self._settle(session)
+
+    def on_wanted(self, peer: PeerRank, message: Wanted, now: float) -> None:
+        """A receiver waits before it reserves. Nothing is bound to it, and an unknown request changes nothing."""
+        key = key_of(message)
+        session = self.sessions.get((peer.instance, key)) or self.table.offer(peer.instance, key)
+        if session is not None and message.source_group == self._group:
+            session.wanted_at = now
 
     def on_abort(self, peer: PeerRank, message: Abort, now: float) -> None:
         key = key_of(message)

@@ -29,6 +29,7 @@ from disagg.protocol.messages import (
     Outcome,
     Reserve,
     SlotsFilled,
+    Wanted,
 )
 from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.receiving import Receives
@@ -73,6 +74,8 @@ class Sessions:
                 self.sends.on_reserve(peer, message, now)
             case Decline():
                 self.sends.on_decline(peer, message, now)
+            case Wanted():
+                self.sends.on_wanted(peer, message, now)
             case SlotsFilled():
                 self.receives.answer_unknown(peer, message)
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
@@ -128,6 +131,11 @@ class Sessions:
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         """Tell these ranks of an instance that nothing is needed of them."""
         message = Decline(**ids(key), nonce=nonce, source_group=source_group, destination_group=self._group)
+        self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
+
+    def want(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
+        """Tell these ranks of an instance that a request is still wanted."""
+        message = Wanted(**ids(key), nonce=nonce, source_group=source_group)
         self.effects.extend(SendMessage(PeerRank(peer, rank), message) for rank in ranks)
 
     def forget(self, instance: str, now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from disagg.requests import Receiver, Sender
 from disagg.runtime.runtime import Runtime
 
 DECLINE_S = 60.0
-"""How long a decline waits for its peer."""
+"""How long a message about a request that is not received waits for its peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +136,16 @@ def open_sender(
 
 def decline(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None:
     """Tell the writers of this rank that it needs nothing of a request, now or once the peer is ready."""
+    _tell(runtime, key, peer=peer, group=group, message=runtime.sessions.decline)
+
+
+def want(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None:
+    """Tell the writers of this rank that it still wants a request, now or once the peer is ready."""
+    _tell(runtime, key, peer=peer, group=group, message=runtime.sessions.want)
+
+
+def _tell(runtime: Runtime, key: RequestKey, *, peer: str, group: int, message: Callable[..., None]) -> None:
+    """Send a message about a request to every rank of a group that may have it, now or once the peer is ready."""
     group = check_number(group, f"group of peer {peer!r}", 2**31)
 
     def tell() -> None:
@@ -143,6 +153,6 @@ def decline(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None
         if group < agreement.num_groups:
             ranks = [*agreement.writers(runtime.local, group), *agreement.idle_writers(runtime.local, group)]
             nonce = secrets.randbits(62)
-            runtime.sessions.decline(key, peer=peer, nonce=nonce, source_group=group, ranks=ranks)
+            message(key, peer=peer, nonce=nonce, source_group=group, ranks=ranks)
 
     runtime.command(lambda now: runtime.openings.wait(peer, None, tell, now + DECLINE_S))

@@ -129,6 +129,21 @@ def test_a_receiver_that_declines_releases_prefills_rows(known: bool) -> None:
         assert all(sender.lease.released for sender in senders)
 
 
+def test_prefill_sees_that_a_request_is_still_wanted() -> None:
+    """Of a rank that has no rows for it yet. Each rank of prefill that holds rows is told, also one that writes nothing."""
+    with strangers(Side(tp=2), Side()) as instances:
+        request, address = new_request_id(), instances.prefill[0].manager.address
+        senders = [offer(rank, request) for rank in instances.prefill]
+        assert [sender.wanted_at for sender in senders] == [None, None]
+        asked_at = time.monotonic()
+        (decode,) = instances.decode
+        decode.manager.want(request, peer="prefill-0", address=address)
+        until(lambda: all(sender.wanted_at is not None for sender in senders))
+        assert all(asked_at < sender.wanted_at < time.monotonic() for sender in senders)
+        assert want(decode, request, address).wait(timeout_s=DEADLINE_S).ok
+        assert all(sender.wait(timeout_s=DEADLINE_S).ok for sender in senders)
+
+
 def test_a_receiver_that_ends_before_its_peer_is_known_releases_prefills_rows() -> None:
     with strangers(Side(tp=2), Side(tp=2)) as instances:
         request, address = new_request_id(), instances.prefill[0].manager.address

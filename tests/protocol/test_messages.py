@@ -38,6 +38,7 @@ from disagg.protocol.messages import (
     RingGrant,
     SlotRow,
     SlotsFilled,
+    Wanted,
     Welcome,
     Writing,
     Written,
@@ -88,6 +89,7 @@ SAMPLES: dict[str, Message] = {
         need={"kv": (16, 40), "ssm": (0, 40)},
     ),
     "decline": Decline(**IDS, nonce=7, source_group=1, destination_group=2),
+    "wanted": Wanted(**IDS, nonce=7, source_group=1),
     "busy": Busy(reason="full", retry_after_s=0.5, **IDS, nonce=7),
     "busy_hello": Busy(reason="starting", retry_after_s=1.0),
     "complete": Complete(
@@ -195,6 +197,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Abort, **BASE, nonce=NONCE, reason=REASON, from_writer=st.booleans()),
     st.builds(Drained, **BASE, nonce=NONCE, reason=REASON),
     st.builds(Decline, **BASE, nonce=NONCE, source_group=SMALL, destination_group=SMALL),
+    st.builds(Wanted, **BASE, nonce=NONCE, source_group=SMALL),
     st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
     st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
     st.builds(Goodbye, reason=REASON),

@@ -8,7 +8,7 @@ import pytest
 from disagg.core.errors import LocalProtocolError, RequestAborted, RequestTimeout
 from disagg.core.leases import Lease
 from disagg.core.rows import Pages
-from disagg.protocol.messages import Abort, Decline, Drained, Outcome, Reserve, pack_rows
+from disagg.protocol.messages import Abort, Decline, Drained, Outcome, Reserve, Wanted, pack_rows
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import Chunk, Event, Limits, PeerRank, RequestKey, SendMessage, StartTransfer
@@ -45,6 +45,10 @@ def reserve(attempt: int = 0, *, group: int = 0) -> Reserve:
 
 def decline(attempt: int = 0, *, source: int = 0) -> Decline:
     return Decline(request_id=ID, attempt=attempt, nonce=7, source_group=source, destination_group=0)
+
+
+def wanted(attempt: int = 0, *, source: int = 0) -> Wanted:
+    return Wanted(request_id=ID, attempt=attempt, nonce=7, source_group=source)
 
 
 def abort(attempt: int = 0) -> Abort:
@@ -247,6 +251,23 @@ def test_a_decline_of_another_group_or_of_an_ended_attempt_changes_nothing() -> 
     sessions.sends.finish(session, b"", 0.0)
     take_effects(sessions)
     sessions.on_message(D0, decline(), 0.0)
+    assert (take_effects(sessions), len(sessions.sends.parked)) == ([], 0)
+
+
+def test_a_sender_sees_that_its_request_is_still_wanted() -> None:
+    """That binds nothing, answers nothing, and is not kept for requests that are not there."""
+    sessions = sessions_of()
+    sessions.on_message(D0, wanted(), 1.0)
+    session = offer(sessions, attempt=0)
+    sessions.on_message(D0, wanted(source=1), 2.0)
+    sessions.on_message(D0, wanted(attempt=1), 2.0)
+    seen = [(session.wanted_at, session.is_bound)]
+    sessions.on_message(D1, wanted(), 3.0)
+    seen.append((session.wanted_at, session.is_bound))
+    sessions.on_message(D0, reserve(), 4.0)
+    sessions.on_message(D0, wanted(), 5.0)
+    seen.append((session.wanted_at, session.is_bound))
+    assert seen == [(None, False), (3.0, False), (5.0, True)]
     assert (take_effects(sessions), len(sessions.sends.parked)) == ([], 0)
 
 
