@@ -34,7 +34,13 @@ class Options(ServerConfig, frozen=True, kw_only=True):
         str | None, meaning("Identity of the model, the same on both sides; default: a digest of its config.json.")
     ] = None
     trusted_keys: Annotated[tuple[str, ...], meaning("Public keys of the other servers, if this one has keys.")] = ()
-    hold_s: Annotated[Seconds, meaning("How long prefill keeps a request's blocks for decode.", metavar="SECONDS")] = 60.0
+    hold_s: Annotated[
+        Seconds,
+        meaning("How long prefill keeps a request's blocks for decode that does not ask for them.", metavar="SECONDS"),
+    ] = 60.0
+    max_hold_s: Annotated[
+        Seconds, meaning("How long prefill keeps them in all while decode's queue still wants them.", metavar="SECONDS")
+    ] = 600.0
     load_timeout_s: Annotated[
         Seconds, meaning("How long decode waits for a request's state before it computes it.", metavar="SECONDS")
     ] = 30.0

@@ -43,7 +43,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         share_logging()
         transfer = vllm_config.kv_transfer_config
         options = Options.read(transfer.kv_connector_extra_config, engine_id=transfer.engine_id)
-        self._scheduler = SchedulerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else None
+        self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.SCHEDULER else None
         self._worker = WorkerHalf(vllm_config, kv_cache_config, options) if role is KVConnectorRole.WORKER else None
 
     @classmethod

@@ -96,11 +96,13 @@ class Finish:
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, once a step.
 
-    `aborts` are requests that the server has ended, `given_up` ids of transfers that the proxy has ended.
+    `wanted` are transfers that requests in the queue still need. `aborts` are requests that the server has ended, `given_up`
+    ids of transfers that the proxy has ended.
     """
 
     loads: list[Load] = field(default_factory=list)
     declines: list[HandOff] = field(default_factory=list)
+    wanted: list[HandOff] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)

@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from disagg.integrations.handoff import Payload, prompt_digest
+from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
     BlockIds,
@@ -33,6 +34,7 @@ from disagg.integrations.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from disagg.integrations.vllm.queue import Queue
 from disagg.manager import new_request_id
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,8 @@ class Prefill:
 class SchedulerHalf:
     """The scheduler half. Lives in the process of vLLM's EngineCore, and has no connection of its own."""
 
-    def __init__(self, config: VllmConfig, kv: KVCacheConfig) -> None:
+    def __init__(self, config: VllmConfig, kv: KVCacheConfig, options: Options) -> None:
+        self._queue = Queue(options.hold_s)
         self._groups = read_groups(kv)
         self._exact = not all(group.is_incremental for group in self._groups)
         self._engine_id = config.kv_transfer_config.engine_id
@@ -119,6 +122,7 @@ class SchedulerHalf:
         if "abort_request_id" in params:
             self._give_up(bytes.fromhex(params["abort_request_id"]))
             return
+        self._queue.add(request)
         first_token = bool(params.get("first_token"))
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if not params.get("do_remote_decode") or num_tokens == 0:
@@ -149,6 +153,7 @@ class SchedulerHalf:
         """What the workers do in this step."""
         step, self._step = self._step, StepMetadata()
         step.idle = output.total_num_scheduled_tokens == 0
+        step.wanted = self._queue.take_due()
         sends_chunks = any(group.is_incremental for group in self._groups)
         for req_id, num_computed in _computed(output):
             prefill = self._prefills.get(req_id)
@@ -174,6 +179,7 @@ class SchedulerHalf:
     def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Hand over a prefilled request and keep its blocks until decode has them; stop one that the server has aborted."""
         req_id = request.request_id
+        self._queue.remove(req_id)
         hand_off = self._unresolved(request) or self._of_others.pop(req_id, None)
         if hand_off is not None and _transfer(hand_off) not in self._loaded:
             self._step.declines.append(hand_off)

@@ -141,6 +141,8 @@ class WorkerHalf:
             self._give_up(request_id)
         for hand_off in step.declines:
             self._attempt(partial(self._decline, hand_off), hand_off.remote_request_id)
+        for hand_off in step.wanted:
+            self._attempt(partial(self._want, hand_off), hand_off.remote_request_id)
         for load in step.loads:
             self._receives[load.req_id] = receive = Receive(load.req_id, load.stop - load.start, load.prompt)
             if not self._attempt(partial(self._receive, load, receive), load.req_id):
@@ -234,12 +236,19 @@ class WorkerHalf:
         return send.handle
 
     def _end_late_sends(self) -> None:
-        """End requests that no decode server has taken in time, since vLLM keeps their blocks."""
-        latest_s = time.monotonic() - self._options.hold_s
+        """End requests that no decode server has taken in time, since vLLM keeps their blocks. One that still wants a request
+        has longer.
+        """
+        now, options = time.monotonic(), self._options
         for send in self._sends.values():
-            if send.finished_s is not None and send.finished_s < latest_s and send.handle is not None:
+            if send.finished_s is None or send.handle is None:
+                continue
+            wanted_s = max(send.finished_s, send.handle.wanted_at or 0.0)
+            late_s = min(wanted_s + options.hold_s, send.finished_s + max(options.max_hold_s, options.hold_s))
+            if late_s < now:
+                reason = f"no decode server took it within {now - send.finished_s:.0f} s"
                 send.finished_s = math.inf  # only once
-                send.handle.abort(f"no decode server took it within {self._options.hold_s:g} s")
+                send.handle.abort(reason)
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that no decode server will take. vLLM gets its blocks when the end is reported."""
@@ -295,6 +304,9 @@ class WorkerHalf:
 
     def _decline(self, hand_off: HandOff) -> None:
         self._running().decline(hand_off.request_id, **self._source(hand_off))
+
+    def _want(self, hand_off: HandOff) -> None:
+        self._running().want(hand_off.request_id, **self._source(hand_off))
 
     def _source(self, hand_off: HandOff) -> dict[str, Any]:
         """Which attempt of which server a request is loaded from, for the manager. With keys the server's key must be trusted:

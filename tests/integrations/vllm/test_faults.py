@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from disagg.commands.top import read
 from disagg.runtime.keys import KeyPair
@@ -226,6 +227,49 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
     while decode.num_free_blocks() < decode.num_blocks - 1:  # the engine learns it when it steps
         assert time.monotonic() < until
         decode.generate([other[:5]], max_tokens=1)
+
+
+def pause(core: Any) -> None:
+    """In an engine's process: keep new requests in the queue."""
+    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+
+def resume(core: Any) -> None:
+    """In an engine's process: schedule the queue."""
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+HOLD_S = 3.0
+
+
+def test_a_request_that_waits_in_decodes_queue(start: Callable[..., Engine]) -> None:
+    """It waits for longer than prefill would keep it, and decode's workers renew it. Prefill gives a request up after
+    `max_hold_s` all the same, and soon if decode is killed.
+    """
+    prefill = start(block_size=32, extra={"hold_s": HOLD_S, "max_hold_s": 5 * HOLD_S})
+    decode = start(block_size=64, extra={"hold_s": HOLD_S})
+    asked = prompts((300, 200, 100), seed=29)
+    expected = prefill.wait_ready().generate(asked, max_tokens=4)
+    connect(prefill, decode.wait_ready())
+
+    def ask(prompt: list[int]) -> str:
+        decode.run(pause)
+        (first,) = prefill.generate([prompt], params=PREFILL)
+        return decode.add(prompt, params=first.params, max_tokens=4)
+
+    kept = ask(asked[0])
+    time.sleep(2 * HOLD_S)
+    decode.run(resume)
+    found = decode.wait([kept])
+    given_up = ask(asked[1])
+    prefill.settle()
+    decode.run(resume)
+    found += decode.wait([given_up])
+    check_equal(expected[:2], found)
+    assert num_external(found) == [299, 0]
+    ask(asked[2])
+    decode.kill()
+    wait_empty(prefill)
 
 
 def test_keys(start: Callable[..., Engine], tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Requests that wait in decode's queue: prefill keeps their blocks as long as it hears that they are still wanted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from disagg.integrations.vllm.metadata import HandOff
+
+RENEWALS = 6
+"""How often a request is renewed within the time that prefill keeps it without."""
+
+
+class Queue:
+    """The requests whose hand-off was not loaded or declined yet. `hold_s` is how long prefill keeps their blocks unrenewed."""
+
+    def __init__(self, hold_s: float) -> None:
+        self._interval_s = hold_s / RENEWALS
+        self._due_s = 0.0
+        self._requests: dict[str, Any] = {}
+
+    def add(self, request: Any) -> None:
+        """Note a request that has come."""
+        if _hand_off(request) is not None:
+            self._requests[request.request_id] = request
+
+    def remove(self, req_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(req_id, None)
+
+    def take_due(self) -> list[HandOff]:
+        """The hand-offs to renew now; none if that was done a moment ago."""
+        now = time.monotonic()
+        if not self._requests or now < self._due_s:
+            return []
+        self._due_s = now + self._interval_s
+        found = {req_id: _hand_off(request) for req_id, request in self._requests.items()}
+        for req_id in [req_id for req_id, hand_off in found.items() if hand_off is None]:
+            del self._requests[req_id]
+        return [hand_off for hand_off in found.values() if hand_off is not None]
+
+
+def _hand_off(request: Any) -> HandOff | None:
+    """The hand-off of a request; `None` if it has none, a damaged one, or was loaded or declined."""
+    try:
+        return HandOff.of(request.kv_transfer_params)
+    except ValueError:  # also msgspec.ValidationError
+        return None
