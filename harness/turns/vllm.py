@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.numpy
+import torch
 
 from disagg import new_request_id
 from harness.ports import free_ports
@@ -161,14 +162,20 @@ class VllmServers:
 
     def _add(self, engine: Engine, turn: Turn, params: Mapping[str, Any] | None = None, *, more: int = 0) -> str:
         """Ask an engine a turn, for `more` tokens than are wanted."""
+        from vllm.lora.request import LoRARequest  # not before the engines have set their environment
+
         prompt = turn.prefilled if engine is self._prefill else turn.prompt
+        fields: dict[str, Any] = {}
+        if prompt.is_embedded:
+            fields["prompt_embeds"] = torch.from_numpy(self._embeddings[list(prompt.tokens)])
+        if prompt.adapter is not None:
+            fields["lora_request"] = LoRARequest(*self._adapters[engine is not self._prefill][prompt.adapter])
         req_id = engine.add(
-            prompt.tokens,
+            None if prompt.is_embedded else prompt.tokens,
             params=params,
             max_tokens=turn.max_tokens + more,
             logprobs=NUM_LOGPROBS,
-            embeddings=self._embeddings[list(prompt.tokens)] if prompt.is_embedded else None,
-            adapter=None if prompt.adapter is None else self._adapters[engine is not self._prefill][prompt.adapter],
+            **fields,
         )
         self._turns[req_id] = turn
         return req_id

@@ -103,22 +103,19 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | None,
         *,
         params: Mapping[str, Any] | None = None,
         max_tokens: int = 8,
         logprobs: int = 1,
-        embeddings: Any = None,
-        adapter: tuple[str, int, str] | None = None,
+        **fields: Any,
     ) -> str:
-        """Start a request, and return its id. `embeddings` of the prompt, an array, take the place of its tokens. An adapter is
-        its name, its number and its folder.
-        """
+        """Start a request, and return its id. `fields` are those of vLLM's `EngineCoreRequest`, such as `cache_salt`."""
         req_id = f"request-{next(self._numbers)}"
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
-        kv_params = None if params is None else dict(params)
-        self._pipe.send(("add", req_id, list(prompt), kv_params, (max_tokens, logprobs), embeddings, adapter))
+        ids, given = None if prompt is None else list(prompt), None if params is None else dict(params)
+        self._pipe.send(("add", req_id, ids, given, max_tokens, logprobs, fields))
         return req_id
 
     def abort(self, req_id: str) -> None:
@@ -161,7 +158,7 @@ class Engine:
             self.counts.update(found)
             self.failed_at += [at_s] * found.get("failed_loads", 0)
 
-    def generate(self, prompts: Iterable[Sequence[int]], **options: Any) -> list[Answer]:
+    def generate(self, prompts: Iterable[Sequence[int] | None], **options: Any) -> list[Answer]:
         """The answers to prompts that are asked at once."""
         return self.wait([self.add(prompt, **options) for prompt in prompts])
 
@@ -317,13 +314,18 @@ def _run(core: Any, pipe: Connection) -> Iterator[tuple[Any, ...]]:
                 yield "counts", time.monotonic(), {name: count for name, count in found.items() if isinstance(count, int)}
 
 
-def _request(core: Any, req_id: str, prompt: list[int], params: dict[str, Any] | None, *others: Any) -> Any:
-    import torch
+def _request(
+    core: Any,
+    req_id: str,
+    prompt: list[int] | None,
+    params: dict[str, Any] | None,
+    max_tokens: int,
+    logprobs: int,
+    fields: Mapping[str, Any],
+) -> Any:
     from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
-    (max_tokens, logprobs), embeddings, adapter = others
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=1 if params and params.get("do_remote_decode") else max_tokens,
@@ -333,15 +335,13 @@ def _request(core: Any, req_id: str, prompt: list[int], params: dict[str, Any] |
     )
     request = EngineCoreRequest(
         request_id=req_id,
-        prompt_token_ids=prompt if embeddings is None else None,
+        prompt_token_ids=prompt,
         mm_features=None,
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None if adapter is None else LoRARequest(*adapter),
-        cache_salt=None,
         data_parallel_rank=None,
-        prompt_embeds=None if embeddings is None else torch.from_numpy(embeddings),
+        **{"lora_request": None, "cache_salt": None, **fields},
     )
     return core.preprocess_add_request(request)[0]
 

@@ -63,9 +63,17 @@ class Group:
         """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
         return self.kind in (Kind.FULL, Kind.LATENT)
 
-    def needed(self, start: int, stop: int) -> TokenRange:
-        """The tokens that decode needs to compute token `stop`, if it has those before `start`."""
-        return (start, stop) if self.window is None else last_tokens(stop, window=self.window - 1, prefix=start)
+    def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
+        """The tokens that decode needs to compute token `stop`, if it has those before `start`.
+
+        Prefill keeps windows from a multiple of `window_page` tokens on. If that is early enough, the tokens that share a
+        block with a window's first one are among them, so that the block is whole.
+        """
+        if self.window is None:
+            return start, stop
+        first, _ = last_tokens(stop, window=self.window - 1, prefix=start)
+        edge = first - first % self.block_size
+        return (first if first - first % window_page > edge else max(start, edge)), stop
 
     def covering(self, blocks: list[int], start: int, stop: int) -> list[int]:
         """The blocks with the tokens `[start, stop)`, of a request's `blocks`."""

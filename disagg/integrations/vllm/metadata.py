@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+from disagg.core.rows import TokenRange
 
 BlockIds = tuple[list[int], ...]
 """vLLM's block ids of a request, for each KV cache group, from the request's first block on."""
@@ -24,7 +26,8 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
 
     `remote_request_id` is the id of the transfer in hexadecimal digits. `remote_num_tokens` is the number of prompt tokens
     whose state prefill hands over; without it all but the last one. `remote_prompt` is their `prompt_digest`, without the last
-    one of the prompt: vLLM gives the parameters of one prompt to every request of a list of prompts.
+    one of the prompt: vLLM gives the parameters of one prompt to every request of a list of prompts. Prefill keeps sliding
+    windows from a multiple of `remote_window_page` tokens on.
     """
 
     remote_engine_id: str
@@ -34,6 +37,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
     remote_num_tokens: int | None = None
     remote_attempt: int = 0
     remote_prompt: str = ""
+    remote_window_page: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> HandOff | None:
@@ -59,13 +63,17 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Load:
-    """Receive the tokens `[start, stop)` of a request into its blocks. `prompt` is the `prompt_digest` of the first `stop`."""
+    """Receive the tokens `[start, stop)` of a request into its blocks, of each KV cache group those of `needs`.
+
+    `prompt` is the `prompt_digest` of the first `stop`.
+    """
 
     req_id: str
     hand_off: HandOff
     blocks: BlockIds
     start: int
     stop: int
+    needs: tuple[TokenRange, ...]
     prompt: str
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from disagg.core.rows import TokenRange
 from disagg.integrations.handoff import Payload, prompt_digest
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import num_handed_over, read_groups
@@ -87,6 +89,7 @@ class SchedulerHalf:
         self._queue = Queue(options.hold_s)
         self._groups = read_groups(kv)
         self._exact = not all(group.is_incremental for group in self._groups)
+        self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
         self._engine_id = config.kv_transfer_config.engine_id
         self._leader: RankAddress | None = None
         self._manager: KVCacheManager | None = None
@@ -203,6 +206,7 @@ class SchedulerHalf:
             remote_num_tokens=prefill.num_tokens,
             remote_attempt=prefill.attempt,
             remote_prompt=prefill.prompt,
+            remote_window_page=self._window_page,
         )
         return True, hand_off.params()
 
@@ -233,12 +237,26 @@ class SchedulerHalf:
             self._step.declines.append(hand_off)
             return
         stop = self._num_loadable(request, hand_off)
-        start, prompt = stop - num_external, _digest(request, stop)
-        self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, prompt))
+        start, page = stop - num_external, hand_off.remote_window_page
+        needs = tuple(group.needed(start, stop, window_page=page) for group in self._groups)
+        self._keep_out_of_cache(request.request_id, needs)
+        prompt = _digest(request, stop)
+        self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
         self._loading[request.request_id] = hand_off.remote_request_id
         self._loaded[_transfer(hand_off)] = None
         if len(self._loaded) > NUM_LOADED:
             self._loaded.popitem(last=False)
+
+    def _keep_out_of_cache(self, req_id: str, needs: Sequence[TokenRange]) -> None:
+        """Let no other request find a block that is loaded in part: vLLM would cache it as if it were whole.
+
+        Only the block with a window's first token can be one. vLLM does not cache blocks that it counts as cached already.
+        """
+        for group, (first, _) in zip(self._groups, needs, strict=True):
+            if first % group.block_size:
+                assert self._manager is not None
+                num_cached = self._manager.coordinator.single_type_managers[group.index].num_cached_block
+                num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
     def is_loading(self, req_id: str) -> bool:
         """Whether the workers load a request and have not reported its end."""

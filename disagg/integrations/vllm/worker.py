@@ -295,7 +295,7 @@ class WorkerHalf:
             load.hand_off.request_id,
             **self._source(load.hand_off),
             rows=self._rows(load.blocks, start=0, incremental=None),
-            need={cache.name: cache.group.needed(load.start, load.stop) for cache in self._caches},
+            need={cache.name: load.needs[cache.group.index] for cache in self._caches},
             ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
             deadline_s=self._options.load_timeout_s,
             tag=receive,
