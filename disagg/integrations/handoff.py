@@ -16,11 +16,22 @@ import msgspec
 from disagg.core.errors import RemoteProtocolError
 
 VERSION = 1
+OTHER_PROMPT = (
+    "expected the state of this request's prompt, found that of other tokens, adapter weights, salt, items or embeddings"
+)
 
 
-def prompt_digest(token_ids: Iterable[int]) -> str:
-    """A name of these tokens: 128 bits of BLAKE2b, in hexadecimal. A request with other tokens cannot use their state."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+def prompt_digest(token_ids: Iterable[int], beside: Iterable[tuple[str, str]] = ()) -> str:
+    """A name of a prompt: 128 bits of BLAKE2b, in hexadecimal. A request with another digest cannot use its state.
+
+    `beside` is what shapes the state besides the tokens, or keeps others from using it, as kinds and values: `"adapter"` (the
+    digest of its weights), `"salt"`, `"item"` (an image, for example), `"embeddings"`. An engine may have kinds of its own.
+    """
+    tokens = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    others = list(beside)
+    if not others:
+        return tokens.hexdigest()
+    return hashlib.blake2b(msgspec.msgpack.encode((tokens.digest(), others)), digest_size=16).hexdigest()
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +40,8 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     `engine` is the server and its version. `num_tokens` is the number of prompt tokens whose state was handed over.
     `first_token` is the token that prefill has drawn after them; its log-probability is in prefill's own answer. `native`
     are rows that only the same engine reads. `prompt` is the `prompt_digest` of the tokens that were handed over, without the
-    last one of the prompt; empty if prefill does not tell. Fields may be added with a default; unknown ones are ignored.
+    last one of the prompt, and `whole_prompt` of all that were handed over: decode takes nothing that it cannot compare. Fields
+    may be added with a default; unknown ones are ignored.
     """
 
     engine: str
@@ -37,10 +49,18 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     first_token: int | None = None
     native: tuple[bytes, ...] = ()
     prompt: str = ""
+    whole_prompt: str = ""
     version: int = VERSION
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    def check(self, found: str, expected: str) -> None:
+        """Compare one of this payload's digests with that of decode's request. Raises `RemoteProtocolError`."""
+        if not found:
+            raise RemoteProtocolError(f"payload: expected the digest of a prompt, found none from {self.engine}")
+        if found != expected:
+            raise RemoteProtocolError(f"payload: {OTHER_PROMPT}")
 
     @classmethod
     def decode(cls, data: bytes) -> Payload:

@@ -136,7 +136,7 @@ class VllmServers:
         self._embeddings = safetensors.numpy.load_file(model / "model.safetensors")["model.embed_tokens.weight"]
         self._adapters = [
             {
-                name: (name, number, str(write_adapter(seeds[side], folder / f"{name}-{side}")))
+                name: (name, number, str(write_adapter(folder / f"{name}-{side}", seed=seeds[side])))
                 for number, (name, seeds) in enumerate(ADAPTERS.items(), 1)
                 if name in case.habits.adapters
             }

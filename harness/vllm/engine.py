@@ -115,7 +115,7 @@ class Engine:
         self.answers[req_id] = Answer()
         self._begun[req_id] = time.monotonic()
         ids, given = None if prompt is None else list(prompt), None if params is None else dict(params)
-        self._pipe.send(("add", req_id, ids, given, max_tokens, logprobs, fields))
+        self._pipe.send(("add", req_id, ids, given, (max_tokens, logprobs), fields))
         return req_id
 
     def abort(self, req_id: str) -> None:
@@ -319,13 +319,13 @@ def _request(
     req_id: str,
     prompt: list[int] | None,
     params: dict[str, Any] | None,
-    max_tokens: int,
-    logprobs: int,
+    counts: tuple[int, int],
     fields: Mapping[str, Any],
 ) -> Any:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
+    max_tokens, logprobs = counts
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=1 if params and params.get("do_remote_decode") else max_tokens,

@@ -6,18 +6,18 @@ blocks of 16.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY, BOS, EOS, MAX_TOKENS = 320, 256, 257, 2048
+ADAPTER_RANK = 8
 _COMMON: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": BOS,
@@ -151,22 +151,6 @@ def write_model(name: str, folder: Path) -> Path:
     return save_model(MODELS[name](), folder)
 
 
-def write_adapter(seed: int, folder: Path) -> Path:
-    """Write a LoRA adapter for the attention of the model `llama` to `folder`, with random weights that change its answers."""
-    rank, sizes = 8, {"q_proj": 256, "k_proj": 128, "v_proj": 128, "o_proj": 256}
-    random = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer, (name, size) in itertools.product(range(4), sizes.items()):
-        where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        weights[f"{where}.lora_A.weight"] = torch.randn(rank, 256, generator=random) * 0.2
-        weights[f"{where}.lora_B.weight"] = torch.randn(size, rank, generator=random) * 0.2
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(sizes), "bias": "none"}
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
-    return folder
-
-
 def save_model(model: Any, folder: Path) -> Path:
     """Write a model with this module's vocabulary, and the tokenizer, to `folder`."""
     model.generation_config = transformers.GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
@@ -186,3 +170,21 @@ def _write_tokenizer(folder: Path) -> None:
     )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
+
+
+def write_adapter(folder: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter of the model `llama` to `folder`, with random weights that change its answers."""
+    config = _llama().config
+    rows = {"q_proj": config.num_attention_heads * config.head_dim, "v_proj": config.num_key_value_heads * config.head_dim}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for module, size in rows.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_"
+            weights[f"{name}A.weight"] = torch.randn(ADAPTER_RANK, config.hidden_size, generator=random) * 0.2
+            weights[f"{name}B.weight"] = torch.randn(size, ADAPTER_RANK, generator=random) * 0.2
+    described = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "target_modules": list(rows)}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "task_type": "CAUSAL_LM", "bias": "none"}))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder

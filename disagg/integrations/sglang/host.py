@@ -10,9 +10,11 @@ from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
+from disagg.integrations.adapters import Adapters
 from disagg.integrations.identity import Conventions, has_windows, model_id, read_config
 from disagg.integrations.sglang.facts import Facts
 from disagg.integrations.sglang.pools import Pools, read_facts
+from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
@@ -22,15 +24,17 @@ CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """One SGLang rank. `read_facts` describes its pools. `gather` returns what every pipeline stage gives, in order.
-    `from_leader` returns what rank 0 of the instance gives. `num_tokens` says how many tokens a receiver's request has.
-    `write_first_token(index, token, room)` gives decode's scheduler the first token of a request, without a log-probability.
+    `from_leader` returns what rank 0 of the instance gives. `request` returns the request of a receiver, and `prompt` what
+    shapes a request's state. `write_first_token(index, token, room)` gives decode's scheduler the first token of a request,
+    without a log-probability.
     """
 
     model: ModelId
     read_facts: Callable[[Topology], Facts]
     gather: Callable[[Any], list[Any]]
     from_leader: Callable[[Any], Any]
-    num_tokens: Callable[[Any], int]
+    request: Callable[[Any], Any]
+    prompt: Callable[[Any], Prompt]
     write_first_token: Callable[[int, int, int], None]
 
 
@@ -46,7 +50,11 @@ def host_of(queue: Any) -> Host:
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
-    return describe(queue, reuses_pages=bool(get_disagg().disaggregation_decode_enable_radix_cache))
+    options = get_disagg()
+    if transfers is not None and options.disaggregation_decode_enable_radix_cache:
+        check_windows(queue)
+    reuses_pages = options.disaggregation_decode_enable_radix_cache or options.disaggregation_decode_enable_offload_kvcache
+    return describe(queue, reuses_pages=bool(reuses_pages))
 
 
 def describe(queue: Any, *, reuses_pages: bool) -> Host:
@@ -69,9 +77,11 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         reuses_pages=reuses_pages,
     )
 
-    def num_tokens(receiver: Any) -> int:
-        request = next(each.req for each in queue.queue if each.kv_receiver is receiver)
-        return int(queue._rebootstrap_prefill_len(request))
+    adapters = Adapters()
+
+    def prompt(request: Any) -> Prompt:
+        paths = {} if request.lora_id is None else scheduler.tp_worker.model_runner.lora_manager.lora_refs
+        return prompt_of(request, adapters, paths)
 
     def write_first_token(index: int, token: int, room: int) -> None:
         rows = queue.metadata_buffers
@@ -87,7 +97,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         read_facts=lambda topology: read_facts(pools, topology),
         gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),
-        num_tokens=num_tokens,
+        request=lambda receiver: next(each.req for each in queue.queue if each.kv_receiver is receiver),
+        prompt=prompt,
         write_first_token=write_first_token,
     )
 
@@ -127,3 +138,14 @@ def _check_options(scheduler: Any, parallel: Any) -> None:
     found = [option for option, given in refused.items() if given]
     if found:
         raise ConfigError(f"transfer backend disagg: expected no {found[0]}, which it does not support")
+
+
+def check_windows(queue: Any) -> None:
+    """Raise `ConfigError` where SGLang's radix cache would have tokens of a window that nobody fills: with pages of one token
+    it allocates windows for whole prompts, and does not note which of them have arrived.
+    """
+    if queue.scheduler.tp_worker.is_hybrid_swa and not queue._uses_swa_tail_prealloc():
+        raise ConfigError(
+            "transfer backend disagg: expected --page-size above 1, or no --disaggregation-decode-enable-radix-cache, for a "
+            f"model with a pool for sliding windows, found --page-size {queue.token_to_kv_pool_allocator.page_size}"
+        )

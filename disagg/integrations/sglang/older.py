@@ -160,6 +160,7 @@ def _create_sender(original: Callable[..., Any], queue: Any, req: Any, *given: A
     is_accepted = original(queue, req, *given, **named)
     if is_accepted and isinstance(req.disagg_kv_sender, DisaggKVSender):
         req.disagg_kv_sender.num_tokens = len(req.origin_input_ids)
+        req.disagg_kv_sender.prompt = queue.kv_manager.host.prompt(req)
     return is_accepted
 
 

@@ -43,6 +43,7 @@ def register() -> None:
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
+    HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
 
 
 def add_member(backends: Any) -> None:
@@ -98,3 +99,13 @@ def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> b
             queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
             return True
     return original(queue, request)
+
+
+def _create_sender(original: Callable[..., bool], queue: Any, request: Any, *given: Any, **named: Any) -> bool:
+    """SGLang gives a sender only the room of its request."""
+    from disagg.integrations.sglang.sender import DisaggKVSender
+
+    is_accepted = original(queue, request, *given, **named)
+    if is_accepted and isinstance(request.disagg_kv_sender, DisaggKVSender):
+        request.disagg_kv_sender.prompt = queue.kv_manager.host.prompt(request)
+    return is_accepted

@@ -61,8 +61,8 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
         if self.prefill is None or destination != "device" or device_kv_indices is not None:
             mgr.fail(self.bootstrap_room, "expected pages of the device's own pools, after init()")
             return
-        self.aux_index, self.num_tokens = aux_index, mgr.host.num_tokens(self)
-        kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.num_tokens
+        self.aux_index, self.prompt = aux_index, mgr.host.prompt(mgr.host.request(self))
+        kinds, page_size, num_tokens = mgr.kv_args.state_types, mgr.kv_args.page_size, self.prompt.num_tokens
         try:
             rows = full_pages(np.asarray(kv_indices), prefix, facts=mgr.facts)
             rows |= state_rows(kinds, state_indices, num_tokens=num_tokens, page_size=page_size, facts=mgr.facts)
@@ -96,8 +96,10 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
 
     def _take(self, payload: Payload) -> None:
         """Write what decode's scheduler reads of prefill: SGLang's own rows, or another server's first token."""
-        if payload.num_tokens != self.num_tokens:
-            raise RemoteProtocolError(f"prompt: expected {self.num_tokens} tokens, found {payload.num_tokens} on prefill")
+        num_tokens = self.prompt.num_tokens
+        if payload.num_tokens != num_tokens:
+            raise RemoteProtocolError(f"prompt: expected {num_tokens} tokens, found {payload.num_tokens} on prefill")
+        payload.check(payload.whole_prompt, self.prompt.digest(num_tokens))
         if payload.engine == ENGINE:
             self.kv_mgr.metadata.write(self.aux_index, payload.native)
         elif payload.first_token is None:

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from disagg.core.errors import DisaggError
 from disagg.integrations.handoff import Payload
 from disagg.integrations.sglang.manager import ENGINE, Owner
+from disagg.integrations.sglang.prompts import Prompt
 from disagg.integrations.sglang.rooms import taken
 from disagg.integrations.sglang.rows import full_pages, request_id, state_rows
 from disagg.protocol.types import Event
@@ -18,9 +19,13 @@ from disagg.requests import Sender
 
 
 class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
-    """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have."""
+    """Serves whichever decode instance reserves the room. The request waits in `Bootstrapping` until all its ranks have.
+
+    `prompt` is set once SGLang has created it.
+    """
 
     handle: Sender | None = None
+    prompt: Prompt
     _early_send_wait_event: Any
 
     def __init__(
@@ -86,7 +91,13 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
             if state_indices is not None:
                 kinds, page_size = mgr.kv_args.state_types, mgr.kv_args.page_size
                 states = state_rows(kinds, state_indices, num_tokens=stop, page_size=page_size, facts=mgr.facts)
-                payload = Payload(engine=ENGINE, num_tokens=stop, native=mgr.metadata.read(self.aux_index))
+                payload = Payload(
+                    engine=ENGINE,
+                    num_tokens=stop,
+                    native=mgr.metadata.read(self.aux_index),
+                    prompt=self.prompt.digest(stop - 1),
+                    whole_prompt=self.prompt.digest(stop),
+                )
                 self.handle.finish(states, payload=payload.encode())
                 mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         except DisaggError as error:

@@ -46,11 +46,16 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
         Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
         or `ValueError` if it is not complete.
         """
-        if not params or not params.get("do_remote_prefill"):
+        if not params or not cls.is_in(params):
             return None
         hand_off = msgspec.convert(dict(params), cls, strict=False)
         bytes.fromhex(hand_off.remote_request_id)
         return hand_off
+
+    @staticmethod
+    def is_in(params: Mapping[str, Any] | None) -> bool:
+        """Whether `kv_transfer_params` say that there is one that has not been used."""
+        return bool(params and params.get("do_remote_prefill"))
 
     @property
     def request_id(self) -> bytes:

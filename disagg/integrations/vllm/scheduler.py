@@ -23,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from disagg.core.rows import TokenRange
-from disagg.integrations.handoff import Payload, prompt_digest
+from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
@@ -36,6 +36,7 @@ from disagg.integrations.vllm.metadata import (
     StepMetadata,
     WorkerReport,
 )
+from disagg.integrations.vllm.prompts import Prompts
 from disagg.integrations.vllm.queue import Queue
 from disagg.manager import new_request_id
 
@@ -68,14 +69,12 @@ def guarded(otherwise: Callable[[], object]) -> Callable[[Hook], Hook]:
 @dataclass
 class Prefill:
     """A request that this server computes for another: its first `num_tokens` tokens, of which `num_sent` have been passed to
-    the workers. With `first_token` decode starts from the token that this server draws after them. `prompt` is the
-    `prompt_digest` of a `HandOff`.
+    the workers. With `first_token` decode starts from the token that this server draws after them.
     """
 
     request: Request
     request_id: bytes
     num_tokens: int
-    prompt: str
     first_token: bool = False
     attempt: int = 0
     num_sent: int = 0
@@ -90,7 +89,7 @@ class SchedulerHalf:
         self._groups = read_groups(kv)
         self._exact = not all(group.is_incremental for group in self._groups)
         self._window_page = math.gcd(*(group.block_size for group in self._groups if group.window is not None)) or 1
-        self._engine_id = config.kv_transfer_config.engine_id
+        self._prompts = Prompts()
         self._leader: RankAddress | None = None
         self._manager: KVCacheManager | None = None
         self._step = StepMetadata()
@@ -130,7 +129,7 @@ class SchedulerHalf:
         num_tokens = request.num_prompt_tokens if first_token else num_handed_over(request.num_prompt_tokens)
         if not params.get("do_remote_decode") or num_tokens == 0:
             return
-        prompt = _digest(request, min(num_tokens, num_handed_over(request.num_prompt_tokens)))
+        self._prompts.is_known(request)  # begins to read its adapter
         if self._exact and not first_token:
             if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
                 return
@@ -140,7 +139,7 @@ class SchedulerHalf:
         request.max_tokens = 1
         given = params.get("remote_request_id")
         request_id = bytes.fromhex(given) if given else new_request_id()
-        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, prompt, first_token)
+        self._prefills[request.request_id] = Prefill(request, request_id, num_tokens, first_token)
 
     def _give_up(self, request_id: bytes) -> None:
         """End a request that the proxy hands over to nobody, whether or not it has been computed.
@@ -195,8 +194,16 @@ class SchedulerHalf:
         if not computed or prefill.is_given_up or self._leader is None or prefill.attempt != request.num_preemptions:
             self._step.aborts.append(req_id)
             return False, None
+        if not self._prompts.is_known(request):
+            logger.warning("request %s: it is not handed over, since its adapter is still being read", req_id)
+            self._step.aborts.append(req_id)
+            return False, None
         first_token = request.output_token_ids[0] if prefill.first_token else None
-        payload = Payload(engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prefill.prompt)
+        whole = self._prompts.digest(request, prefill.num_tokens)
+        prompt = self._prompts.digest(request, prefill.num_tokens - 1) if prefill.first_token else whole
+        payload = Payload(
+            engine=ENGINE, num_tokens=prefill.num_tokens, first_token=first_token, prompt=prompt, whole_prompt=whole
+        )
         self._step.finishes.append(Finish(req_id, prefill.request_id, prefill.attempt, blocks, payload.encode()))
         hand_off = HandOff(
             remote_engine_id=self._leader.engine_id,
@@ -205,7 +212,7 @@ class SchedulerHalf:
             remote_request_id=prefill.request_id.hex(),
             remote_num_tokens=prefill.num_tokens,
             remote_attempt=prefill.attempt,
-            remote_prompt=prefill.prompt,
+            remote_prompt=prompt,
             remote_window_page=self._window_page,
         )
         return True, hand_off.params()
@@ -215,8 +222,11 @@ class SchedulerHalf:
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """The tokens to load beyond the first `num_computed`, and that they are loaded between steps. `None`: ask again, since
-        another request (one more answer to the same prompt) loads them, and vLLM will have them cached.
+        another request (one more answer to the same prompt) loads them, and vLLM will have them cached, or since the request's
+        adapter is still being read.
         """
+        if HandOff.is_in(request.kv_transfer_params) and not self._prompts.is_known(request):
+            return None, False
         hand_off = self._unresolved(request)
         if hand_off is not None and hand_off.remote_request_id in self._loading.values():
             return None, False
@@ -240,7 +250,7 @@ class SchedulerHalf:
         start, page = stop - num_external, hand_off.remote_window_page
         needs = tuple(group.needed(start, stop, window_page=page) for group in self._groups)
         self._keep_out_of_cache(request.request_id, needs)
-        prompt = _digest(request, stop)
+        prompt = self._prompts.digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
         self._loading[request.request_id] = hand_off.remote_request_id
         self._loaded[_transfer(hand_off)] = None
@@ -272,9 +282,9 @@ class SchedulerHalf:
             hand_off, problem = None, f"kv_transfer_params of another connector or version: {error}"
         if hand_off is not None and hand_off.remote_prompt:
             request.kv_transfer_params["remote_prompt"] = ""  # compared once
-            if hand_off.remote_prompt != _digest(request, _num_common(request, hand_off)):
+            if hand_off.remote_prompt != self._prompts.digest(request, _num_common(request, hand_off)):
                 self._of_others[request.request_id] = hand_off
-                hand_off, problem = None, "kv_transfer_params of another prompt"
+                hand_off, problem = None, f"kv_transfer_params: {OTHER_PROMPT}"
         if problem:
             logger.warning("request %s: %s", request.request_id, problem)
             request.kv_transfer_params["do_remote_prefill"] = False
@@ -324,12 +334,6 @@ def _num_common(request: Request, hand_off: HandOff) -> int:
 
 def _transfer(hand_off: HandOff) -> tuple[str, int]:
     return hand_off.remote_request_id, hand_off.remote_attempt
-
-
-def _digest(request: Request, num_tokens: int) -> str:
-    """The `prompt_digest` of a request's first tokens; empty for a prompt of embeddings."""
-    token_ids = request.prompt_token_ids
-    return "" if token_ids is None else prompt_digest(token_ids[:num_tokens])
 
 
 def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, RemoteProtocolError
+from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
 from disagg.core.events import ReadyEvent
 from disagg.core.leases import Lease, LeaseState
 from disagg.core.rows import Rows
@@ -386,9 +386,8 @@ def _check_prompt(receive: Receive, event: Event) -> None:
     """Raise `RemoteProtocolError` if the state that has arrived is of another prompt. Decode may be asked before prefill has
     told which one it is.
     """
-    prompt = Payload.decode(event.payload).prompt
-    if prompt and receive.prompt and prompt != receive.prompt:
-        raise RemoteProtocolError("the state that has arrived is of another prompt")
+    payload = Payload.decode(event.payload)
+    payload.check(payload.prompt, receive.prompt)
 
 
 def _recorded_event() -> ReadyEvent:

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from disagg import ModelId, Topology
 from disagg.integrations.sglang.host import Host
 from disagg.integrations.sglang.manager import DisaggKVManager
+from disagg.integrations.sglang.prompts import Prompt
 from disagg.integrations.sglang.receiver import DisaggKVReceiver
 from disagg.integrations.sglang.sender import DisaggKVSender
 from tests.integrations.sglang.memory import Array, Memory, Model, Request
@@ -80,6 +81,7 @@ class Started:
     room: int
     request: Request
     seed: int
+    salt: str = ""
     sender: Any = None
     receiver: Any = None
     chunks: list[int] = field(default_factory=list)
@@ -90,6 +92,10 @@ class Started:
     next_token: int = 0
     event: HostEvent | None = None
     sent_s: float = 0.0
+
+
+def _prompt(started: Started) -> Prompt:
+    return Prompt(token_ids=range(started.request.num_tokens), salt=started.salt)
 
 
 class RankProcess:
@@ -121,7 +127,8 @@ class RankProcess:
             read_facts=lambda _: self.memory.facts(),
             gather=stage.all_gather_object,
             from_leader=world.broadcast_object,
-            num_tokens=lambda receiver: self.started[receiver.bootstrap_room].request.num_tokens,
+            request=lambda receiver: self.started[receiver.bootstrap_room],
+            prompt=_prompt,
             write_first_token=self._write_first_token,
         )
         return DisaggKVManager(self.kv_args(), mode, SimpleNamespace(), self.memory.model.heads is None)
@@ -155,14 +162,23 @@ class RankProcess:
     # -- prefill -----------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, room: int, request: Request, seed: int, *, chunks: tuple[int, ...] = (), held: bool = False, early: bool = False
+        self,
+        room: int,
+        request: Request,
+        seed: int,
+        *,
+        chunks: tuple[int, ...] = (),
+        held: bool = False,
+        early: bool = False,
+        salt: str = "",
     ) -> None:
         """Serve a room. It is sent up to each token of `chunks`, then to the end; `held`: not until `go`.
 
         `early`: the first chunk is sent before it is computed, with an event, and the others after `compute`.
         """
         sender = self.sender(self.manager, self.bootstrap, room)
-        started = Started(room, request, seed, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
+        started = Started(room, request, seed, salt, sender=sender, chunks=[*chunks, request.num_tokens], held=held)
+        sender.prompt = _prompt(started)
         started.event = HostEvent() if early else None
         self.started[room] = started
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from sglang.srt.configs.mamba_utils import (
     Mamba2StateShape,
 )
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import setup_state_kv_args
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
@@ -31,6 +34,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from disagg import ConfigError, Topology
 from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.host import check_windows
 from disagg.integrations.sglang.pools import Pools, read_facts
 from tests.integrations.sglang.memory import Memory, Model
 from tests.integrations.sglang.test_layout import GDN, KDA, MAMBA, MAMBA2, copy, request
@@ -195,6 +199,17 @@ def test_pools_that_are_not_known_are_refused() -> None:
     del pools.recurrent_config.mamba_n_groups
     with pytest.raises(ConfigError, match="mamba_pool, conv of layer 0, conv_shard_groups: expected the blocks of 56 channels"):
         read_facts(pools, rank)
+
+
+@pytest.mark.parametrize("page_size", [PAGE, 1])
+def test_windows_that_would_be_cached_without_having_arrived_are_refused(page_size: int) -> None:
+    _, pools = window(1)
+    allocator = SWATokenToKVPoolAllocator(PAGE * PAGES, PAGE * PAGES, page_size, torch.float32, "cpu", pools.kv, False)
+    queue = SimpleNamespace(token_to_kv_pool=pools.kv, token_to_kv_pool_allocator=allocator)
+    queue.scheduler = SimpleNamespace(tp_worker=SimpleNamespace(is_hybrid_swa=True))
+    queue._uses_swa_tail_prealloc = lambda: DecodePreallocQueue._uses_swa_tail_prealloc(queue)
+    with pytest.raises(ConfigError, match="expected --page-size above 1") if page_size == 1 else nullcontext():
+        check_windows(queue)
 
 
 def test_what_is_read_is_what_sglang_says() -> None:

@@ -60,6 +60,15 @@ def test_ipv6(backend: str, tmp_path: Path) -> None:
         pair.expect(room)
 
 
+def test_state_of_another_prompt_is_refused(tmp_path: Path) -> None:
+    """Of as many tokens, which is what decode has compared before. The next request of the pair is served."""
+    with running(tmp_path, MODELS["heads"], Topology(), Topology()) as pair:
+        room = pair.begin(117, salt="another tenant's")
+        (end,) = (rank.wait(room=room, status="failed") for rank in pair.decode)
+        assert "expected the state of this request's prompt" in end["reason"]
+        pair.expect(pair.begin(117))
+
+
 def test_two_pipeline_stages_to_one(tmp_path: Path) -> None:
     with running(tmp_path, HYBRID_WINDOW, Topology(pp=2), Topology()) as pair:
         for room in [pair.begin(117), pair.begin(300, chunks=(128, 256), prefix=64)]:

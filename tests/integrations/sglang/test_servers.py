@@ -206,6 +206,20 @@ def test_several_answers_to_one_prompt_fail_at_once(servers: Servers) -> None:
                     "another request with this room|decode('s scheduler| does not want)", refused.value.read().decode()
                 )
     check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
+
+
+def test_state_of_another_prompt_is_refused(servers: Servers) -> None:
+    """Two requests in one room: of other tokens, as many; and of the same tokens with another salt."""
+    one, other = prompts((300, 300), seed=44)
+    cases: list[tuple[list[int], dict[str, Any]]] = [(other, {}), (one, {"cache_salt": "another tenant's"})]
+    for prompt, own in cases:
+        met = where(servers, next(ROOMS))
+        with ThreadPoolExecutor() as pool:
+            pool.submit(servers.prefill.complete, prompt, stream=False, **met)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                servers.decode.complete(one, stream=False, **met, **own)
+        assert "expected the state of this request's prompt" in refused.value.read().decode()
+    check([route(servers, next(ROOMS), PROMPTS[2])], [servers.expected[2]])
     check_free(servers)
 
 

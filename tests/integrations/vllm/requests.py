@@ -13,6 +13,8 @@ from harness.vllm.engine import PREFILL, Answer, Engine
 LENGTHS = (2, 7, 32, 33, 64, 65, 200, 700, 1153)
 """Prompts shorter and longer than blocks, windows and a step's 512 tokens, and on the borders of blocks."""
 
+NOTHING: Mapping[str, Any] = {}
+
 
 def prompts(lengths: Sequence[int] = LENGTHS, *, seed: int = 1) -> list[list[int]]:
     """Random prompts."""
@@ -39,18 +41,28 @@ def connect(prefill: Engine, decode: Engine, *, seed: int = 20) -> dict[str, Any
 
 
 def ask_both(
-    prefill: Engine, decode: Engine, asked: Sequence[Sequence[int]], *, server: Mapping[str, Any], max_tokens: int = 16
+    prefill: Engine,
+    decode: Engine,
+    asked: Sequence[Sequence[int]],
+    *,
+    server: Mapping[str, Any],
+    max_tokens: int = 16,
+    given: Mapping[str, Any] = NOTHING,
+    own: Mapping[str, Any] = NOTHING,
 ) -> tuple[dict[str, str], list[str]]:
-    """Ask both engines at once, as a proxy does that names the requests itself. Returns prefill's names of the requests, with
-    the id of each transfer, and those of decode.
+    """Ask both engines at once, as a proxy does that names the requests itself: prefill with the fields `given`, decode with
+    its `own`. Returns prefill's names of the requests, with the id of each transfer, and those of decode.
     """
     names = [new_request_id().hex() for _ in asked]
     loading = [
-        decode.add(prompt, params={"do_remote_prefill": True, **server, "remote_request_id": name}, max_tokens=max_tokens)
+        decode.add(
+            prompt, params={"do_remote_prefill": True, **server, "remote_request_id": name}, max_tokens=max_tokens, **own
+        )
         for prompt, name in zip(asked, names, strict=True)
     ]
     computing = [
-        prefill.add(prompt, params={**PREFILL, "remote_request_id": name}) for prompt, name in zip(asked, names, strict=True)
+        prefill.add(prompt, params={**PREFILL, "remote_request_id": name}, **given)
+        for prompt, name in zip(asked, names, strict=True)
     ]
     return dict(zip(computing, names, strict=True)), loading
 

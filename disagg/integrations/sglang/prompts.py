@@ -1,0 +1,80 @@
+"""What shapes the state of an SGLang request: what its radix cache keys are made of, as another server can compare it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disagg.integrations.adapters import Adapters
+from disagg.integrations.handoff import prompt_digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The prompt of one request. In `token_ids` an image, or another item, has ids that SGLang makes from its hash.
+
+    `embeddings` are rows for the tokens, if they came in place of ids, and `replaced` rows for some tokens: SGLang's
+    `PositionalEmbeds`. `namespace` is the caller's `extra_key`.
+    """
+
+    token_ids: Sequence[int]
+    adapter: Future[str] | None = None
+    namespace: str = ""
+    salt: str = ""
+    embeddings: Any = None
+    replaced: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def digest(self, num_tokens: int) -> str:
+        """The `prompt_digest` of the first tokens. Waits until the adapter's files have been read."""
+        return prompt_digest(self.token_ids[:num_tokens], self._beside(num_tokens))
+
+    def _beside(self, num_tokens: int) -> Iterator[tuple[str, str]]:
+        if self.adapter is not None:
+            yield "adapter", self.adapter.result()
+        if self.salt:
+            yield "salt", self.salt
+        if self.namespace:
+            yield "extra_key", self.namespace
+        if self.embeddings is not None:
+            yield "embeddings", _rows_digest(self.embeddings[:num_tokens])
+        if self.replaced is not None:
+            yield "replaced", f"{list(self.replaced.positions)} {_rows_digest(self.replaced.embeds)}"
+
+
+def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
+    """The prompt of SGLang's request. `paths` are its references to adapters (`LoRARef`), by their ids."""
+    token_ids = request.origin_input_ids
+    if getattr(request, "pd_rebootstrap_in_progress", False):  # retracted: prefill computes its output tokens as well
+        token_ids = array("q", [*token_ids, *request.output_ids])
+    namespace, adapter = (request.extra_key or "").partition("|elastic_ep_size=")[0], None
+    if request.lora_id is not None:
+        namespace = namespace.removesuffix(request.lora_id)
+        found = paths.get(request.lora_id)
+        adapter = adapters.digest("" if found is None else found.lora_path or "", loaded=request.lora_id)
+    return Prompt(
+        token_ids=token_ids,
+        adapter=adapter,
+        namespace=namespace,
+        salt=getattr(request, "cache_salt", None) or "",  # SGLang 0.5.16 has none
+        embeddings=request.input_embeds,
+        replaced=getattr(request, "positional_embed_overrides", None),
+    )
+
+
+def _rows_digest(rows: Any) -> str:
+    """Of embeddings, as 32-bit floats; never the same twice for rows that are still in another process's GPU memory."""
+    if not isinstance(rows, (torch.Tensor, list)):
+        return secrets.token_hex(16)
+    values = torch.as_tensor(rows, dtype=torch.float32).cpu().contiguous().numpy()
+    return hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,52 @@
+"""What shapes the state of a vLLM request: what vLLM hashes for its own prefix cache, as another server can compare it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import torch
+from vllm.v1.request import Request
+
+from disagg.integrations.adapters import Adapters
+from disagg.integrations.handoff import prompt_digest
+
+
+class Prompts:
+    """Digests of requests' prompts."""
+
+    def __init__(self) -> None:
+        self._adapters = Adapters()
+
+    def is_known(self, request: Request) -> bool:
+        """Whether a request's digests can be computed. The first request of a large adapter begins to read it."""
+        adapter = self._adapter(request)
+        return adapter is None or adapter.done()
+
+    def digest(self, request: Request, num_tokens: int) -> str:
+        """The `prompt_digest` of a request's first tokens; empty, which equals no other one, if it is not known yet."""
+        if not self.is_known(request):
+            return ""
+        return prompt_digest(request.all_token_ids[:num_tokens], self._beside(request, num_tokens))
+
+    def _adapter(self, request: Request) -> Future[str] | None:
+        adapter = request.lora_request
+        if adapter is None:
+            return None
+        return self._adapters.digest(adapter.lora_path, loaded=adapter.lora_int_id, may_change=adapter.load_inplace)
+
+    def _beside(self, request: Request, num_tokens: int) -> Iterator[tuple[str, str]]:
+        """In the order in which vLLM's block hashes have them (`generate_block_hash_extra_keys`)."""
+        adapter = self._adapter(request)
+        if adapter is not None:
+            yield "adapter", adapter.result()
+        for item in request.mm_features:
+            at = item.mm_position
+            if at.offset < num_tokens:
+                yield "item", f"{at.offset} {at.length} {item.identifier}"
+        if request.cache_salt:
+            yield "salt", request.cache_salt
+        if request.prompt_embeds is not None:
+            rows = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8)
+            yield "embeddings", hashlib.blake2b(rows.cpu().numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,81 @@
+"""What of SGLang's own requests is compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from disagg.integrations.adapters import Adapters
+from disagg.integrations.sglang.prompts import Prompt, prompt_of
+
+TOKENS = array("q", range(40))
+
+
+def prompt(*, paths: dict[str, LoRARef] | None = None, tokens: array[int] = TOKENS, **fields: Any) -> Prompt:
+    """The prompt of a request as a server with these adapters has it."""
+    return prompt_of(Req("name", "", tokens, SamplingParams(), **fields), Adapters(), paths or {})
+
+
+def test_every_part_of_a_prompt_counts() -> None:
+    rows = torch.randn(2, 40, 4).tolist()
+    first, second = torch.randn(2, 1, 4)
+    every = [
+        prompt(),
+        prompt(tokens=array("q", [*TOKENS[:-1], 2**61])),  # as SGLang writes the last token of an image
+        prompt(cache_salt="x"),
+        prompt(extra_key="x"),
+        *(prompt(input_embeds=each) for each in rows),
+        prompt(positional_embed_overrides=PositionalEmbeds(first, [3])),
+        prompt(positional_embed_overrides=PositionalEmbeds(first, [4])),
+        prompt(positional_embed_overrides=PositionalEmbeds(second, [3])),
+    ]
+    assert len({each.digest(40) for each in every}) == len(every)
+    assert every[0].digest(39) == every[1].digest(39) != every[0].digest(40)
+    assert prompt(extra_key="x|elastic_ep_size=8").digest(40) == every[3].digest(40)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], LoRARef]:
+    """Writes an adapter, and returns what a server that has loaded it calls it."""
+    numbers = itertools.count()
+
+    def one(weights: bytes) -> LoRARef:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        return LoRARef(lora_name=f"the adapter in {folder.name}", lora_path=str(folder))
+
+    return one
+
+
+def test_adapters_count_by_their_weights(write: Callable[[bytes], LoRARef]) -> None:
+    """SGLang's own ids of them differ from server to server."""
+
+    def digest(adapter: LoRARef, *, is_loaded: bool = True, **fields: Any) -> str:
+        paths = {adapter.lora_id: adapter} if is_loaded else {}
+        return prompt(paths=paths, lora_id=adapter.lora_id, **fields).digest(40)
+
+    one, copy, other = write(b"one"), write(b"one"), write(b"other")
+    assert digest(one) == digest(copy)
+    assert digest(one, extra_key="x") == digest(copy, extra_key="x")
+    unknown = [digest(one, is_loaded=False) for _ in range(2)]
+    assert len({prompt().digest(40), digest(one), digest(other), digest(one, extra_key="x"), *unknown}) == 6
+
+
+def test_a_retracted_request_is_computed_again_with_its_output() -> None:
+    request = Req("name", "", TOKENS[:30], SamplingParams())
+    request.output_ids.extend(TOKENS[30:])
+    request.pd_rebootstrap_in_progress = True
+    assert prompt_of(request, Adapters(), {}).digest(40) == prompt().digest(40)
