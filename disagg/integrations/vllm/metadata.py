@@ -125,11 +125,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, when vLLM starts: the control address of its instance's leader."""
+    """From a worker to the scheduler, when vLLM starts: the control address of its instance's leader, and whether no other
+    connector sees its blocks.
+    """
 
     engine_id: str
     address: str
     public_key: str | None
+    is_alone: bool
 
 
 @dataclass

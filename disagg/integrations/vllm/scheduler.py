@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from disagg.core.rows import TokenRange
 from disagg.integrations.handoff import OTHER_PROMPT, Payload
 from disagg.integrations.options import Options
-from disagg.integrations.vllm.groups import num_handed_over, read_groups
+from disagg.integrations.vllm.groups import Group, num_handed_over, read_groups
 from disagg.integrations.vllm.metadata import (
     BlockIds,
     Chunk,
@@ -233,7 +233,7 @@ class SchedulerHalf:
         if hand_off is not None and _transfer(hand_off) in self._loaded:  # an attempt is received once
             request.kv_transfer_params["do_remote_prefill"] = False
             return 0, False
-        count = 0 if hand_off is None else self._num_loadable(request, hand_off) - num_computed
+        count = 0 if hand_off is None else self._num_loadable(request, hand_off, num_computed) - num_computed
         return (count, True) if count > 0 else (0, False)
 
     @guarded(lambda: None)
@@ -246,9 +246,9 @@ class SchedulerHalf:
         if num_external == 0:
             self._step.declines.append(hand_off)
             return
-        stop = self._num_loadable(request, hand_off)
-        start, page = stop - num_external, hand_off.remote_window_page
-        needs = tuple(group.needed(start, stop, window_page=page) for group in self._groups)
+        stop = _num_common(request, hand_off)
+        start = stop - num_external
+        needs = self._needs(hand_off, start, stop)
         self._keep_out_of_cache(request.request_id, needs)
         prompt = self._prompts.digest(request, stop)
         self._step.loads.append(Load(request.request_id, hand_off, blocks.get_block_ids(), start, stop, needs, prompt))
@@ -262,11 +262,10 @@ class SchedulerHalf:
 
         Only the block with a window's first token can be one. vLLM does not cache blocks that it counts as cached already.
         """
-        for group, (first, _) in zip(self._groups, needs, strict=True):
-            if first % group.block_size:
-                assert self._manager is not None
-                num_cached = self._manager.coordinator.single_type_managers[group.index].num_cached_block
-                num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
+        for group, first in self._partly(needs):
+            assert self._manager is not None
+            num_cached = self._manager.coordinator.single_type_managers[group.index].num_cached_block
+            num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
     def is_loading(self, req_id: str) -> bool:
         """Whether the workers load a request and have not reported its end."""
@@ -290,10 +289,31 @@ class SchedulerHalf:
             request.kv_transfer_params["do_remote_prefill"] = False
         return hand_off
 
-    def _num_loadable(self, request: Request, hand_off: HandOff) -> int:
-        """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only."""
+    def _num_loadable(self, request: Request, hand_off: HandOff, num_computed: int) -> int:
+        """The leading prompt tokens whose state can be loaded. A window or a recurrent state is that of one token only.
+
+        Another connector stores all blocks of a request that are full, so it must not see one that is loaded in part.
+        """
         common = _num_common(request, hand_off)
-        return 0 if self._exact and (hand_off.remote_num_tokens or 0) > common else common
+        if self._exact and (hand_off.remote_num_tokens or 0) > common:
+            return 0
+        is_alone = self._leader is None or self._leader.is_alone
+        if common <= num_computed or is_alone or not self._partly(self._needs(hand_off, num_computed, common)):
+            return common
+        logger.warning(
+            "request %s: vLLM computes it, since another connector would take the first block of a window for whole; give "
+            "prefill a block size that is a multiple of this server's",
+            request.request_id,
+        )
+        return 0
+
+    def _needs(self, hand_off: HandOff, start: int, stop: int) -> tuple[TokenRange, ...]:
+        """The tokens to load for each group, if vLLM has those before `start`."""
+        return tuple(group.needed(start, stop, window_page=hand_off.remote_window_page) for group in self._groups)
+
+    def _partly(self, needs: Sequence[TokenRange]) -> list[tuple[Group, int]]:
+        """The groups with a block that is loaded in part, and its first token that is loaded."""
+        return [(group, first) for group, (first, _) in zip(self._groups, needs, strict=True) if first % group.block_size]
 
     # -- after each step -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -119,7 +121,8 @@ class WorkerHalf:
         self._manager = manager = KVManager(topology=topology, components=components, model=model, **settings)
         self._trusted = frozenset(settings["peer_keys"].values())
         keys = settings["keys"]
-        return RankAddress(manager.name, manager.address, None if keys is None else keys.public)
+        is_alone = not isinstance(get_kv_transfer_group(), MultiConnector)
+        return RankAddress(manager.name, manager.address, None if keys is None else keys.public, is_alone)
 
     @property
     def address(self) -> RankAddress | None:

@@ -38,3 +38,20 @@ def test_plain_requests_after_a_hand_over(block_sizes: tuple[int, int], start: C
             num_found += answer.num_local
     assert num_found > 0
     wait_empty(prefill, decode)
+
+
+OURS = {"kv_connector": "DisaggConnector", "kv_connector_module_path": "disagg.integrations.vllm"}
+POLICY = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+def test_windows_in_a_multi_connector(start: Callable[..., Engine]) -> None:
+    """Another connector beside this one may store every full block of a request. So decode loads whole blocks, or none."""
+    prefills = {block_size: start("gemma3", block_size=block_size) for block_size in (32, 64)}
+    decode = start("gemma3", block_size=64, connector="MultiConnector", extra={"connectors": [{**OURS, **POLICY}]})
+    asked = prompts((161, 192), seed=44)  # the second's window begins with a block on each side
+    expected = decode.wait_ready().generate(asked, max_tokens=6)
+    for block_size, loaded in ((32, [0, 191]), (64, [160, 191])):
+        found = hand_over(prefills[block_size].wait_ready(), decode, asked, max_tokens=6)
+        check_equal(expected, found)
+        assert num_external(found) == loaded
+        wait_empty(prefills[block_size], decode)
