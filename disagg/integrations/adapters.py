@@ -59,14 +59,14 @@ class Adapters:
 
 def adapter_files(path: str) -> tuple[Path, ...]:
     """The files of the adapter at `path`, a folder or a repository in the local cache. Raises `OSError` if there are none."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    try:
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
 
-        try:
             folder = Path(snapshot_download(path, local_files_only=True))
-        except ValueError as error:  # also its own errors for names and for what is not in the cache
-            raise OSError(str(error)) from error
+    except (RuntimeError, ValueError) as error:  # no such user; a name that cannot be; not in the cache
+        raise OSError(str(error)) from error
     weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), None)
     if weights is None or not (folder / CONFIG).is_file():
         raise OSError(f"expected {CONFIG} and one of {', '.join(WEIGHTS)} in {folder}")
