@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.core.errors import LocalProtocolError
+from disagg.core.ranges import Ranges
 from disagg.core.rows import MAX_TOKEN, Pages, Rows, Slot, TokenRange, token_range
 from disagg.layout.agreement import LocalRank
 from disagg.layout.binding import check_rows
@@ -171,40 +172,38 @@ def check_payload(payload: object) -> None:
 
 
 class SentTokens:
-    """The tokens that a request has sent, by component and set of layers (`None`: all). Adjacent ranges are joined, since there
-    may be very many chunks.
+    """The tokens that a request has sent, by component and layer (`None`: all). A chunk costs the logarithm of the number of
+    chunks for each layer that it names, and for each layer named before it if it names none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranges: dict[tuple[str, frozenset[int] | None], list[tuple[int, float]]] = {}
+        self._sent: dict[str, dict[int | None, Ranges]] = {}
 
     def add(self, key: RequestKey, chunk: Chunk) -> None:
         """Raises `LocalProtocolError`, with nothing added, if a token of a component's layer was already sent."""
-        layers = None if chunk.layers is None else frozenset(chunk.layers)
-        if layers == frozenset():
+        layers = None if chunk.layers is None else sorted(set(chunk.layers))
+        if layers == []:
             return
         with self._lock:
             found = {name: _sent_range(rows, chunk.tokens) for name, rows in chunk.rows.items()}
-            for (name, others), ranges in self._ranges.items():
-                if name in found and (layers is None or others is None or layers & others):
-                    start, stop = found[name]
-                    for first, last in ranges:
-                        if max(start, first) < min(stop, last):
-                            which = "" if layers is None else f" of layers {sorted(layers)}"
-                            raise LocalProtocolError(
-                                f"request {key}: expected tokens that were not sent before, found token {max(start, first)} of "
-                                f"component {name!r}{which} a second time"
-                            )
-            for name, (start, stop) in found.items():
-                ranges = self._ranges.setdefault((name, layers), [])
-                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
-                if first < stop:
-                    ranges.append((first, stop))
+            for name, tokens in found.items():
+                sent = self._sent.get(name, {})
+                named = sent if layers is None else [layer for layer in (None, *layers) if layer in sent]
+                again = [token for layer in named if (token := sent[layer].first_in(*tokens)) is not None]
+                if again:
+                    which = "" if layers is None else f" of layers {layers}"
+                    raise LocalProtocolError(
+                        f"request {key}: expected tokens that were not sent before, found token {min(again)} of "
+                        f"component {name!r}{which} a second time"
+                    )
+            for name, tokens in found.items():
+                for layer in [None] if layers is None else layers:
+                    self._sent.setdefault(name, {}).setdefault(layer, Ranges()).add(*tokens)
 
 
-def _sent_range(rows: Rows, tokens: TokenRange | None) -> tuple[int, float]:
+def _sent_range(rows: Rows, tokens: TokenRange | None) -> TokenRange:
     """The tokens `[start, stop)` that rows given to `send` may hold, before the receivers' need is known."""
     if isinstance(rows, Slot):
         return 0, 1
-    return tokens or (rows.first_token, math.inf)
+    return tokens or (rows.first_token, MAX_TOKEN)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 from disagg.core.errors import DisaggError
 from disagg.core.leases import Lease
+from disagg.core.ranges import Ranges
 from disagg.core.rows import Rows
 from disagg.protocol.messages import (
     PartialChecksums,
@@ -74,9 +73,9 @@ class Coverage:
     def __init__(self, layers: tuple[int, ...], need: TokenRange) -> None:
         self.need = need
         self._layers = layers
-        self._missing: list[TokenRange] = [need] if layers and need[0] < need[1] else []
-        """Missing ranges of every layer, until layers are tracked one by one."""
-        self._by_layer: dict[int, list[TokenRange]] | None = None
+        self._missing = Ranges(*need) if layers else Ranges()
+        """What is missing of every layer, until layers are tracked one by one."""
+        self._by_layer: dict[int, Ranges] | None = None
 
     def add(self, layers: tuple[int, ...] | None, start: int, stop: int) -> int:
         """Account for `[start, stop)` in `layers`. Unexpected layers and empty ranges are ignored. Returns the number of steps
@@ -86,14 +85,14 @@ class Coverage:
             return 1
         if self._by_layer is None:
             if layers is None or layers == self._layers:
-                _take_away(self._missing, start, stop)
+                self._missing.remove(start, stop)
                 return 1
             self._by_layer = {layer: self._missing.copy() for layer in self._layers} if self._missing else {}
         found = tuple(self._by_layer) if layers is None else layers
         for layer in found:
             left = self._by_layer.get(layer)
             if left is not None:
-                _take_away(left, start, stop)
+                left.remove(start, stop)
                 if not left:
                     del self._by_layer[layer]
         return 1 + len(found)
@@ -106,8 +105,8 @@ class Coverage:
     def missing(self) -> dict[int, list[TokenRange]]:
         """What has not been accounted for, by layer."""
         if self._by_layer is not None:
-            return self._by_layer
-        return dict.fromkeys(self._layers, self._missing) if self._missing else {}
+            return {layer: list(left) for layer, left in self._by_layer.items()}
+        return {layer: list(self._missing) for layer in self._layers} if self._missing else {}
 
     def __str__(self) -> str:
         missing = self.missing
@@ -115,15 +114,6 @@ class Coverage:
         tokens = ", ".join(f"[{a}, {b})" for a, b in left[:MAX_NAMED])
         more = f" and {len(left) - MAX_NAMED} more ranges" if len(left) > MAX_NAMED else ""
         return f"tokens {tokens}{more} of layer {layer} ({len(missing)} layers incomplete)"
-
-
-def _take_away(left: list[TokenRange], start: int, stop: int) -> None:
-    """Remove `[start, stop)` from ranges that ascend."""
-    first = bisect_right(left, start, key=itemgetter(1))
-    last = bisect_left(left, stop, key=itemgetter(0))
-    if first < last:
-        ends = (left[first][0], start), (stop, left[last - 1][1])
-        left[first:last] = [part for part in ends if part[0] < part[1]]
 
 
 class WriterState(enum.Enum):

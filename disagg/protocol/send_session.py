@@ -10,6 +10,7 @@ import numpy as np
 
 from disagg.core.errors import Cause, DisaggError, RequestAborted
 from disagg.core.leases import Lease
+from disagg.core.ranges import Ranges
 from disagg.protocol.messages import MAX_SECONDS, Abort, Complete, Drained, PartialChecksums, Reserve, TokenRange, Written
 from disagg.protocol.types import NEVER, Chunk, PeerRank, RequestKey, State, ids
 
@@ -265,12 +266,14 @@ def _added(ours: PartialChecksums, theirs: PartialChecksums) -> PartialChecksums
 
 
 def _joined(written: Iterable[Written]) -> tuple[Written, ...]:
-    """The same, with adjacent ranges of the same layers joined: a request may be sent in very many chunks."""
-    joined: dict[tuple[str, tuple[int, ...] | None], list[Written]] = {}
+    """The same, with adjacent ranges of the same layers joined: a request may be sent in very many chunks, in any order."""
+    joined: dict[tuple[str, tuple[int, ...] | None], tuple[Ranges, dict[int, int]]] = {}
     for each in written:
-        parts = joined.setdefault((each.component, each.layers), [])
-        if parts and parts[-1].stop == each.start:
-            parts[-1] = Written(each.chunk, each.component, each.layers, parts[-1].start, each.stop)
-        else:
-            parts.append(each)
-    return tuple(part for parts in joined.values() for part in parts)
+        ranges, chunks = joined.setdefault((each.component, each.layers), (Ranges(), {}))
+        ranges.add(each.start, each.stop)
+        chunks[each.stop] = each.chunk
+    return tuple(
+        Written(chunks[stop], component, layers, start, stop)
+        for (component, layers), (ranges, chunks) in joined.items()
+        for start, stop in ranges
+    )

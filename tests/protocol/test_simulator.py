@@ -324,7 +324,7 @@ def success_by_count(patch: pytest.MonkeyPatch) -> None:
         left = self.__dict__.setdefault("left", (self.need[1] - self.need[0]) * len(self.missing))
         self.__dict__["left"] = left - (stop - start) * len(self.missing if layers is None else layers)
         if self.__dict__["left"] <= 0:
-            self._missing.clear()
+            self._missing.remove(*self.need)
         return 1
 
     patch.setattr(Coverage, "add", add)
