@@ -30,7 +30,7 @@ from disagg.manager import KVManager
 logger = logging.getLogger(__name__)
 
 ENGINE = f"sglang {sglang.__version__}"
-ASK_AGAIN_S, WATCH_EVERY_S = 1.0, 2.0
+ASK_AGAIN_S, WATCH_EVERY_S = 0.2, 2.0
 """How old an answer of a bootstrap server is before a new request asks again, and how often waiting requests do."""
 MAX_MISSES = 3
 """After how many answers that did not come an instance is taken for gone, which no connection reaches either."""
@@ -264,7 +264,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
     def _is_doubtful(self, served: Served) -> bool:
         """Whether one of the instances that are in use is not ready."""
         names = {prefill.name for prefill in served.prefills.values()}
-        return any(self.transfers.peer(name).state in ("connecting", "refused") for name in names)
+        return any(self.transfers.peer(name).state != "ready" for name in names)
 
     def _watch(self) -> None:
         """Ask for requests that wait for an instance that is not ready, which may have ended before they met."""
