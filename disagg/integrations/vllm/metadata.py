@@ -46,7 +46,7 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
         Integers may be floats, as proxies have them whose parameters were a protobuf `Struct`. Raises `msgspec.ValidationError`
         or `ValueError` if it is not complete.
         """
-        if not params or not cls.is_in(params):
+        if params is None or not cls.is_in(params):
             return None
         hand_off = msgspec.convert(dict(params), cls, strict=False)
         bytes.fromhex(hand_off.remote_request_id)

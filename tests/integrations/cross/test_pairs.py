@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -174,16 +175,10 @@ def decode_on_sglang(servers: Servers, prompt: list[int], at: Prefilled) -> Repl
 
 def test_sglang_prefills_before_or_after_vllm_is_asked(servers: Servers) -> None:
     """Without the proxy, which asks both at once. Each of them waits for the other."""
-    prefill, vllm, port = servers.sglang_prefill, servers.vllm, servers.sglang_prefill.bootstrap_port
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{urlencode(FIRST_RANK)}") as answer:
-        rank = json.load(answer)
-    name = f"{rank['rank_ip']}:{rank['rank_port']}"
-    where = {"do_remote_prefill": True, "remote_engine_id": name, "remote_address": f"tcp://{name}"}
+    prefill, vllm = servers.sglang_prefill, servers.vllm
     external = vllm.metric(EXTERNAL)
     for vllm_is_first, prompt, expected in zip((True, False), prompts(SEEDS[33], seed=33), servers.expected[33], strict=True):
-        room = next(ROOMS)
-        met: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
-        params = {**where, "remote_request_id": room.to_bytes(16, "big").hex()}
+        met, params = meeting(servers)
         ask_prefill = partial(prefill.complete, prompt, stream=False, **met)
         ask_vllm = partial(vllm.complete, prompt, stream=False, kv_transfer_params=params)
         with ThreadPoolExecutor() as pool:
@@ -198,6 +193,30 @@ def test_sglang_prefills_before_or_after_vllm_is_asked(servers: Servers) -> None
             check([expected], [answered.result()])
         external += len(prompt) - 1
         assert vllm.metric(EXTERNAL) == external
+
+
+def meeting(servers: Servers) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What SGLang's prefill and vLLM's decode are told of a new request."""
+    port, room = servers.sglang_prefill.bootstrap_port, next(ROOMS)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{urlencode(FIRST_RANK)}") as answer:
+        rank = json.load(answer)
+    name = f"{rank['rank_ip']}:{rank['rank_port']}"
+    where = {"remote_engine_id": name, "remote_address": f"tcp://{name}", "remote_request_id": room.to_bytes(16, "big").hex()}
+    met = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+    return met, {"do_remote_prefill": True, **where}
+
+
+def test_state_of_another_prompt_is_not_taken(servers: Servers) -> None:
+    """Of as many tokens. SGLang's decode fails, and vLLM's computes the prompt."""
+    one, other = prompts((300, 300), seed=35)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        decode_on_sglang(servers, one, prefill_on_vllm(servers, next(ROOMS), other))
+    assert "expected the state of this request's prompt" in refused.value.read().decode()
+    met, params = meeting(servers)
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(servers.vllm.complete, one, stream=False, kv_transfer_params=params)
+        servers.sglang_prefill.complete(other, stream=False, **met)
+        check([servers.vllm.complete(one, cache_salt="alone")], [answered.result()])
 
 
 def test_clients_that_leave(servers: Servers) -> None:
