@@ -92,6 +92,8 @@ class SchedulerHalf:
         self._prompts = Prompts()
         self._leader: RankAddress | None = None
         self._manager: KVCacheManager | None = None
+        self._num_cached: dict[int, dict[str, int]] = {}
+        """How many blocks of each request vLLM counts as cached, for each group of windows."""
         self._step = StepMetadata()
         self._prefills: dict[str, Prefill] = {}
         self._loading: dict[str, str] = {}
@@ -104,8 +106,11 @@ class SchedulerHalf:
         self._held: dict[str, list[Any]] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
-        """VLLM's manager of blocks, which is built after this."""
+        """VLLM's manager of blocks, which is built after this. Raises `AttributeError` if it counts cached blocks otherwise."""
         self._manager = manager
+        for group in self._groups:
+            if group.window is not None:
+                self._num_cached[group.index] = manager.coordinator.single_type_managers[group.index].num_cached_block
 
     def set_ranks(self, ranks: Mapping[tuple[int, int], RankAddress]) -> None:
         """The addresses that the workers reported."""
@@ -263,8 +268,7 @@ class SchedulerHalf:
         Only the block with a window's first token can be one. vLLM does not cache blocks that it counts as cached already.
         """
         for group, first in self._partly(needs):
-            assert self._manager is not None
-            num_cached = self._manager.coordinator.single_type_managers[group.index].num_cached_block
+            num_cached = self._num_cached[group.index]
             num_cached[req_id] = max(num_cached.get(req_id, 0), first // group.block_size + 1)
 
     def is_loading(self, req_id: str) -> bool:
