@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
 
 from disagg.commands.top import read
 from disagg.runtime.keys import KeyPair
@@ -229,14 +228,19 @@ def test_blocks_that_a_stopped_server_may_still_write(start: Callable[..., Engin
         decode.generate([other[:5]], max_tokens=1)
 
 
-def pause(core: Any) -> None:
-    """In an engine's process: keep new requests in the queue."""
-    core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+TAKEN: list[Any] = []
 
 
-def resume(core: Any) -> None:
-    """In an engine's process: schedule the queue."""
-    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+def take_blocks(core: Any) -> None:
+    """In an engine's process: leave no block free, so that new requests wait in the queue."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    TAKEN.extend(pool.get_new_blocks(pool.get_num_free_blocks()))
+
+
+def return_blocks(core: Any) -> None:
+    """In an engine's process: the blocks are free again."""
+    core.scheduler.kv_cache_manager.block_pool.free_blocks(TAKEN)
+    TAKEN.clear()
 
 
 HOLD_S = 3.0
@@ -253,17 +257,17 @@ def test_a_request_that_waits_in_decodes_queue(start: Callable[..., Engine]) -> 
     connect(prefill, decode.wait_ready())
 
     def ask(prompt: list[int]) -> str:
-        decode.run(pause)
+        decode.run(take_blocks)
         (first,) = prefill.generate([prompt], params=PREFILL)
         return decode.add(prompt, params=first.params, max_tokens=4)
 
     kept = ask(asked[0])
     time.sleep(2 * HOLD_S)
-    decode.run(resume)
+    decode.run(return_blocks)
     found = decode.wait([kept])
     given_up = ask(asked[1])
     prefill.settle()
-    decode.run(resume)
+    decode.run(return_blocks)
     found += decode.wait([given_up])
     check_equal(expected[:2], found)
     assert num_external(found) == [299, 0]
