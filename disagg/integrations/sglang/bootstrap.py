@@ -28,6 +28,8 @@ NUM_THREADS = 16
 MAX_NBYTES = 1 << 16
 """Maximum size of an answer."""
 MAX_GROUPS = 1024
+STALE_S = 0.2
+"""An answer that nobody has come for within this time is not taken: the instance may have been replaced since."""
 MAX_ASKED = 256
 """How many servers may be asked before answers that nobody came back for are forgotten."""
 
@@ -56,14 +58,20 @@ class BootstrapServers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disagg-bootstrap")
         self._asked: dict[str, Future[Served]] = {}
+        self._wanted_s: dict[str, float] = {}
+        """When the answer of each server was last come for."""
         self._wait_at = 0.0
 
     def ask(self, server: str) -> Served | None:
-        """What a server serves; `None` if it has not answered yet, so ask later. Raises `PeerUnreachable` if it names none."""
-        answer = self._asked.get(server)
+        """What a server serves; `None` if it has not answered yet, so ask again soon. Raises `PeerUnreachable` if it names none."""
+        answer, now = self._asked.get(server), time.monotonic()
+        if answer is not None and answer.done() and now - self._wanted_s[server] > STALE_S:
+            answer = None
+        self._wanted_s[server] = now
         if answer is None:
             if len(self._asked) >= MAX_ASKED:
                 self._asked = {other: each for other, each in self._asked.items() if not each.done()}
+                self._wanted_s = {other: at for other, at in self._wanted_s.items() if other in self._asked or other == server}
             answer = self._asked[server] = self._threads.submit(_fetch, server)
             began = time.monotonic()
             if began >= self._wait_at:
@@ -71,7 +79,7 @@ class BootstrapServers:
                 self._wait_at = began + (PAUSE + 1) * (time.monotonic() - began)
         if not answer.done():
             return None
-        del self._asked[server]
+        del self._asked[server], self._wanted_s[server]
         return answer.result()
 
 

@@ -285,7 +285,9 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
                     self._serve(server, None)
             else:
                 self._misses.pop(server, None)
-                if found is not None:
+                if found is None:
+                    self._watch_at = now  # come for the answer in the next step
+                else:
                     self._serve(server, found)
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from disagg import PeerUnreachable
-from disagg.integrations.sglang.bootstrap import MAX_NBYTES, BootstrapServers, Prefill, Served, named
+from disagg.integrations.sglang.bootstrap import MAX_NBYTES, STALE_S, BootstrapServers, Prefill, Served, named
 
 INSTANCE = {
     "attn_tp_size": 1,
@@ -75,6 +75,20 @@ def test_a_step_does_not_wait_for_a_server_that_does_not_answer() -> None:
         may_answer.set()
         instances = answer(servers, slow).prefills
         assert instances == {0: Prefill("a:5", "tcp://a:5", 0), 1: Prefill("b:6", "tcp://b:6", 0)}
+
+
+def test_an_answer_that_nobody_came_for_is_not_taken_later() -> None:
+    """It names the instance that was there when it was asked for, which another may have replaced."""
+    may_answer, rows = threading.Event(), dict[str, object]({"-1": INSTANCE | {"dp_size": 1}, "0": row("127.0.0.1", 7000)})
+    with server(rows, may_answer=may_answer) as where:
+        servers = BootstrapServers()
+        assert servers.ask(where) is None
+        may_answer.set()
+        while not servers._asked[where].done():
+            time.sleep(0.01)
+        rows["0"] = row("127.0.0.1", 7001)
+        time.sleep(2 * STALE_S)
+        assert answer(servers, where).prefills[0].address == "tcp://127.0.0.1:7001"
 
 
 @pytest.mark.parametrize(
