@@ -63,7 +63,7 @@ class BootstrapServers:
         self._wait_at = 0.0
 
     def ask(self, server: str) -> Served | None:
-        """What a server serves; `None` if it has not answered yet, so ask again soon. Raises `PeerUnreachable` if it names none."""
+        """What a server serves; `None` if it has not answered yet, so ask again. Raises `PeerUnreachable` if it names none."""
         answer, now = self._asked.get(server), time.monotonic()
         if answer is not None and answer.done() and now - self._wanted_s[server] > STALE_S:
             answer = None
