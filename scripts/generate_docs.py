@@ -28,6 +28,7 @@ from disagg.commands.bench.command import bench  # noqa: E402
 from disagg.commands.rank.rank import RankConfig  # noqa: E402
 from disagg.commands.shell.group import COMMANDS, disagg  # noqa: E402
 from disagg.config import Config  # noqa: E402
+from disagg.integrations import shaping  # noqa: E402
 from disagg.integrations.options import Options  # noqa: E402
 from disagg.models import PRESETS  # noqa: E402
 from disagg.models.decoders import REFUSED  # noqa: E402
@@ -102,6 +103,20 @@ def integration_settings() -> Iterator[str]:
     for each in settings(Options):
         if each.key not in known:
             yield f"| `{each.key}` | `{each.variable}` | {_kind(each)} | {_default(each)} | {each.description} |"
+
+
+def shaping_rows(table: str) -> Iterator[str]:
+    """A table of `disagg.integrations.shaping`: what is compared and refused first."""
+    rows: Any = getattr(shaping, table)
+    by_class: dict[str, Iterable[shaping.Row]] = rows if isinstance(rows, dict) else {"": rows}
+    yield "| | by what, or why | |"
+    yield "|---|---|---|"
+    for verdict in shaping.Verdict:
+        for name, each in by_class.items():
+            for row in each:
+                if row.verdict is verdict:
+                    names = ", ".join(f"`{field}`" for field in row.names)
+                    yield f"| {verdict.value} | {row.how} | {f'{name}: ' if name else ''}{names} |"
 
 
 def limits() -> Iterator[str]:
@@ -300,8 +315,8 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 GENERATORS: Mapping[str, Callable[..., Iterator[str]]] = {
     function.__name__: function
     for function in (
-        manager_settings, rank_settings, integration_settings, limits, receive_states, send_states, messages, bounds, presets,
-        sides, across_engines, real_models, described, refused, block, source, work_requests,
+        manager_settings, rank_settings, integration_settings, shaping_rows, limits, receive_states, send_states,
+        messages, bounds, presets, sides, across_engines, real_models, described, refused, block, source, work_requests,
         command_line, sglang_rows, vllm_deaths, vllm_figures, vllm_first_tokens, vllm_loads,
     )
 }  # fmt: skip

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from disagg.core.errors import ConfigError
+from disagg.integrations.description import described, described_overrides, digest, ranges, rotary, words
 from disagg.layout.agreement import ModelId
 from disagg.models import from_config
-
-_IGNORED = frozenset({
-    "_commit_hash", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-})  # fmt: skip
-"""Fields that do not change the state of a request, or that the layouts already compare. So are the ids of tokens."""
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -33,7 +28,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """What a server keeps in memory, as far as neither `config.json` nor a layout shows it. Each integration declares its own.
+    """What a server keeps in memory, as far as neither its configuration nor a layout shows it. Each integration declares its
+    own.
 
     `keys`: K before or after its rotary embedding, which has the style of the model's code in transformers. `kv_heads`: in the
     order of the checkpoint, or another. `first_position`: that of the first prompt token.
@@ -47,25 +43,61 @@ class Conventions:
         return f"keys={self.keys} kv_heads={self.kv_heads} first_position={self.first_position}"
 
 
-def model_id(config: Mapping[str, Any], conventions: Conventions) -> ModelId:
-    """The identity of the model with this `config.json` on a server: its type, a digest of the fields that describe it, and
-    the server's conventions. Peers compare it when they meet, and name both values if they differ.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a server has its model from.
 
-    Servers read the file from disk, because loaded configurations contain the defaults of a version of transformers. The
-    digest does not cover weights: two models of the same shape have the same identity.
+    `config` is the `config.json`, or what the server has made of a model without one. `overridden` are the fields that the
+    command line sets, with their values; `loaded` is the server's configuration, and `text` that of its text model.
     """
-    text = json.dumps(_described(config), sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return ModelId(str(config.get("model_type", "")), f"{digest} {conventions}")
+
+    config: Mapping[str, Any]
+    overridden: Mapping[str, Any]
+    loaded: Any
+    text: Any
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = {
-            key: each for key, each in value.items() if key not in _IGNORED and not key.endswith(("_token_id", "_token_ids"))
-        }
-        return {key: _described(each) for key, each in kept.items()}
-    return [_described(each) for each in value] if isinstance(value, list) else value
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What a server computes with, as its own layers say.
+
+    `windows`: how many tokens before the next one each layer with a sliding window attends to. `kv_scales`: by what K and V of
+    a layer are multiplied in an FP8 cache; empty for any other cache. `long_rope`: which factors of a `longrope` embedding the
+    server takes. `options`: those of its options that change states, if they are set.
+    """
+
+    windows: Mapping[int, int]
+    kv_scales: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    long_rope: Literal["short", "long", "by_batch"]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def words(self) -> tuple[str, ...]:
+        """As words of a `ModelId`'s revision."""
+        by_size: dict[int, list[int]] = {}
+        for layer, size in self.windows.items():
+            by_size.setdefault(size, []).append(layer)
+        windows = ";".join(f"{size}@{ranges(by_size[size])}" for size in sorted(by_size)) or "none"
+        found = [f"windows={windows}", *words(self.options)]
+        if self.kv_scales:
+            scales = {layer: [f"{scale:.6g}" for scale in each] for layer, each in sorted(self.kv_scales.items())}
+            is_one = all(scale == "1" for each in scales.values() for scale in each)
+            found.append(f"kv_scales={1 if is_one else digest(json.dumps(scales))}")
+        return tuple(found)
+
+
+def model_id(source: Source, applied: Applied, conventions: Conventions, *, name: str | None) -> ModelId:
+    """The identity of a server's model: its type, and what shapes the state of a request, in words.
+
+    `name` is the setting `model`. It replaces the type and the `config.json`. What the command line sets and what the server
+    computes with are compared in any case. Weights are not: two models of the same shape have the same identity.
+    """
+    if name is None:
+        name = str(source.config.get("model_type", ""))
+        description = described(source.config, overridden=source.overridden, loaded=source.loaded, text=source.text)
+    else:
+        description = described_overrides(source.overridden, source.loaded)
+    positions = rotary(source.text, long_rope=applied.long_rope)
+    return ModelId(name, " ".join((*applied.words(), *positions, str(conventions), *description)))
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:

@@ -19,6 +19,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 class ServerConfig(Config, frozen=True, kw_only=True):
     """The settings of one rank of a server. Raises `ConfigError` for `discover` and `announce`: each request names its peer."""
 
+    model: Annotated[
+        str | None,
+        meaning("Identity of the model, the same on both sides, in place of its type and the description in its config.json."),
+    ] = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("discover", "announce"):
@@ -30,9 +35,6 @@ class ServerConfig(Config, frozen=True, kw_only=True):
 class Options(ServerConfig, frozen=True, kw_only=True):
     """`kv_connector_extra_config`. Raises `ConfigError` for unknown keys and wrong values."""
 
-    model: Annotated[
-        str | None, meaning("Identity of the model, the same on both sides; default: a digest of its config.json.")
-    ] = None
     trusted_keys: Annotated[tuple[str, ...], meaning("Public keys of the other servers, if this one has keys.")] = ()
     hold_s: Annotated[
         Seconds,

@@ -26,7 +26,8 @@ MAX_MODEL = 4096
 
 @dataclass(frozen=True)
 class ModelId:
-    """The model whose state moves. Both sides must give the same `name` and `revision`.
+    """The model whose state moves. Both sides must give the same `name` and `revision`. A revision may have several words, such
+    as `dtype=bfloat16 rope=default`: peers that differ name the words that only one of them has.
 
     Raises `ConfigError` for a text that a message cannot hold: it has `MAX_MODEL` characters, and UTF-8 encodes them.
     """
@@ -38,6 +39,14 @@ class ModelId:
         for what, text in (("name", self.name), ("revision", self.revision)):
             if not is_text(text, MAX_MODEL, least=0):
                 raise ConfigError(f"model {what}: expected a str of at most {MAX_MODEL} characters, found {text!r:.100}")
+
+
+def differing_words(found: str, expected: str) -> tuple[str, str]:
+    """The words that only one of two revisions has, of each of them; all words if their order alone differs."""
+    theirs, ours = found.split(), expected.split()
+    if set(theirs) == set(ours):
+        return found, expected
+    return " ".join(word for word in theirs if word not in ours), " ".join(word for word in ours if word not in theirs)
 
 
 _PLACEMENTS = msgspec.msgpack.Decoder(tuple[Placement, ...])

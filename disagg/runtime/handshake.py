@@ -14,7 +14,7 @@ from disagg.core.errors import LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.rings import Ring
 from disagg.core.thread_log import ThreadLog
-from disagg.layout.agreement import Agreement, LocalRank, decode_placements, encode_placements
+from disagg.layout.agreement import Agreement, LocalRank, decode_placements, differing_words, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.machine.descriptors import shortage
@@ -205,12 +205,12 @@ class Handshake:
 
     def _check_model(self, theirs: Hello | Welcome) -> None:
         who = PeerRank(theirs.instance, theirs.rank)
-        for what, found, expected in (
-            ("model", theirs.model, self._identity.model),
-            ("model revision", theirs.revision, self._identity.revision),
-        ):
-            if found != expected:
-                raise RemoteProtocolError(f"{what}: {found!r} at {who}, {expected!r} at {self.me}")
+        me = self._identity
+        if theirs.model != me.model:
+            raise RemoteProtocolError(f"model: {theirs.model!r} at {who}, {me.model!r} at {self.me}")
+        if theirs.revision != me.revision:
+            found, expected = differing_words(theirs.revision, me.revision)
+            raise RemoteProtocolError(f"model revision: {found!r} at {who}, {expected!r} at {self.me}")
 
     def _agree(self, theirs: Hello | Welcome) -> Agreement:
         """The agreement with an instance. Raises `Undecided` while it is being computed."""

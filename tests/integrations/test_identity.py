@@ -6,52 +6,221 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from disagg import ConfigError, ModelId
-from disagg.integrations.identity import Conventions, component_name, has_windows, model_id, read_config
+from disagg.integrations.identity import (
+    Applied,
+    Conventions,
+    Source,
+    component_name,
+    has_windows,
+    model_id,
+    read_config,
+)
 from disagg.integrations.options import Options, ServerConfig
+from disagg.layout.agreement import differing_words
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
+APPLIED = Applied(windows={}, long_rope="short")
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "rope_parameters": {"rope_theta": 1e4},
+}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "sliding_window": 64,
+    "sliding_window_pattern": 2,
+    "dtype": "float32",
 }
 
 
-def identity(config: dict[str, Any]) -> ModelId:
-    return model_id(config, CONVENTIONS)
+class Loaded(SimpleNamespace):
+    """A configuration as a server has loaded it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def load(config: Mapping[str, Any], **more: Any) -> Loaded:
+    """What a server makes of a `config.json`, with values that the file leaves out."""
+    parts = {key: load(value) for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
+    return Loaded(**{**more, **config, **parts})
+
+
+def identity(
+    config: Mapping[str, Any],
+    *,
+    overridden: Mapping[str, Any] | None = None,
+    loaded: Loaded | None = None,
+    applied: Applied = APPLIED,
+    conventions: Conventions = CONVENTIONS,
+    name: str | None = None,
+) -> ModelId:
+    loaded = load(config) if loaded is None else loaded
+    source = Source(config=config, overridden=overridden or {}, loaded=loaded, text=getattr(loaded, "text_config", loaded))
+    return model_id(source, applied, conventions, name=name)
 
 
 def test_identity_covers_what_describes_the_model_and_nothing_else() -> None:
     same = {**LLAMA, "dtype": "float32", "torch_dtype": "bfloat16", "transformers_version": "5.0", "eos_token_id": [1, 2]}
+    same |= {
+        "quantization_config": {"bits": 4},
+        "num_nextn_predict_layers": 1,
+        "initializer_range": 0.5,
+        "attention_dropout": 1,
+    }
     assert identity(same) == identity(dict(reversed(LLAMA.items()))) == identity(LLAMA)
     others = [
         {**LLAMA, "hidden_size": 128},
         {**LLAMA, "rope_parameters": {"rope_theta": 1e6}},
         {**LLAMA, "model_type": "qwen3"},
+        {**LLAMA, "architectures": ["Other"]},
+        {**LLAMA, "unheard_of": None},
     ]
     nested = {**LLAMA, "text_config": {"hidden_size": 1, "pad_token_id": 3}}
-    assert len({identity(each) for each in [LLAMA, nested, *others]}) == 5
+    assert len({identity(each) for each in [LLAMA, nested, *others]}) == 7
     assert identity(nested) == identity({**LLAMA, "text_config": {"hidden_size": 1}})
 
 
 def test_identity_is_the_same_in_every_process() -> None:
     """Golden, so that servers of different versions of this library agree."""
-    digest = "7e2f111f0105ee5527598c41942eac7f"
-    assert identity(LLAMA) == ModelId("llama", f"{digest} keys=rotated kv_heads=checkpoint first_position=0")
+    words = (
+        "windows=none rope.rope_theta=10000 keys=rotated kv_heads=checkpoint first_position=0 hidden_size=64 "
+        'layers.kv="0-1" model_type="llama" num_attention_heads=4 num_hidden_layers=2'
+    )
+    assert identity(LLAMA) == ModelId("llama", words)
+
+
+def differences(one: ModelId, other: ModelId) -> tuple[str, str]:
+    """What peers with these identities say."""
+    return differing_words(one.revision, other.revision)
+
+
+def test_rotary_embeddings_are_those_that_the_server_has_loaded() -> None:
+    """Before version 5 of transformers their fields were others, and a server may ignore an override of a field."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    new = load({**LLAMA, "rope_parameters": {**yarn, "rope_theta": 1e6}}, max_position_embeddings=128)
+    file = {key: value for key, value in LLAMA.items() if key != "rope_parameters"}
+    old_file = {**file, "rope_theta": 1000000, "rope_scaling": {**yarn, "type": "yarn"}, "max_position_embeddings": 128}
+    old = load(old_file)
+    assert identity(old_file, loaded=old) == identity({**LLAMA, "rope_parameters": {}}, loaded=new)
+    assert differences(identity(LLAMA), identity(LLAMA, loaded=new)) == (
+        "rope.rope_theta=10000",
+        'rope.factor=2 rope.original_max_position_embeddings=64 rope.rope_theta=1000000 rope.type="yarn"',
+    )
+    ignored = load(LLAMA, rope_theta=1e6)
+    assert identity(LLAMA, overridden={"rope_theta": 1e6}, loaded=ignored) == identity(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("rope", "counts"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "linear", "factor": 2}, False),
+        ({"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64}, False),
+        ({"rope_type": "yarn", "factor": 2}, True),
+        ({"rope_type": "dynamic", "factor": 2}, True),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, True),
+    ],
+    ids=str,
+)
+def test_the_maximum_length_counts_where_an_embedding_is_made_from_it(rope: dict[str, Any], counts: bool) -> None:
+    config = {**LLAMA, "rope_parameters": rope}
+    one, other = (identity({**config, "max_position_embeddings": length}) for length in (128, 256))
+    assert (one != other) is counts
+
+
+def test_factors_of_a_long_rope_are_compared_where_there_is_one() -> None:
+    long_rope = {**LLAMA, "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}
+    by_batch = replace(APPLIED, long_rope="by_batch")
+    assert identity(LLAMA) == identity(LLAMA, applied=by_batch)
+    found = differences(identity(long_rope), identity(long_rope, applied=by_batch))
+    assert found == ('rope.factors="short"', 'rope.factors="by_batch"')
+
+
+def test_the_kinds_of_layers_have_one_form() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    listed = {**{key: value for key, value in GEMMA.items() if key != "sliding_window_pattern"}, "layer_types": kinds}
+    assert identity(GEMMA) == identity(listed)
+    other = {**GEMMA, "sliding_window_pattern": 4}
+    assert differences(identity(GEMMA), identity(other)) == (
+        'layers.kv="1,3" layers.window="0,2"',
+        'layers.kv="3" layers.window="0-2"',
+    )
+    unknown = {**GEMMA, "model_type": "unheard-of"}
+    assert identity(unknown) != identity({**unknown, "sliding_window_pattern": 4})
+
+
+def test_a_default_may_be_left_out() -> None:
+    loaded = load(LLAMA, attention_bias=False, rms_norm_eps=1e-5)
+    assert identity({**LLAMA, "attention_bias": False}, loaded=loaded) == identity(LLAMA, loaded=loaded)
+    assert identity({**LLAMA, "attention_bias": True}) != identity(LLAMA, loaded=loaded)
+
+
+def test_what_the_command_line_sets_is_named_with_both_values() -> None:
+    set_there = identity(LLAMA, overridden={"hidden_size": 64}, loaded=load(LLAMA))
+    assert set_there == identity(LLAMA)
+    vision = {**LLAMA, "vision_config": {"depth": 2, "dim": 3}}
+    override = {"vision_config": {"depth": 4}, "hidden_size": 32}
+    loaded = load({**vision, "hidden_size": 32, "vision_config": {"depth": 4, "dim": 3}})
+    found = identity(vision, overridden=override, loaded=loaded)
+    assert differences(identity(vision), found) == (
+        "hidden_size=64 vision_config.depth=2",
+        "hidden_size=32 vision_config.depth=4",
+    )
+
+
+def test_windows_and_scales_are_named_by_layer() -> None:
+    windowed = replace(APPLIED, windows={0: 63, 1: 63, 2: 63, 5: 63, 3: 127})
+    assert differences(identity(LLAMA), identity(LLAMA, applied=windowed)) == ("windows=none", "windows=63@0-2,5;127@3")
+    ones = replace(APPLIED, kv_scales={0: (1.0, 1.0)})
+    others = replace(APPLIED, kv_scales={0: (1.0, 0.5)})
+    assert differences(identity(LLAMA), identity(LLAMA, applied=ones)) == ("", "kv_scales=1")
+    assert differences(identity(LLAMA, applied=ones), identity(LLAMA, applied=others))[0] == "kv_scales=1"
+
+
+def test_the_setting_replaces_the_description_and_nothing_else() -> None:
+    """Two checkpoints whose files differ, for example one of them in another format."""
+    one = identity(LLAMA, name="mine")
+    assert one == identity({"model_type": "gguf", "rms_norm_eps": 1}, loaded=load(LLAMA), name="mine")
+    assert one.name == "mine"
+    windowed = replace(APPLIED, windows={0: 63})
+    set_there = identity(LLAMA, overridden={"hidden_size": 1}, loaded=load({**LLAMA, "hidden_size": 1}), name="mine")
+    for each, word in ((identity(LLAMA, applied=windowed, name="mine"), "windows=63@0"), (set_there, "hidden_size=1")):
+        assert differences(one, each)[1] == word
+
+
+@pytest.mark.parametrize(("num_fields", "num_words"), [(10, 70), (200, 16), (3000, 6)])
+def test_a_long_description_fits_a_message(num_fields: int, num_words: int) -> None:
+    """Objects in it are given by their digests, then all of it."""
+    parts = {f"part{number}": {f"field{i}": i for i in range(num_fields)} for number in range(6)}
+    many = {f"field{i}": i for i in range(num_fields)} if num_fields == 3000 else {}
+    found = identity({**LLAMA, **parts, **many})
+    assert len(found.revision.split()) == num_words
+    changed = {**parts, "part3": {**parts["part3"], "field7": -1}}
+    assert found != identity({**LLAMA, **changed, **many})
 
 
 def test_servers_with_other_conventions_refuse_each_other() -> None:
     """The identities differ, and peers that differ in it name both (`tests/manager/test_peers.py`)."""
     others: list[dict[str, Any]] = [{"keys": "plain"}, {"kv_heads": "other"}, {"first_position": 1}]
-    found = [model_id(LLAMA, replace(CONVENTIONS, **each)).revision for each in others]
+    found = [identity(LLAMA, conventions=replace(CONVENTIONS, **each)).revision for each in others]
     for each, revision in zip(others, found, strict=True):
         assert all(f"{name}={value}" in revision for name, value in each.items())
     assert len({identity(LLAMA).revision, *found}) == 4
@@ -70,11 +239,8 @@ def test_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
 
 
 def test_which_models_have_windows() -> None:
-    gemma: dict[str, Any] = {"model_type": "gemma3_text", "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
-    gemma["num_attention_heads"] = 4
-    gemma |= {"hidden_size": 32, "sliding_window": 64, "sliding_window_pattern": 2, "dtype": "float32"}
-    assert has_windows(gemma)
-    assert not has_windows({**gemma, "sliding_window_pattern": 1})
+    assert has_windows(GEMMA)
+    assert not has_windows({**GEMMA, "sliding_window_pattern": 1})
     assert not has_windows({"model_type": "unheard-of", "sliding_window": 64})
 
 

@@ -81,6 +81,16 @@ def refusal(prefill: dict[str, Any], decode: dict[str, Any], models: tuple[KVMod
             {"model": ModelId("a", "2")},
             "model revision: '2' at decode-0/0, '1' at prefill-0/0",
         ),
+        (
+            {"model": ModelId("a", "window=64 rope=yarn size=1")},
+            {"model": ModelId("a", "window=none size=1 rope=yarn more")},
+            "model revision: 'window=none more' at decode-0/0, 'window=64' at prefill-0/0",
+        ),
+        (
+            {"model": ModelId("a", "x y")},
+            {"model": ModelId("a", "y x")},
+            "model revision: 'y x' at decode-0/0, 'x y' at prefill-0",
+        ),
         ({"num_layers": 2}, {"num_layers": 3}, "component 'kv', tensor 'k': layers: [0, 2) here, [0, 3) at the peer"),
     ],
 )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
 from disagg.integrations.adapters import Adapters
-from disagg.integrations.identity import Conventions, has_windows, model_id, read_config
+from disagg.integrations.identity import has_windows
+from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang.facts import Facts
+from disagg.integrations.sglang.identity import identify, read_source, windows
 from disagg.integrations.sglang.pools import Pools, read_facts
 from disagg.integrations.sglang.prompts import Prompt, prompt_of
 from disagg.layout.agreement import ModelId
-
-CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
-"""SGLang's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,7 @@ def host_of(queue: Any) -> Host:
     """
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
-    _check_options(queue.scheduler, get_parallel())
+    check_options(queue.scheduler, get_parallel())
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
@@ -64,7 +63,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
     scheduler, parallel = queue.scheduler, get_parallel()
     config, runner = scheduler.model_config, scheduler.tp_worker.model_runner
-    model = read_config(_config_file(config.model_path, getattr(config, "revision", None)))
+    name, options = ServerConfig.load(environ=os.environ, name="sglang").model, scheduler.server_args
+    source = read_source(config, options.decrypted_config_file, name=name)
     pools = Pools(
         kv=queue.token_to_kv_pool,
         draft=queue.draft_token_to_kv_pool,
@@ -72,8 +72,9 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         config=config,
         recurrent_config=mambaish_config(config),
         window=getattr(scheduler, "sliding_window_size", None),
+        # Without this size some attention backends ignore that of a layer.
         windows=windows(runner.model) if runner.sliding_window_size is not None else {},
-        by_layer=has_windows(model),
+        by_layer=has_windows(source.config),
         reuses_pages=reuses_pages,
     )
 
@@ -82,6 +83,9 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     def prompt(request: Any) -> Prompt:
         paths = {} if request.lora_id is None else scheduler.tp_worker.model_runner.lora_manager.lora_refs
         return prompt_of(request, adapters, paths)
+
+    def gather(own: Any) -> list[Any]:
+        return parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own]
 
     def write_first_token(index: int, token: int, room: int) -> None:
         rows = queue.metadata_buffers
@@ -93,9 +97,9 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
         rows.bootstrap_room[index, 0] = room
 
     return Host(
-        model=model_id(model, CONVENTIONS),
+        model=identify(source, runner, name=name, hooks=options.forward_hooks, from_stages=gather),
         read_facts=lambda topology: read_facts(pools, topology),
-        gather=lambda own: parallel.pp_group.all_gather_object(own) if parallel.pp_size > 1 else [own],
+        gather=gather,
         from_leader=lambda own: parallel.world_group.broadcast_object(own, src=0),
         request=lambda receiver: next(each.req for each in queue.queue if each.kv_receiver is receiver),
         prompt=prompt,
@@ -103,37 +107,18 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     )
 
 
-def windows(model: Any) -> dict[int, int]:
-    """The layers of a loaded model that attend to a window, and how many tokens before the next one that is.
-
-    `config.json` does not tell: several models of SGLang ignore its window. Without a `sliding_window_size` of the model's
-    runner, some attention backends ignore that of a layer too.
-    """
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-
-    found: dict[int, set[int]] = {}
-    for layer in model.modules():
-        if isinstance(layer, RadixAttention) and layer.attn_type is not AttentionType.ENCODER_ONLY:
-            found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
-    return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
-
-
-def _config_file(path: str, revision: str | None) -> Path:
-    """The model's `config.json`, in its folder or in the cache of downloaded models."""
-    if Path(path).is_dir():
-        return Path(path, "config.json")
-    from transformers.utils import cached_file
-
-    return Path(cached_file(path, "config.json", revision=revision))
-
-
-def _check_options(scheduler: Any, parallel: Any) -> None:
+def check_options(scheduler: Any, parallel: Any) -> None:
+    """Raise `ConfigError` for an option that is not supported, with its name. `parallel` is that of SGLang's context."""
+    options = scheduler.server_args
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--enable-dsa-cache-layer-split": parallel.enable_dsa_cache_layer_split,
         "--enable-cp-tp-group-sharing": parallel.enable_cp_tp_group_sharing,
         "--dcp-size": parallel.attn_dcp_size > 1,
         "--enable-hisparse": scheduler.enable_hisparse,
+        "--dllm-algorithm": options.dllm_algorithm,
+        "--enable-mis": options.enable_mis,
+        "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
     }
     found = [option for option, given in refused.items() if given]
     if found:

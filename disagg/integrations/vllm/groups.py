@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from disagg.core.errors import ConfigError
 from disagg.core.rows import TokenRange
 from disagg.integrations.identity import component_name
-from disagg.integrations.vllm.release import can_leave, is_plain
+from disagg.integrations.vllm.release import IS_OLDER, can_leave, is_plain
 from disagg.state.declare import last_tokens
 
 STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
@@ -62,6 +62,17 @@ class Group:
     def is_incremental(self) -> bool:
         """Whether a block that is written keeps its tokens: windows free old blocks, and a state is overwritten."""
         return self.kind in (Kind.FULL, Kind.LATENT)
+
+    def layers(self, num_layers: int) -> dict[int, str]:
+        """The names of this worker's layers, by their ids in a model of `num_layers` layers.
+
+        Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on. Raises
+        `ConfigError` for two caches of one layer.
+        """
+        found = {extract_layer_index(name) % num_layers: name for name in self.specs}
+        if len(found) != len(self.specs):
+            raise ConfigError(f"KV cache group {self.index}: expected one cache for each layer, found {sorted(self.specs)}")
+        return found
 
     def needed(self, start: int, stop: int, *, window_page: int = 1) -> TokenRange:
         """The tokens that decode needs to compute token `stop`, if it has those before `start`.
@@ -123,18 +134,13 @@ def num_handed_over(num_prompt_tokens: int) -> int:
 
 
 def component_names(groups: tuple[Group, ...], *, num_layers: int) -> Iterator[tuple[Group, str, dict[int, str]]]:
-    """The components of a worker: their group, their name, and the names of vLLM's layers by layer id.
-
-    Where a layer has both attention and a recurrent state, vLLM numbers the states from `num_layers` on.
-    """
+    """The components of a worker: their group, their name, and the names of vLLM's layers by layer id."""
     single = len(groups) == 1 and groups[0].is_incremental
     for group in groups:
         kind = "kv" if group.kind is Kind.WINDOW else group.kind.value
-        layers = {extract_layer_index(name) % num_layers: name for name in group.specs}
+        layers = group.layers(num_layers)
         if not layers:
             continue
-        if len(layers) != len(group.specs):
-            raise ConfigError(f"KV cache group {group.index}: expected one cache for each layer, found {sorted(group.specs)}")
         if single:
             yield group, component_name(kind, None), layers
         else:
@@ -147,6 +153,7 @@ def check_engine(config: VllmConfig) -> None:
     parallel = config.parallel_config
     refused = {
         "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
+        "diffusion models: they write their states more than once": not IS_OLDER and config.diffusion_config is not None,
         "context parallelism: its blocks are divided over ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(

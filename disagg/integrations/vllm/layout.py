@@ -22,6 +22,7 @@ from disagg.core.memory import ITEMSIZE, RawTensor, raw_tensor
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.topology import Topology
 from disagg.integrations.vllm.groups import Group, Kind, component_names, read_groups
+from disagg.integrations.vllm.identity import fp8_format
 from disagg.layout.placement import Component
 from disagg.models import ModelSpec, from_config
 from disagg.state import paged
@@ -70,7 +71,7 @@ def read_caches(
         spec = from_config(model, name=str(config.model_config.model), kv_dtype="bfloat16")
     caches = []
     for group, name, layers in component_names(groups, num_layers=config.model_config.get_total_num_hidden_layers()):
-        given = {layer: tensors[layer_name] for layer, layer_name in layers.items()}
+        given = {layer: _typed(config, layer_name, tensors[layer_name]) for layer, layer_name in layers.items()}
         shape = group.specs[next(iter(layers.values()))]
         if group.kind is Kind.STATE:
             assert spec is not None
@@ -86,6 +87,12 @@ def read_caches(
             raise ConfigError(f"component {name!r}: expected whole kernel blocks in each of {kv.num_blocks} blocks")
         caches.append(Cache(group, component, pages_per_block))
     return tuple(caches)
+
+
+def _typed(config: VllmConfig, layer: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A layer's cache with the dtype of its values: two formats of FP8 are both bytes to vLLM."""
+    dtype = fp8_format(config, layer) if tensor.dtype == torch.uint8 else None
+    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.utils import cached_file
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
@@ -25,9 +24,9 @@ from disagg.core.leases import Lease, LeaseState
 from disagg.core.rows import Rows
 from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
-from disagg.integrations.identity import Conventions, model_id, read_config
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.groups import check_engine
+from disagg.integrations.vllm.identity import identify, read_source
 from disagg.integrations.vllm.layout import Cache, read_caches
 from disagg.integrations.vllm.metadata import BlockIds, Chunk, Finish, HandOff, Load, RankAddress, StepMetadata, WorkerReport
 from disagg.integrations.vllm.metrics import TransferStats
@@ -40,9 +39,6 @@ from disagg.protocol.types import Event
 from disagg.requests import Sender
 
 logger = logging.getLogger(__name__)
-
-CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
-"""vLLM's."""
 
 IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits.
@@ -95,15 +91,16 @@ class WorkerHalf:
             tp_rank=tp.rank_in_group,
             pp_rank=pp.rank_in_group,
         )
-        model = read_config(_config_file(self._config))
+        name = self._options.model
+        source = read_source(self._config, name=name)
 
         def describe() -> list[Component]:
-            self._caches = read_caches(self._config, self._kv, tensors, topology, model)
+            self._caches = read_caches(self._config, self._kv, tensors, topology, source.config)
             return [cache.component for cache in self._caches]
 
         components = join_stages(describe, topology=topology, gather=_from_stages)
         self._is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        identity = model_id(model, CONVENTIONS) if self._options.model is None else ModelId(self._options.model)
+        identity = identify(self._config, self._kv, source, name=name, from_stages=_from_stages, from_tp=_from_tp)
         leader = self._start(components, topology, identity, None) if topology.rank == 0 else None
         leader = tp.broadcast_object(pp.broadcast_object(leader) if topology.tp_rank == 0 else None)
         if topology.rank != 0:
@@ -377,11 +374,19 @@ class WorkerHalf:
 
 def _from_stages(own: Any) -> list[Any]:
     """What the worker of each pipeline stage gives, in order."""
-    stages = get_pp_group()
-    if stages.world_size == 1:
+    return _from_group(get_pp_group(), own)
+
+
+def _from_tp(own: Any) -> list[Any]:
+    """What each tensor-parallel rank of this stage gives, in order."""
+    return _from_group(get_tp_group(), own)
+
+
+def _from_group(group: GroupCoordinator, own: Any) -> list[Any]:
+    if group.world_size == 1:
         return [own]
-    found = [None] * stages.world_size
-    torch.distributed.all_gather_object(found, own, group=stages.cpu_group)
+    found = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
     return found
 
 
@@ -398,12 +403,3 @@ def _recorded_event() -> ReadyEvent:
     event = torch.cuda.Event()
     event.record()
     return event  # type: ignore[no-any-return]
-
-
-def _config_file(config: VllmConfig) -> str:
-    """The path of the model's `config.json`. Raises `ConfigError` if it is neither a folder nor in the local cache."""
-    model = config.model_config.hf_config_path or config.model_config.model
-    try:
-        return str(cached_file(model, "config.json", revision=config.model_config.revision))
-    except OSError as error:
-        raise ConfigError(f"model {model!r}: expected a config.json: {error}") from error

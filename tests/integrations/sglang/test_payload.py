@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from disagg import ConfigError, LayoutError, RemoteProtocolError
+from disagg import LayoutError, RemoteProtocolError
 from disagg.core.topology import Topology
 from disagg.integrations.handoff import Payload
-from disagg.integrations.identity import model_id, read_config
 from disagg.integrations.sglang.facts import Facts
-from disagg.integrations.sglang.host import CONVENTIONS
 from disagg.integrations.sglang.payload import MetadataBuffers
 from disagg.integrations.sglang.rows import needs, state_rows, to_the_end
 
@@ -68,25 +64,3 @@ def test_a_window_needs_its_own_tokens_only() -> None:
     facts = Facts(topology=Topology(), window=20)
     assert needs(rows, num_tokens=100, prefix=0, facts=facts) == {"kv": (0, 100), "window": (80, 100)}
     assert needs(rows, num_tokens=100, prefix=96, facts=facts) == {"kv": (96, 100), "window": (96, 100)}
-
-
-def test_a_model_is_its_configuration(tmp_path: Path) -> None:
-    base: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": 8,
-        "text_config": {"num_hidden_layers": 2, "dtype": "float16"},
-    }
-    same = {**base, "torch_dtype": "bfloat16", "eos_token_id": 5, "transformers_version": "5"}
-    same |= {"text_config": {"num_hidden_layers": 2, "dtype": "float32", "pad_token_id": 3}}
-    other = {**base, "text_config": {"num_hidden_layers": 3}}
-    found = []
-    for number, config in enumerate((base, same, other)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        found.append(model_id(read_config(folder), CONVENTIONS))
-    assert found[0] == found[1] == model_id(read_config(tmp_path / "0" / "config.json"), CONVENTIONS)
-    assert found[0].name == found[2].name == "llama"
-    assert found[0] != found[2]
-    with pytest.raises(ConfigError, match="nowhere"):
-        read_config(tmp_path / "nowhere")

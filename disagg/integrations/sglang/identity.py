@@ -1,0 +1,78 @@
+"""What an SGLang server says of its model, and of what it computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from disagg.core.errors import ConfigError
+from disagg.integrations.identity import Applied, Conventions, Source, model_id, read_config
+from disagg.layout.agreement import ModelId
+
+CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
+"""SGLang's."""
+
+
+def read_source(config: Any, file: str | None, *, name: str | None) -> Source:
+    """The model of SGLang's `ModelConfig`. `file` is its `config.json`, if it is not in the model's folder.
+
+    Without the setting `name` it must have one: raises `ConfigError` if it has not.
+    """
+    try:
+        found = read_config(file or _config_file(config.model_path, config.revision))
+    except (OSError, ConfigError) as error:
+        if name is None:
+            raise ConfigError(f"model {config.model_path!r}: expected a config.json, or DISAGG_MODEL: {error}") from error
+        found = config.hf_config.to_dict()
+    return Source(config=found, overridden=config.model_override_args, loaded=config.hf_config, text=config.hf_text_config)
+
+
+def _config_file(path: str, revision: str | None) -> Path:
+    """The model's `config.json`, in its folder or in the cache of downloaded models."""
+    place = Path(path)
+    if place.exists():
+        return (place if place.is_dir() else place.parent) / "config.json"
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, "config.json", revision=revision))
+
+
+def identify(source: Source, runner: Any, *, name: str | None, hooks: Any, from_stages: Callable[[Any], list[Any]]) -> ModelId:
+    """The identity of the model that SGLang's `runner` has loaded. Every rank calls this: `from_stages` gathers from the
+    pipeline stages. `hooks` are those that the command line adds to the model.
+    """
+    has_scales = str(runner.kv_cache_dtype).startswith("torch.float8")
+    found: dict[int, int] = {}
+    scales: dict[int, tuple[float, ...]] = {}
+    for stage in from_stages((windows(runner.model), _kv_scales(runner.model) if has_scales else {})):
+        found |= stage[0]
+        scales |= stage[1]
+    options = {"forward_hooks": hooks} if hooks else {}
+    applied = Applied(windows=found, kv_scales=scales, long_rope="by_batch", options=options)
+    return model_id(source, applied, CONVENTIONS, name=name)
+
+
+def windows(model: Any) -> dict[int, int]:
+    """The layers of a loaded model that attend to a window, and how many tokens before the next one that is.
+
+    `config.json` does not tell: several models of SGLang ignore its window.
+    """
+    found: dict[int, set[int]] = {}
+    for layer in _attention(model):
+        found.setdefault(layer.layer_id, set()).add(layer.sliding_window_size)
+    return {layer: max(sizes) for layer, sizes in found.items() if min(sizes) >= 0}
+
+
+def _kv_scales(model: Any) -> dict[int, tuple[float, ...]]:
+    """The scales of K and V of each layer. SGLang's default is 1."""
+    return {layer.layer_id: (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0) for layer in _attention(model)}
+
+
+def _attention(model: Any) -> Iterator[Any]:
+    """The layers of a loaded model that have a KV cache."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention) and layer.attn_type is not AttentionType.ENCODER_ONLY:
+            yield layer

@@ -1,0 +1,128 @@
+"""What SGLang servers say of their model, and the table of SGLang's options."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.server_args import ServerArgs
+from transformers import LlamaConfig
+
+from disagg import ConfigError, ModelId
+from disagg.integrations.sglang.host import check_options
+from disagg.integrations.sglang.identity import identify, read_source, windows
+from disagg.integrations.shaping import SGLANG, names
+
+LLAMA = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+
+
+def layers(*sizes: int, attn_type: AttentionType = AttentionType.DECODER, first: int = 0) -> torch.nn.ModuleList:
+    """Attention layers of SGLang with windows of these sizes."""
+    return torch.nn.ModuleList(
+        RadixAttention(4, 8, 1.0, 2, layer_id=first + number, sliding_window_size=size, attn_type=attn_type)
+        for number, size in enumerate(sizes)
+    )
+
+
+def test_windows_are_those_of_the_layers() -> None:
+    """A layer that attends to all tokens in one of its uses needs all of them; one without a cache needs none."""
+    assert windows(layers(-1, 63, 127)) == {1: 63, 2: 127}
+    assert windows(torch.nn.ModuleList([layers(63, 63), layers(-1, first=1)])) == {0: 63}
+    assert windows(layers(63, attn_type=AttentionType.ENCODER_ONLY)) == {}
+    assert windows(layers(63, attn_type=AttentionType.DECODER_BIDIRECTIONAL)) == {0: 63}
+
+
+def config(folder: Path, **more: Any) -> SimpleNamespace:
+    """The parts of SGLang's `ModelConfig` that are read."""
+    return SimpleNamespace(
+        **{
+            "model_path": str(folder),
+            "revision": None,
+            "model_override_args": {},
+            "hf_config": LLAMA,
+            "hf_text_config": LLAMA,
+            **more,
+        }
+    )
+
+
+def identity(
+    source: Any,
+    *,
+    name: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    stages: Any = lambda own: [own],
+    **scales: float,
+) -> ModelId:
+    model = layers(-1, 63)
+    for layer in model:
+        for key, scale in scales.items():
+            setattr(layer, key, scale)
+    runner = SimpleNamespace(model=model, kv_cache_dtype=dtype)
+    return identify(source, runner, name=name, hooks=None, from_stages=stages)
+
+
+def test_identity_of_a_server(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    found = identity(read_source(config(tmp_path), None, name=None))
+    assert found.name == "llama"
+    words = found.revision.split()
+    assert {"windows=63@1", "rope.rope_theta=10000", "hidden_size=64", "keys=rotated"} <= set(words)
+    two_stages = identity(read_source(config(tmp_path), None, name=None), stages=lambda own: [({5: 31}, {}), own])
+    assert "windows=31@5;63@1" in two_stages.revision.split()
+    other = json.dumps({**LLAMA.to_dict(), "hidden_size": 128})
+    (tmp_path / "decrypted.json").write_text(other)
+    decrypted = identity(read_source(config(tmp_path), str(tmp_path / "decrypted.json"), name=None))
+    assert "hidden_size=128" in decrypted.revision.split()
+    (tmp_path / "model.gguf").touch()
+    assert identity(read_source(config(tmp_path / "model.gguf"), None, name=None)) == found
+
+
+def test_scales_count_in_fp8_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    source = read_source(config(tmp_path), None, name=None)
+    assert identity(source, k_scale_float=0.5) == identity(source)
+    fp8 = torch.float8_e4m3fn
+    assert "kv_scales=1" in identity(source, dtype=fp8).revision.split()
+    assert identity(source, dtype=fp8) == identity(source, dtype=fp8, k_scale_float=1.0, v_scale_float=1.0)
+    assert identity(source, dtype=fp8) != identity(source, dtype=fp8, k_scale_float=0.5)
+
+
+def test_a_model_without_a_file_needs_the_setting(tmp_path: Path) -> None:
+    """It is then compared by that name, and by what the server computes with."""
+    with pytest.raises(ConfigError, match=r"expected a config\.json, or DISAGG_MODEL"):
+        read_source(config(tmp_path), None, name=None)
+    found = identity(read_source(config(tmp_path), None, name="mine"), name="mine")
+    assert found.name == "mine"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict()))
+    assert identity(read_source(config(tmp_path), None, name="mine"), name="mine") == found
+
+
+@pytest.mark.parametrize("option", ["dllm_algorithm", "enable_mis", "debug_tensor_dump_input_file"])
+def test_options_that_change_states_are_refused(option: str) -> None:
+    given = {"dllm_algorithm": None, "enable_mis": False, "debug_tensor_dump_input_file": None}
+    parallel = SimpleNamespace(
+        enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False, enable_cp_tp_group_sharing=False, attn_dcp_size=1
+    )
+
+    def check(**options: Any) -> None:
+        scheduler = SimpleNamespace(enable_hisparse=False, server_args=SimpleNamespace(**{**given, **options}))
+        check_options(scheduler, parallel)
+
+    check()
+    with pytest.raises(ConfigError, match=f"expected no --{option.replace('_', '-')}"):
+        check(**{option: "x"})
+
+
+def test_every_option_is_in_the_table() -> None:
+    """A new option of SGLang must get a row: it is compared, refused, or does not matter."""
+    listed, options = Counter(names(SGLANG)), set(ServerArgs.__struct_fields__)
+    assert options - listed.keys() == set(), "in no row"
+    assert listed.keys() - options == set(), "unknown to SGLang"
+    assert max(listed.values()) == 1

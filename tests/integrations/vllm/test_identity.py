@@ -1,0 +1,101 @@
+"""What two vLLM engines must agree on: a pair that differs is refused by name, and decode computes every request itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.config
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from disagg.integrations.shaping import VLLM, names
+from tests.integrations.vllm.conftest import Start
+from tests.integrations.vllm.requests import check_equal, hand_over, num_external, prompts
+
+LENGTHS = (33, 64, 65, 200)
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+
+def refusals(_: object) -> str:
+    """In an engine's process: why its peers refuse it, or it them."""
+    manager = get_kv_transfer_group().worker._manager
+    return "; ".join(peer.problem for peer in manager.health().peers.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "reason"),
+    [
+        pytest.param(
+            "llama",
+            {"kv_cache_dtype": "fp8_e5m2"},
+            {"kv_cache_dtype": "fp8_e4m3"},
+            r"tensor .k.: dtype: float8_e(4m3fn here, float8_e5m2|5m2 here, float8_e4m3fn) at the peer",
+            id="two formats of FP8",
+        ),
+        pytest.param(
+            "llama",
+            {},
+            {"hf_overrides": ROPE},
+            r"model revision: 'rope.rope_theta=10000' at \S+, 'rope.rope_theta=500' at",
+            id="rotary embeddings of the command line",
+        ),
+        pytest.param(
+            "mistral",
+            {"hf_overrides": {"sliding_window": 96}},
+            {"hf_overrides": {"sliding_window": 48}},
+            r"model revision: 'windows=95@0-3' at \S+, 'windows=47@0-3' at",
+            id="windows",
+        ),
+    ],
+)
+def test_a_pair_that_differs_is_refused_by_name(
+    start: Start, name: str, prefill: dict[str, Any], decode: dict[str, Any], reason: str
+) -> None:
+    """The answers are those of decode alone."""
+    prefiller, decoder = start(name, **prefill), start(name, **decode)
+    prefiller.wait_ready(), decoder.wait_ready()
+    asked = prompts(LENGTHS, seed=61)
+    expected = decoder.generate(asked, max_tokens=8)
+    found = hand_over(prefiller, decoder, asked, max_tokens=8)
+    assert num_external(found) == [0] * len(LENGTHS)
+    check_equal(expected, found)
+    assert decoder.counts["failed_loads"] == len(LENGTHS)
+    said = f"{decoder.run(refusals)}; {prefiller.run(refusals)}"
+    assert re.search(reason, said), said
+
+
+def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Decode's `config.json` has the older names of rotary embeddings, leaves defaults out, and was quantized by someone."""
+    folder = model("llama")
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    assert rope == {"rope_theta": 10000.0, "rope_type": "default"}
+    for key in ("attention_bias", "mlp_bias", "head_dim", "initializer_range", "pretraining_tp"):
+        assert config.pop(key) is not None
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": 1e4, "rope_scaling": None, "num_mtp_layers": 0}))
+    prefill, decode = start("llama"), start(str(tmp_path))
+    prefill.wait_ready(), decode.wait_ready()
+    asked = prompts(LENGTHS, seed=62)
+    expected = decode.generate(asked, max_tokens=8)
+    found = hand_over(prefill, decode, asked, max_tokens=8)
+    assert num_external(found) == [length - 1 for length in LENGTHS]
+    check_equal(expected, found)
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_every_option_is_in_the_table(name: str) -> None:
+    """A new option of vLLM must get a row: it is compared, refused, or does not matter."""
+    listed = Counter(names(VLLM[name]))
+    options = {field.name for field in dataclasses.fields(getattr(vllm.config, name))}
+    assert options - listed.keys() == set(), "in no row"
+    assert listed.keys() - options == set(), "unknown to vLLM"
+    assert max(listed.values()) == 1
