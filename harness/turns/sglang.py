@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +77,13 @@ class SglangServers:
     def __init__(self, case: SglangCase, folder: Path, stack: ExitStack) -> None:
         self.case = case
         model = write_model(case.model, folder / case.model)
+        self._pool = stack.enter_context(ThreadPoolExecutor(32))  # first, so that servers end before it waits for requests
         self._prefill = stack.enter_context(Server.sglang(model, *case.prefill, mode="prefill"))
         self._decode = stack.enter_context(Server.sglang(model, *case.decode, mode="decode"))
         self._alone = stack.enter_context(Server.sglang(model))
         self._servers = {"prefill": self._prefill, "decode": self._decode, "the undivided server": self._alone}
         for server in self._servers.values():
             server.wait_ready()
-        self._pool = stack.enter_context(ThreadPoolExecutor(32))
         (self._dead_port,) = free_ports(1)
         self._num_rooms = 0
         self._reasons: dict[int, str] = {}
@@ -116,17 +116,14 @@ class SglangServers:
             asked.append(self._pool.submit(_generate, self._prefill, turn.prefilled, wanted, **where))
         if way is Way.ABORTED_ON_PREFILL:
             time.sleep(turn.number % 4 * 0.01)
-            self._prefill.abort(f"room-{room}")
-            return asked[0].result()
+            return _aborted(self._prefill, f"room-{room}", asked[0])
         more = 40 if way.is_aborted else 0
         decoded = self._pool.submit(_generate, self._decode, turn.prompt, wanted + more, **where)
         if way is Way.ABORTED_WHILE_LOADING:
             time.sleep(turn.number % 4 * 0.01)
         elif way is Way.ABORTED_WHILE_ANSWERING:
             asked[0].result()
-        if way.is_aborted:
-            self._decode.abort(f"room-{room}")
-        answer = decoded.result()
+        answer = _aborted(self._decode, f"room-{room}", decoded) if way.is_aborted else decoded.result()
         for each in asked:
             each.result()
         return answer
@@ -152,6 +149,14 @@ class SglangServers:
 
     def counts(self) -> Mapping[str, float]:
         return {}
+
+
+def _aborted(server: Server, request: str, answer: Future[Answer | str]) -> Answer | str:
+    """Abort a request, again until it ends: an abort that comes before its request has no effect."""
+    while not answer.done():
+        server.abort(request)
+        wait([answer], timeout=0.1)
+    return answer.result()
 
 
 def _generate(server: Server, prompt: Prompt, max_tokens: int, **fields: Any) -> Answer | str:

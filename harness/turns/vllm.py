@@ -36,6 +36,15 @@ ADAPTERS = {"a": (1, 1), "b": (2, 2), "c": (3, 4)}
 """The seeds of adapters' weights, on decode and on prefill: `c` is not the same on both."""
 
 
+COMMON = {
+    "dtype": "float32",
+    "enable_prefix_caching": True,
+    "max_model_len": 768,
+    "max_num_batched_tokens": 256,
+    "scheduler_reserve_full_isl": False,  # so that requests are preempted
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmCase(Case):
     """`prefill` and `decode` are vLLM's options. The undivided engine has those of decode, at TP 1 and with enough blocks."""
@@ -44,7 +53,7 @@ class VllmCase(Case):
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
-    num_blocks: tuple[int, int] = (48, 24)
+    num_blocks: tuple[int, int] = (32, 16)
 
 
 CASES = {
@@ -78,6 +87,7 @@ CASES = {
         tolerance=1e-4,
         prefill={"block_size": 64},
         decode={"block_size": 32},
+        num_blocks=(24, 32),
     ),
     "gemma3": VllmCase(
         model="gemma3",
@@ -85,7 +95,7 @@ CASES = {
         tolerance=1e-4,
         prefill={"block_size": 32},
         decode={"block_size": 64},
-        num_blocks=(96, 48),
+        num_blocks=(80, 40),
     ),
     "falcon-h1": VllmCase(
         model="falcon-h1",
@@ -93,6 +103,7 @@ CASES = {
         tolerance=1e-4,
         prefill={"block_size": 64},
         decode={"block_size": 128},
+        common={"enable_prefix_caching": False},  # vLLM's Mamba2 on the CPU ends with an IndexError
     ),
     "qwen3-next": VllmCase(
         model="qwen3-next",
@@ -107,9 +118,19 @@ CASES = {
         habits=Habits(ways=WAYS, unit=16),
         tolerance=1e-4,
         decode={"tensor_parallel_size": 2},
+        common={"attention_backend": "CPU_MLA"},  # that of CPUs with AMX takes bfloat16 only
         num_blocks=(128, 80),
     ),
 }
+
+
+@dataclass
+class _Open:
+    """The requests of a round: those to decode by turn, those to prefill, and those to decode whose client leaves."""
+
+    decoding: dict[int, str] = field(default_factory=dict)
+    prefilling: dict[str, Turn] = field(default_factory=dict)
+    leaving: list[str] = field(default_factory=list)
 
 
 def reset_cache(core: Any) -> bool:
@@ -133,7 +154,9 @@ class VllmServers:
 
         self.case = case
         model = write_model(case.model, folder / case.model)
-        self._embeddings = safetensors.numpy.load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+        self._embeddings: Any = None
+        if case.habits.embedded:
+            self._embeddings = safetensors.numpy.load_file(model / "model.safetensors")["model.embed_tokens.weight"]
         self._adapters = [
             {
                 name: (name, number, str(write_adapter(folder / f"{name}-{side}", seed=seeds[side])))
@@ -142,7 +165,7 @@ class VllmServers:
             }
             for side in range(2)
         ]
-        common = {"dtype": "float32", "enable_prefix_caching": True, "max_model_len": 1024, **case.common}
+        common = {**COMMON, **case.common}
         undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
         blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
         self._engines = [
@@ -187,69 +210,62 @@ class VllmServers:
     def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
         """Prompts go to prefill in their order, and to decode as soon as prefill has answered; others go to decode at once."""
         self._preempted = self._prefill.counts["preempted"]
-        decoding: dict[int, str] = {}
-        prefilling: dict[str, Turn] = {}
-        leaving: list[str] = []
+        open_requests, until = _Open(), time.monotonic() + TIMEOUT_S
         for turn in turns:
-            number, way = turn.number, turn.way
-            if way is Way.PLAIN:
-                decoding[number] = self._add(self._decode, turn)
-            elif way is Way.DEAD_ADDRESS:
-                decoding[number] = self._add(self._decode, turn, self._nobody(number))
-            else:
-                name = new_request_id().hex()
-                if way is Way.BOTH_AT_ONCE:
-                    params = {"do_remote_prefill": True, **self._server, "remote_request_id": name}
-                    decoding[number] = self._add(self._decode, turn, params)
-                req_id = self._add(self._prefill, turn, {**PREFILL, "remote_request_id": name})
-                if way is Way.ABORTED_ON_PREFILL:
-                    self._prefill.abort(req_id)
-                    self._give_up(name)  # it may have ended before
-                elif way is not Way.BOTH_AT_ONCE:
-                    prefilling[req_id] = turn
-        until = time.monotonic() + TIMEOUT_S
+            self._begin(turn, open_requests)
+        prefilling, leaving = open_requests.prefilling, open_requests.leaving
         while prefilling or leaving:
             self._prefill.poll(0.002)
             self._decode.poll(0.002)
-            for req_id in [req_id for req_id in prefilling if self._prefill.answers[req_id].finish_reason]:
-                turn = prefilling.pop(req_id)
-                asked = self._after_prefill(turn, self._prefill.answers[req_id].params)
-                if asked is not None and turn.way is Way.ABORTED_WHILE_ANSWERING:
-                    leaving.append(asked)
-                elif asked is not None and turn.way is Way.HANDED_OVER:
-                    decoding[turn.number] = asked
-            for req_id in [req_id for req_id in leaving if self._decode.answers[req_id].tokens]:
+            for req_id in [each for each in prefilling if self._prefill.answers[each].finish_reason]:
+                self._after_prefill(prefilling.pop(req_id), self._prefill.answers[req_id].params, open_requests)
+            for req_id in [each for each in leaving if self._decode.answers[each].tokens]:
                 leaving.remove(req_id)
                 self._decode.abort(req_id)
             if time.monotonic() > until:
-                raise TimeoutError(f"prefill has not answered {list(prefilling.values())} within {TIMEOUT_S} s")
+                raise TimeoutError(f"not answered within {TIMEOUT_S:g} s: {', '.join(map(str, prefilling.values()))}")
+        decoding = open_requests.decoding
         found = dict(zip(decoding, self._decode.wait(decoding.values(), timeout_s=TIMEOUT_S), strict=True))
         return [_answer(found[turn.number]) if turn.number in found else None for turn in turns]
+
+    def _begin(self, turn: Turn, open_requests: _Open) -> None:
+        """Ask decode, prefill or both."""
+        way, name = turn.way, {"remote_request_id": new_request_id().hex()}
+        if way in (Way.PLAIN, Way.DEAD_ADDRESS, Way.BOTH_AT_ONCE):
+            server = {Way.DEAD_ADDRESS: self._nobody(turn.number), Way.BOTH_AT_ONCE: self._server}.get(way)
+            params = None if server is None else {"do_remote_prefill": True, **server, **name}
+            open_requests.decoding[turn.number] = self._add(self._decode, turn, params)
+        if way in (Way.PLAIN, Way.DEAD_ADDRESS):
+            return
+        req_id = self._add(self._prefill, turn, {**PREFILL, **name})
+        if way is Way.ABORTED_ON_PREFILL:
+            self._prefill.abort(req_id)
+            self._give_up(name)  # it may have ended before
+        elif way is not Way.BOTH_AT_ONCE:
+            open_requests.prefilling[req_id] = turn
+
+    def _after_prefill(self, turn: Turn, params: Mapping[str, Any] | None, open_requests: _Open) -> None:
+        """Ask decode with what prefill has answered, unless the client has left."""
+        if turn.way is Way.NEVER_DECODED:
+            if params is not None:
+                self._give_up(params)
+            return
+        req_id = self._add(self._decode, turn, params, more=40 if turn.way is Way.ABORTED_WHILE_ANSWERING else 0)
+        if turn.way is Way.ABORTED_WHILE_LOADING:
+            self._decode.abort(req_id)
+        elif turn.way is Way.ABORTED_WHILE_ANSWERING:
+            open_requests.leaving.append(req_id)
+        else:
+            open_requests.decoding[turn.number] = req_id
+
+    def _give_up(self, params: Mapping[str, Any]) -> None:
+        """Tell prefill that no decode server will ask for a request, as a proxy does."""
+        self._prefill.add([0], params={"abort_request_id": params["remote_request_id"]}, max_tokens=1)
 
     def _nobody(self, number: int) -> dict[str, Any]:
         """Where nobody is: nobody listens at the address, or it is none."""
         address = (f"tcp://127.0.0.1:{self._dead_port}", "?")[number % 2]
-        return {
-            "do_remote_prefill": True,
-            "remote_engine_id": f"nobody-{number}",
-            "remote_address": address,
-            "remote_request_id": new_request_id().hex(),
-        }
-
-    def _after_prefill(self, turn: Turn, params: Mapping[str, Any] | None) -> str | None:
-        """Ask decode with what prefill has answered. Returns the id of the request, if it is asked."""
-        if turn.way is Way.NEVER_DECODED:
-            if params is not None:
-                self._give_up(params["remote_request_id"])
-            return None
-        req_id = self._add(self._decode, turn, params, more=40 if turn.way is Way.ABORTED_WHILE_ANSWERING else 0)
-        if turn.way is Way.ABORTED_WHILE_LOADING:
-            self._decode.abort(req_id)
-        return req_id
-
-    def _give_up(self, name: str) -> None:
-        """Tell prefill that no decode server will ask for a request, as a proxy does."""
-        self._prefill.add([0], params={"abort_request_id": name}, max_tokens=1)
+        return {"remote_engine_id": f"nobody-{number}", "remote_address": address}
 
     def problem(self, turn: Turn, answer: Answer) -> str:
         """VLLM's counts must be those of a hand-over: all prompt tokens but the last were cached or loaded. Of other prompts
