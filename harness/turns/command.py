@@ -34,13 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="go on after a wrong answer; look for no shorter case")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the servers first
-    cases = importlib.import_module(f"harness.turns.{options.engine}").CASES
+    module = importlib.import_module(f"harness.turns.{options.engine}")
+    cases = module.CASES
     if unknown := set(options.model or ()) - set(cases):
         parser.error(f"--model: expected some of {', '.join(cases)}, found {', '.join(sorted(unknown))}")
     chosen = options.model or list(cases)
     only = None if options.only is None else [int(each) for each in options.only.split(",")]
     num_answers, num_wrong = -(-options.answers // len(chosen)), 0
     for name in chosen:
+        if missing := module.missing(cases[name]):
+            say(f"{options.engine} {name}: NOT RUN: {missing}")
+            continue
         num_wrong += run_case(
             options.engine, name, seed=options.seed, num_answers=num_answers, only=only, keep_going=options.keep_going
         )

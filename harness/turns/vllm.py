@@ -15,7 +15,7 @@ import torch
 
 from disagg import new_request_id
 from harness.ports import free_ports
-from harness.turns.answers import NUM_LOGPROBS, Answer
+from harness.turns.answers import NUM_LOGPROBS, TOLERANCE, Answer
 from harness.turns.conversation import Habits, Turn, Way
 from harness.turns.servers import Case
 from harness.vllm.engine import ENVIRONMENT, PREFILL, Engine
@@ -60,7 +60,7 @@ CASES = {
     "llama": VllmCase(
         model="llama",
         habits=Habits(ways=WAYS, embedded=0.15),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         prefill={"block_size": 32},
         decode={"block_size": 64, "tensor_parallel_size": 2},
         common={"enable_prompt_embeds": True},
@@ -68,7 +68,7 @@ CASES = {
     "llama-adapters": VllmCase(
         model="llama",
         habits=Habits(ways=WAYS, adapters=(None, "a", "b", "c")),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         prefill={"block_size": 32},
         decode={"block_size": 64},
         common={"enable_lora": True, "max_loras": 4, "max_lora_rank": 8},
@@ -84,7 +84,7 @@ CASES = {
     "mistral": VllmCase(
         model="mistral",
         habits=Habits(ways=WAYS),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         prefill={"block_size": 64},
         decode={"block_size": 32},
         num_blocks=(24, 32),
@@ -92,7 +92,7 @@ CASES = {
     "gemma3": VllmCase(
         model="gemma3",
         habits=Habits(ways=WAYS),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         prefill={"block_size": 32},
         decode={"block_size": 64},
         num_blocks=(80, 40),
@@ -100,7 +100,7 @@ CASES = {
     "falcon-h1": VllmCase(
         model="falcon-h1",
         habits=Habits(ways=WAYS, unit=64),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         prefill={"block_size": 64},
         decode={"block_size": 128},
         common={"enable_prefix_caching": False},  # vLLM's Mamba2 on the CPU ends with an IndexError
@@ -116,7 +116,7 @@ CASES = {
     "deepseek-v2": VllmCase(
         model="deepseek-v2",
         habits=Habits(ways=WAYS, unit=16),
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
         decode={"tensor_parallel_size": 2},
         common={"attention_backend": "CPU_MLA"},  # that of CPUs with AMX takes bfloat16 only
         num_blocks=(128, 80),
@@ -313,6 +313,14 @@ class VllmServers:
 
 def _answer(found: EngineAnswer) -> Answer:
     return Answer(found.tokens, found.logprobs, found.num_local, found.num_external)
+
+
+def missing(case: VllmCase) -> str:
+    """What this machine lacks for a case, empty if nothing."""
+    import torch
+
+    needs = case.common.get("dtype") == "bfloat16" and torch.cpu._is_amx_tile_supported()
+    return "vLLM keeps bfloat16 in tiles on CPUs with AMX, which the connector refuses" if needs else ""
 
 
 def start(case: VllmCase, folder: Path, stack: ExitStack) -> VllmServers:
