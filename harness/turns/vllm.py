@@ -263,9 +263,9 @@ class VllmServers:
         self._prefill.add([0], params={"abort_request_id": params["remote_request_id"]}, max_tokens=1)
 
     def _nobody(self, number: int) -> dict[str, Any]:
-        """Where nobody is: nobody listens at the address, or it is none."""
-        address = (f"tcp://127.0.0.1:{self._dead_port}", "?")[number % 2]
-        return {"remote_engine_id": f"nobody-{number}", "remote_address": address}
+        """Where nobody is: nobody listens at the address, it is none, or an engine of another name is there."""
+        addresses = (f"tcp://127.0.0.1:{self._dead_port}", "?", self._server["remote_address"])
+        return {"remote_engine_id": f"nobody-{number}", "remote_address": addresses[number % len(addresses)]}
 
     def problem(self, turn: Turn, answer: Answer) -> str:
         """VLLM's counts must be those of a hand-over: all prompt tokens but the last were cached or loaded. Of other prompts

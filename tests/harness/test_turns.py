@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from harness.turns.answers import Answer, compare
 from harness.turns.conversation import Conversation, Habits, Prompt, Turn, Way
+from harness.turns.run import Report, converse, shrink
+from harness.turns.servers import Case
 
 HABITS = Habits(ways={Way.HANDED_OVER: 6, Way.PLAIN: 3, Way.NEVER_DECODED: 1}, mistakes=0.3, adapters=(None, "a", "b"))
 
@@ -74,3 +78,45 @@ def test_answers_are_compared_up_to_the_first_tie(found: Answer, problem: str, i
     comparison = compare(Answer([1, 1], [LIKELY, LIKELY]), found, 1e-4)
     assert comparison.problem.startswith(problem) if problem else not comparison.problem
     assert comparison.is_tied == is_tied
+
+
+class Poisoned:
+    """Servers on which turn 9 is wrong if turn 4 was asked before it."""
+
+    case = Case(HABITS, 1e-5)
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def alone(self, turns: Sequence[Turn]) -> list[Answer]:
+        return [Answer([7] * turn.max_tokens, [{7: 0.0}] * turn.max_tokens) for turn in turns]
+
+    def divided(self, turns: Sequence[Turn]) -> list[Answer | None]:
+        self.asked += [turn.number for turn in turns]
+        return [None if turn.way.is_aborted else answer for turn, answer in zip(turns, self.alone(turns), strict=True)]
+
+    def problem(self, turn: Turn, _: Answer) -> str:
+        return "poisoned" if turn.number == 9 and 4 in self.asked else ""
+
+    def refusal(self, _: Turn) -> str:
+        return "refused"
+
+    def end(self) -> str:
+        self.asked.clear()
+        return ""
+
+    def counts(self) -> Mapping[str, float]:
+        return {}
+
+
+def test_a_failure_is_reduced_to_the_turns_that_it_takes() -> None:
+    seed = next(seed for seed in range(50) if not any(held(seed)[number - 1].way.is_aborted for number in (4, 9)))
+    servers, report = Poisoned(), Report()
+    failure = converse(servers, seed, report)
+    assert failure is not None
+    assert failure.turn == held(seed)[8]
+    assert "poisoned" in str(failure)
+    smallest = shrink(servers, failure, lambda _: None)
+    assert [turn.number for turn in smallest.asked] == [4, 9]
+    assert converse(servers, seed, report, only=[4]) is None
+    assert report.num_answers > 9
