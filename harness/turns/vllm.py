@@ -317,10 +317,8 @@ def _answer(found: EngineAnswer) -> Answer:
 
 def missing(case: VllmCase) -> str:
     """What this machine lacks for a case, empty if nothing."""
-    import torch
-
-    needs = case.common.get("dtype") == "bfloat16" and torch.cpu._is_amx_tile_supported()
-    return "vLLM keeps bfloat16 in tiles on CPUs with AMX, which the connector refuses" if needs else ""
+    is_refused = case.common.get("dtype") == "bfloat16" and "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return "vLLM keeps bfloat16 in tiles on CPUs with AMX, which the connector refuses" if is_refused else ""
 
 
 def start(case: VllmCase, folder: Path, stack: ExitStack) -> VllmServers:
