@@ -7,8 +7,7 @@ description. A server with settings of its own declares them in a subclass.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +15,6 @@ import msgspec
 
 from disagg.core.errors import ConfigError
 from disagg.core.topology import Topology
-from disagg.discovery import Announcement, Found, PeerFollower, announced_at, check_source, peer_source
 from disagg.layout.agreement import ModelId
 from disagg.layout.placement import Component
 from disagg.manager import KVManager
@@ -27,7 +25,6 @@ from disagg.runtime.keys import KeyPair, parse_key
 from disagg.settings import expected_of, hint, meaning, settings, sources, unknown_key, value_of
 
 Transport = Literal["auto", "rdma", "tcp", "shm"]
-_OF_DISCOVERY = ("discover", "announce")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,13 +50,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Mapping[str, str],
         meaning("Peer instances' public keys: Z85, hex, or file:PATH.", flag="--peer-key", metavar="NAME=KEY"),
     ] = msgspec.field(default_factory=dict)
-    discover: Annotated[
-        str | None,
-        meaning("Find more peers in DNS (dns://NAME:PORT, srv://NAME) or in etcd (etcd://HOST:PORT/PREFIX).", metavar="SOURCE"),
-    ] = None
-    announce: Annotated[
-        str | None, meaning("Announce this instance in etcd, below etcd://HOST:PORT/PREFIX.", metavar="PLACE")
-    ] = None
     admit: Annotated[
         Literal["known", "keys", "any"],
         meaning("Which other instances may connect: none, those with a key of `peer_keys`, or all."),
@@ -101,12 +91,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         for setting in settings(type(self)):
             value_of(setting, getattr(self, setting.field), "keyword")
-        if self.discover is not None:
-            check_source(self.discover)
-        if self.announce is not None:
-            announced_at(self.announce)
         unknown = sorted(self.peer_keys.keys() - self.peers.keys())
-        if unknown and self.admit != "keys" and self.discover is None:
+        if unknown and self.admit != "keys":
             meant = hint(unknown[0], self.peers)
             raise ConfigError(f"config: key 'peer_keys': expected names of peers, found {unknown[0]!r}{meant}")
 
@@ -141,27 +127,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 )
         return cls(**found)
 
-    @contextmanager
-    def discovery(self, manager: KVManager) -> Iterator[None]:
-        """While the context lasts, `manager` has the peers of `discover`, and on rank 0 `announce` lists it. Leave the context
-        before draining, so that no new requests come.
-
-        Raises `ConfigError` for a source of another form, `BackendUnavailable` if a package for it is missing.
-        """
-        with ExitStack() as opened:
-            if self.discover is not None:
-                source = peer_source(self.discover, keys=self.public_keys())
-                opened.enter_context(PeerFollower(manager, source, keep=self.peers))
-            if self.announce is not None and manager.topology.rank == 0:
-                client, prefix = announced_at(self.announce)
-                public_key = None if self.keys is None else read_keys(self.keys).public
-                instance = Found(manager.address, public_key)
-                opened.enter_context(Announcement(client, prefix, name=self.name, instance=instance))
-            yield
-
     def manager_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `KVManager`, with the key file read. Raises `ConfigError` naming the file."""
-        given = {name: getattr(self, name) for name in Config.__struct_fields__ if name not in _OF_DISCOVERY}
+        given = {name: getattr(self, name) for name in Config.__struct_fields__}
         keys = None if self.keys is None else read_keys(self.keys)
         return {**given, "keys": keys, "peer_keys": self.public_keys()}
 

@@ -135,6 +135,8 @@ class Worker:
         """Take a command of the router."""
         if command["do"] == "peer":
             self.manager.add_peer(command["name"], address=command["address"], public_key=command.get("public_key"))
+        elif command["do"] == "forget":
+            self.manager.remove_peer(command["name"])
         else:
             self.waiting.append({**command, "until": time.monotonic() + MAX_WAIT_S})
 
@@ -214,7 +216,7 @@ def serve(worker: Worker, config: Config) -> None:
         print(json.dumps(answer), flush=True)
 
     write({"name": config.name, "address": worker.manager.address})
-    with worker.manager as manager, config.discovery(manager), selectors.DefaultSelector() as selector:
+    with worker.manager as manager, selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(manager, selectors.EVENT_READ)  # readable when a request has ended
         rest = b""

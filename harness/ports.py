@@ -11,7 +11,7 @@ from pathlib import Path
 LOWEST = 20000
 
 
-def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nothing has bound now, below those that the kernel gives to programs that name none.
 
     A server may take long until it binds its port. Raises `RuntimeError` if there are not enough.
@@ -23,7 +23,7 @@ def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list
     with ExitStack() as bound:
         for port in ports:
             with suppress(OSError):
-                bound.enter_context(socket.socket(type=kind)).bind(("127.0.0.1", port))
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 found.append(port)
             if len(found) == count:
                 return found

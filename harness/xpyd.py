@@ -1,8 +1,9 @@
-"""`python -m harness.xpyd --seconds 300`: prefill and decode workers that find each other in etcd, and come and go under load.
+"""`python -m harness.xpyd --seconds 300`: prefill and decode workers that come and go under load.
 
 Three workers of each role (`examples/minimal_server.py`) serve requests in every combination. Every few seconds one of them is
-killed or closed, and another starts. The router finds workers in etcd, too, and repeats a failed request elsewhere with the
-next attempt number. Each answer is compared with that of a single worker; each failure must have a reason.
+killed or closed, and another starts. The router introduces each worker to those of the other role, and repeats a failed
+request elsewhere with the next attempt number. Each answer is compared with that of a single worker; each failure must have a
+reason.
 """
 
 from __future__ import annotations
@@ -17,18 +18,14 @@ import re
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from disagg import new_request_id
-from disagg.core.errors import DiscoveryError
-from disagg.discovery import peer_source
 from examples import minimal_server
-from examples.minimal_server import Remote, generate
+from examples.minimal_server import Remote, generate, introduce
 from harness.conditions import conditions
-from harness.services import etcd_server
 
 ROLES = ("prefill", "decode")
 NUM_WORKERS = 3
@@ -41,21 +38,10 @@ LOST_S = 100.0
 class Worker:
     """A worker's process, and a thread that passes its answers on; `None` when it has ended."""
 
-    def __init__(
-        self, role: str, name: str, *, etcd: str, backend: str, answers: queue.SimpleQueue[tuple[Worker, Any]]
-    ) -> None:
+    def __init__(self, role: str, name: str, *, backend: str, answers: queue.SimpleQueue[tuple[Worker, Any]]) -> None:
         self.role, self.name = role, name
-        other = ROLES[1 - ROLES.index(role)]
-        self.remote = Remote(
-            [sys.executable, minimal_server.__file__, role],
-            {
-                "DISAGG_NAME": name,
-                "DISAGG_BACKEND": backend,
-                "DISAGG_ANNOUNCE": f"etcd://{etcd}/xpyd/{role}",
-                "DISAGG_DISCOVER": f"etcd://{etcd}/xpyd/{other}",
-                "DISAGG_ADMIT": "any",
-            },
-        )
+        self.started = False
+        self.remote = Remote([sys.executable, minimal_server.__file__, role], {"DISAGG_NAME": name, "DISAGG_BACKEND": backend})
         self._answers = answers
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -130,18 +116,16 @@ class Summary:
 class Run:
     """Workers, the router and the load."""
 
-    def __init__(self, *, etcd: str, backend: str, seed: int) -> None:
+    def __init__(self, *, backend: str, seed: int) -> None:
         self.summary = Summary()
-        self._etcd, self._backend = etcd, backend
+        self._backend = backend
         self._random = random.Random(seed)
         self._answers: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
         self._workers: dict[str, Worker] = {}
         self._ended: list[Worker] = []
         self._numbers = itertools.count()
-        self._sources = {role: peer_source(f"etcd://{etcd}/xpyd/{role}") for role in ROLES}
-        self._found: dict[str, list[str]] = {role: [] for role in ROLES}
-        self._found_at = 0.0
         self._open: dict[str, Open] = {}
+        self._waiting: collections.deque[dict[str, Any]] = collections.deque()  # for a worker of either role
 
     def run(self, *, seconds: float, change_every_s: float) -> Summary:
         """Serve requests for `seconds` while a worker goes and another comes every `change_every_s`."""
@@ -149,13 +133,13 @@ class Run:
             for role in ROLES:
                 for _ in range(NUM_WORKERS):
                     self._start(role)
-            while not all(len(found) == NUM_WORKERS for found in self._found.values()):
-                self._find()
+            while any(len(self._started(role)) < NUM_WORKERS for role in ROLES) and not self.summary.failed_workers:
                 self._take(0.1)
             until = time.monotonic() + seconds
             next_change = time.monotonic() + change_every_s
-            while time.monotonic() < until or self._open:
-                self._find()
+            while time.monotonic() < until or ((self._open or self._waiting) and time.monotonic() < until + LOST_S):
+                while self._waiting and self._submit(self._waiting[0]):
+                    self._waiting.popleft()
                 while len(self._open) < NUM_OPEN and time.monotonic() < until and self._submit(self._new_request()):
                     pass
                 if next_change <= time.monotonic() < until:
@@ -163,6 +147,7 @@ class Run:
                     next_change += change_every_s
                 self._take(0.05)
                 self._expire()
+            self.summary.lost += len(self._open) + len(self._waiting)
         finally:
             for worker in (*self._workers.values(), *self._ended):
                 worker.end(kill=False)
@@ -172,12 +157,16 @@ class Run:
 
     def _start(self, role: str) -> None:
         name = f"{role}-{next(self._numbers)}"
-        self._workers[name] = Worker(role, name, etcd=self._etcd, backend=self._backend, answers=self._answers)
+        self._workers[name] = Worker(role, name, backend=self._backend, answers=self._answers)
         self.summary.events["started"] += 1
 
+    def _started(self, role: str) -> list[Worker]:
+        """The workers of a role that have been introduced to those of the other."""
+        return [worker for worker in self._workers.values() if worker.role == role and worker.started]
+
     def _change(self) -> None:
-        """End a worker that is in etcd, and start another of its role; nothing if the others have yet to start."""
-        found = [self._workers[name] for names in self._found.values() for name in names if name in self._workers]
+        """End a worker that has started, and start another of its role; nothing if none has."""
+        found = [worker for role in ROLES for worker in self._started(role)]
         if not found:
             return
         victim = self._random.choice(found)
@@ -188,24 +177,15 @@ class Run:
         victim.end(kill=kill)
         self._start(victim.role)
 
-    def _find(self) -> None:
-        """The workers in etcd, asked twice a second."""
-        if time.monotonic() > self._found_at + 0.5:
-            self._found_at = time.monotonic()
-            try:
-                self._found = {role: sorted(source.find()) for role, source in self._sources.items()}
-            except DiscoveryError:
-                self.summary.events["times etcd was silent"] += 1
-
     def _new_request(self) -> dict[str, Any]:
         prompt = [self._random.randrange(32000) for _ in range(self._random.randrange(20, 400))]
         return {"id": new_request_id().hex(), "attempt": 0, "prompt": prompt, "output": 4}
 
     def _submit(self, request: dict[str, Any]) -> bool:
-        known = {role: [name for name in names if name in self._workers] for role, names in self._found.items()}
-        if not all(known.values()):
+        known = [self._started(role) for role in ROLES]
+        if not all(known):
             return False
-        prefill, decode = (self._workers[self._random.choice(known[role])] for role in ROLES)
+        prefill, decode = (self._random.choice(workers) for workers in known)
         self._open[request["id"]] = Open(request, decode, time.monotonic())
         prefill.remote.send(do="prefill", peer=decode.name, **request)
         decode.remote.send(do="decode", peer=prefill.name, **request)
@@ -220,6 +200,8 @@ class Run:
             return
         if answer is None:
             self._worker_ended(worker)
+        elif "address" in answer:
+            self._worker_started(worker, answer)
         elif "id" in answer and worker.role == "decode":
             found = self._open.get(answer["id"])
             if found is not None and found.decode is worker:
@@ -242,15 +224,21 @@ class Run:
         self.summary.reasons[_kind(reason)] += 1
         request = {**found.request, "attempt": found.request["attempt"] + 1}
         request.pop("prefill", None)
-        while not self._submit(request):
-            if time.monotonic() > found.since + LOST_S:
-                self._open.pop(request["id"], None)
-                self.summary.lost += 1
-                return
-            time.sleep(0.05)
-            self._find()
+        if not self._submit(request):
+            del self._open[request["id"]]
+            self._waiting.append(request)
+
+    def _worker_started(self, worker: Worker, answer: dict[str, Any]) -> None:
+        """Introduce a worker to those of the other role, unless it is to end."""
+        worker.remote.name, worker.remote.address = answer["name"], answer["address"]
+        if self._workers.get(worker.name) is worker:
+            for other in self._started(_other_role(worker.role)):
+                introduce(worker.remote, other.remote)
+            worker.started = True
 
     def _worker_ended(self, worker: Worker) -> None:
+        for other in self._started(_other_role(worker.role)):
+            other.remote.send(do="forget", name=worker.name)
         if self._workers.pop(worker.name, None) is not None:
             self.summary.failed_workers.append(f"{worker.name} ended by itself with status {worker.remote.process.wait()}")
         for found in [each for each in self._open.values() if each.decode is worker]:
@@ -262,16 +250,18 @@ class Run:
             self.summary.lost += 1
 
 
+def _other_role(role: str) -> str:
+    return ROLES[1 - ROLES.index(role)]
+
+
 def _kind(reason: str) -> str:
     """A reason without names and numbers."""
     return re.sub(r"(prefill|decode)-[0-9]+(/[0-9]+)?|'[^']*'|[0-9a-f]{32}|tcp://\S+|[0-9.]+", "*", reason)[:100]
 
 
 def run(*, seconds: float, change_every_s: float = 3.0, backend: str = "auto", seed: int = 0) -> Summary:
-    """Run with an etcd server of its own. Raises `FetchError` where its package cannot be had."""
-    with ExitStack() as opened:
-        etcd = opened.enter_context(etcd_server())
-        return Run(etcd=etcd.address, backend=backend, seed=seed).run(seconds=seconds, change_every_s=change_every_s)
+    """Serve requests for `seconds` by workers of which one is replaced every `change_every_s`."""
+    return Run(backend=backend, seed=seed).run(seconds=seconds, change_every_s=change_every_s)
 
 
 def main() -> None:

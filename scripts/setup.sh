@@ -8,7 +8,7 @@ PATH="$PATH:/usr/sbin:/sbin" # for ldconfig, which other users than root lack in
 readonly venv=.venv
 readonly python="$venv/bin/python"
 readonly log="$venv/setup.log"
-readonly extras=dev,docs,nixl,mooncake-cpu,plot,dns,examples
+readonly extras=dev,docs,nixl,mooncake-cpu,plot,examples
 readonly build_requirements=(scikit-build-core nanobind cmake ninja)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 

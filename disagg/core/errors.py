@@ -3,7 +3,6 @@
 ```
 DisaggError
 ├── ConfigError (ValueError)          a setting or an argument is wrong
-├── DiscoveryError                    the service that knows the peers does not answer
 ├── LayoutError (ValueError)          two layouts do not match, or rows do not fit a layout
 ├── ProtocolError
 │   ├── LocalProtocolError            the caller broke the protocol
@@ -62,10 +61,6 @@ class ConfigError(DisaggError, ValueError):
     """A setting or an argument is wrong."""
 
     cause = Cause.INVALID
-
-
-class DiscoveryError(DisaggError):
-    """The service that knows the peers, DNS or etcd, does not answer."""
 
 
 class LayoutError(DisaggError, ValueError):

@@ -10,26 +10,18 @@ import msgspec
 
 from disagg.config import Config, public_key
 from disagg.core.address import bracketed, is_wildcard, parse_address
-from disagg.core.errors import ConfigError
 from disagg.settings import meaning
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ServerConfig(Config, frozen=True, kw_only=True):
-    """The settings of one rank of a server. Raises `ConfigError` for `discover` and `announce`: each request names its peer."""
+    """The settings of one rank of a server."""
 
     model: Annotated[
         str | None,
         meaning("Identity of the model, the same on both sides, in place of its type and the description in its config.json."),
     ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("discover", "announce"):
-            found = getattr(self, key)
-            if found is not None:
-                raise ConfigError(f"config: key {key!r}: expected none, since requests name prefill servers, found {found!r}")
 
 
 class Options(ServerConfig, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from disagg.commands.rank import command
-from disagg.commands.rank.rank import RankConfig
-from disagg.config import read_keys
-from disagg.discovery import peer_source
+from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.runtime.metrics_server import MetricsServer
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +30,12 @@ def objects(kind: str) -> dict[str, dict[str, Any]]:
     return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
 
 
+def workload(role: str) -> dict[str, Any]:
+    return (objects("StatefulSet") | objects("Deployment"))[role]
+
+
 def container(role: str) -> dict[str, Any]:
-    (found,) = objects("Deployment")[role]["spec"]["template"]["spec"]["containers"]
+    (found,) = workload(role)["spec"]["template"]["spec"]["containers"]
     assert isinstance(found, dict)
     return found
 
@@ -63,7 +65,7 @@ def test_the_image_has_every_file_that_the_build_reads() -> None:
 def test_kubernetes_accepts_every_object(version: str) -> None:
     for each in yaml.safe_load_all(MANIFEST.read_text()):
         kubernetes_validate.validate(each, version, strict=True)
-    broken = objects("Deployment")["prefill"]
+    broken = workload("prefill")
     broken["spec"]["replica"] = 2
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, version, strict=True)
@@ -85,39 +87,42 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RankCo
         assert ended.exit_code == 0, ended.output
     for role in ("prefill", "decode"):
         arguments = [
-            each.replace("$(POD_IP)", POD_IP).replace("/etc/disagg/keys", str(tmp_path)) for each in container(role)["args"]
+            each.replace("$(POD_IP)", POD_IP).replace("$(POD_NAME)", f"{role}-0").replace("/etc/disagg/keys", str(tmp_path))
+            for each in container(role)["args"]
         ]
         ended = CliRunner().invoke(disagg, arguments)
         assert ended.exit_code == 0, ended.output
     return found
 
 
-def test_the_two_sides_find_and_know_each_other(configs: dict[str, RankConfig]) -> None:
-    for role, other in (("prefill", "decode"), ("decode", "prefill")):
-        own, peer = configs[role], configs[other]
-        assert own.discover is not None
-        service = objects("Service")[re.fullmatch(r"dns://([^:]+):\d+", own.discover)[1]]  # type: ignore[index]
-        assert service["spec"]["clusterIP"] == "None"
-        assert (
-            service["spec"]["selector"].items()
-            <= objects("Deployment")[other]["spec"]["template"]["metadata"]["labels"].items()
-        )
-        source = peer_source(own.discover, keys=own.public_keys())
-        source._ask = addresses  # type: ignore[attr-defined]
-        ((name, found),) = source.find().items()
-        assert (name, found.address) == (peer.name, peer.advertise)
-        assert peer.keys is not None
-        assert found.public_key == read_keys(peer.keys).public
+def test_decode_lists_every_pod_of_prefill(configs: dict[str, RankConfig]) -> None:
+    """A StatefulSet `prefill` has pods `prefill-0`, `prefill-1`, ..., which its Service names `prefill-0.prefill`, ..."""
+    pods, service = objects("StatefulSet")["prefill"]["spec"], objects("Service")["prefill"]["spec"]
+    assert pods["serviceName"] == "prefill"
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"]
+    assert service["selector"].items() <= pods["template"]["metadata"]["labels"].items()
+    names = [f"prefill-{number}" for number in range(pods["replicas"])]
+    assert configs["decode"].peers == {name: f"tcp://{name}.prefill:7100" for name in names}
+    assert (configs["prefill"].name, configs["prefill"].advertise) == (names[0], configs["decode"].peers[names[0]])
 
 
-def addresses(kind: str) -> Iterator[Any]:
-    """The records of a Service with one pod."""
-    import dns.rdtypes.IN.A
-    from dns.rdataclass import IN
-    from dns.rdatatype import A
-
-    record: Any = dns.rdtypes.IN.A.A
-    return iter([record(IN, A, POD_IP)] if kind == "A" else [])
+def test_ranks_of_two_pods_connect_by_the_keys_of_their_sides(configs: dict[str, RankConfig]) -> None:
+    here: dict[str, Any] = {
+        "listen": "tcp://127.0.0.1:0",
+        "advertise": None,
+        "metrics_port": None,
+        "num_layers": 1,
+        "num_pages": 2,
+    }
+    prefill, decode = (replace(configs[role], **here) for role in ("prefill", "decode"))
+    with ResidentRank(prefill) as one:
+        peers = {prefill.name: one.manager.address}
+        keys = {prefill.name: decode.peer_keys[prefill.name]}
+        for name in ("decode-10.0.0.7", "decode-10.0.0.8"):
+            with ResidentRank(replace(decode, name=name, peers=peers, peer_keys=keys)) as other:
+                other.manager.wait_ready(prefill.name, timeout_s=60)
+                one.manager.wait_ready(name, timeout_s=60)
 
 
 def test_probes_and_ports_are_those_of_the_rank(configs: dict[str, RankConfig]) -> None:
@@ -138,7 +143,7 @@ def test_probes_and_ports_are_those_of_the_rank(configs: dict[str, RankConfig]) 
 
 def test_keys_and_shared_memory_are_mounted() -> None:
     for role in ("prefill", "decode"):
-        volumes = {volume["name"]: volume for volume in objects("Deployment")[role]["spec"]["template"]["spec"]["volumes"]}
+        volumes = {volume["name"]: volume for volume in workload(role)["spec"]["template"]["spec"]["volumes"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in container(role)["volumeMounts"]}
         assert volumes.keys() == mounts.keys()
         used = [word for each in container(role)["args"] for word in re.findall(r"/etc/[\w/]+", each)]

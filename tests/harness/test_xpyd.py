@@ -1,4 +1,4 @@
-"""Workers that find each other in etcd, and come and go under load."""
+"""Workers that come and go under load."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from disagg.integrations.identity import (
     model_id,
     read_config,
 )
-from disagg.integrations.options import Options, ServerConfig
+from disagg.integrations.options import Options
 from disagg.layout.agreement import differing_words
 
 CONVENTIONS = Conventions(keys="rotated", kv_heads="checkpoint", first_position=0)
@@ -277,16 +277,6 @@ def test_only_rank_0_serves_metrics() -> None:
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Options.read(wrong, engine_id="a")
-
-
-@pytest.mark.parametrize("key", ["discover", "announce"])
-def test_discovery_is_refused_by_every_server(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "etcd://127.0.0.1:2379/disagg"
-    with pytest.raises(ConfigError, match=f"key '{key}': expected none, .*{where}"):
-        ServerConfig.load(environ={f"DISAGG_{key.upper()}": where}, name="a")
-    monkeypatch.setenv(f"DISAGG_{key.upper()}", where)
-    with pytest.raises(ConfigError, match=f"key '{key}': expected none"):
-        Options.read({}, engine_id="a")
 
 
 def test_importing_the_library_imports_no_server() -> None:

@@ -208,7 +208,6 @@ def serve(config: RankConfig, *, stop: threading.Event, report: Callable[[str], 
             f"{resident}: address={manager.address}{where} pid={os.getpid()} model={resident.model.name} "
             f"side={config.side} backend={manager.backend.name} transport={manager.backend.transport}{metrics}"
         )
-        opened.enter_context(config.discovery(manager))
         commands, watch = Commands(resident), PeerWatch(resident, report)
         while not stop.is_set():
             watch.check()
