@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -35,27 +34,27 @@ def refusals(_: object) -> str:
             "llama",
             {"kv_cache_dtype": "fp8_e5m2"},
             {"kv_cache_dtype": "fp8_e4m3"},
-            r"tensor .k.: dtype: float8_e(4m3fn here, float8_e5m2|5m2 here, float8_e4m3fn) at the peer",
+            ("tensor 'k': dtype: ", "float8_e4m3fn", "float8_e5m2"),
             id="two formats of FP8",
         ),
         pytest.param(
             "llama",
             {},
             {"hf_overrides": ROPE},
-            r"model revision: 'rope.rope_theta=10000' at \S+, 'rope.rope_theta=500' at",
+            ("model revision: ", "'rope.rope_theta=10000' at ", "'rope.rope_theta=500' at "),
             id="rotary embeddings of the command line",
         ),
         pytest.param(
             "mistral",
             {"hf_overrides": {"sliding_window": 96}},
             {"hf_overrides": {"sliding_window": 48}},
-            r"model revision: 'windows=95@0-3' at \S+, 'windows=47@0-3' at",
+            ("model revision: ", "'windows=95@0-3' at ", "'windows=47@0-3' at "),
             id="windows",
         ),
     ],
 )
 def test_a_pair_that_differs_is_refused_by_name(
-    start: Start, name: str, prefill: dict[str, Any], decode: dict[str, Any], reason: str
+    start: Start, name: str, prefill: dict[str, Any], decode: dict[str, Any], reason: tuple[str, ...]
 ) -> None:
     """The answers are those of decode alone."""
     prefiller, decoder = start(name, **prefill), start(name, **decode)
@@ -67,7 +66,7 @@ def test_a_pair_that_differs_is_refused_by_name(
     check_equal(expected, found)
     assert decoder.counts["failed_loads"] == len(LENGTHS)
     said = f"{decoder.run(refusals)}; {prefiller.run(refusals)}"
-    assert re.search(reason, said), said
+    assert all(part in said for part in reason), said
 
 
 def test_files_that_say_the_same_in_other_words(start: Start, model: Callable[[str], Path], tmp_path: Path) -> None:
