@@ -65,6 +65,7 @@ def run_case(
         while report.num_answers < num_answers and (keep_going or not num_wrong):
             now = next(seeds)
             failure = converse(servers, now, report, only=only)
+            say(f"{engine} {name}: seed {now}, {report.num_answers} answers compared so far")
             if failure is not None:
                 num_wrong += 1
                 say(f"WRONG: {engine} {name}, {failure}")
