@@ -69,7 +69,7 @@ def run_case(
             if failure is not None:
                 num_wrong += 1
                 say(f"WRONG: {engine} {name}, {failure}")
-                if not (only or keep_going):
+                if failure.turn and not (only or keep_going):
                     failure = shrink(servers, failure, say)
                     say("\n".join(["the shortest case:", *(f"  {turn}" for turn in failure.asked), str(failure)]))
                 numbers = ",".join(str(turn.number) for turn in failure.asked)

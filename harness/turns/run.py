@@ -33,7 +33,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Failure:
-    """A wrong answer of a conversation, or a server's state after it (`turn` is `None`)."""
+    """A wrong answer of a conversation; without a `turn`, a server's state after it, or requests that do not end."""
 
     seed: int
     turn: Turn | None
@@ -43,7 +43,7 @@ class Failure:
     found: Answer | None = None
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}, {self.turn or 'at the end'}: {self.problem}"]
+        lines = [f"seed {self.seed}, {self.turn or f'after turn {self.asked[-1].number}'}: {self.problem}"]
         for name, answer in (("expected", self.expected), ("found", self.found)):
             if answer is not None:
                 first = ", ".join(f"{token}: {logprob:.5f}" for token, logprob in list(answer.logprobs[0].items())[:3])
@@ -72,7 +72,11 @@ def converse(
         known.update(zip((turn.number for turn in answered), servers.alone(answered), strict=True))
         here = [turn for turn in turns if only is None or turn.number in only]
         asked += here
-        for turn, found in zip(here, servers.divided(here) if here else [], strict=True):
+        try:
+            answers = servers.divided(here) if here else []
+        except TimeoutError as error:
+            return Failure(seed, None, str(error), tuple(asked))
+        for turn, found in zip(here, answers, strict=True):
             report.ways[turn.way.value] += 1
             if turn.way.is_aborted or failure:
                 continue

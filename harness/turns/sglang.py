@@ -32,6 +32,9 @@ WAYS = {
     Way.ABORTED_WHILE_ANSWERING: 5,
 }
 FIRST_ROOM = 2**60
+NO_ANSWER = "no answer in time"
+TIMEOUT_S = 90.0
+"""A request without a prefill server takes SGLang about 30 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +136,9 @@ class SglangServers:
 
     def refusal(self, turn: Turn) -> str:
         """A hand-over that is of another prompt, or cannot be, is refused, and no other."""
-        expected = turn.way is Way.DEAD_ADDRESS or turn.is_mistaken
-        return "" if expected else f"expected an answer, found {self._reasons[turn.number]}"
+        reason = self._reasons[turn.number]
+        expected = (turn.way is Way.DEAD_ADDRESS or turn.is_mistaken) and reason != NO_ANSWER
+        return "" if expected else f"expected an answer, found {reason}"
 
     def end(self) -> str:
         """SGLang refuses to empty its cache while it has requests, and ends if a page is missing then."""
@@ -172,8 +176,10 @@ def _generate(server: Server, prompt: Prompt, max_tokens: int, **fields: Any) ->
         f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             found = json.load(answer)
+    except TimeoutError:
+        return NO_ANSWER
     except urllib.error.HTTPError as error:
         return f"{error.code} {error.read().decode()[:300]}"
     about = found["meta_info"]
