@@ -10,24 +10,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from disagg.backends.base import BackendOptions, Transport
 from disagg.backends.registry import load
 from disagg.commands.bench.command import run_cases
-from disagg.commands.cases.costs import Costs
 from disagg.commands.cases.places import rows_of
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
 from disagg.commands.explain import counting
-from disagg.commands.explain.command import given_costs
 from disagg.commands.explain.counting import FIRST_ADDRESS, CopyCounter
 from disagg.commands.explain.engine import engine_of
 from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.explain.instance import Instance
 from disagg.commands.explain.plot import page_of
-from disagg.commands.explain.summary import Summary
+from disagg.commands.explain.summary import Summary, parse_link
+from disagg.core.errors import ConfigError
 from disagg.layout.binding import bind, bind_rows
 from disagg.layout.election import elect
 from disagg.layout.placement import Placement
@@ -235,60 +233,20 @@ def test_replicas_write_and_hot_spots_are_named() -> None:
     assert any("times the mean" in line for line in idle.hot_spots)
 
 
-def test_given_costs_make_the_prediction() -> None:
-    costs = Costs(piece_s=1e-6, gbps=1.0, packed_gbps=1.0)
-    found = explain_request(ExplainRequest(case=case("tp=1", "tp=1", tokens=160), costs=costs)).summary
-    assert found.seconds == pytest.approx(found.total_bytes / 1e9 + found.runs * 1e-6)
-    unknown = summary(case("tp=1", "tp=1", backend="nixl", transport="rdma"))
-    assert unknown.seconds is None
+def test_the_bytes_of_the_busiest_rank_at_the_rate_of_the_link() -> None:
+    """Four prefill ranks write to one decode rank, whose two NICs of 200 Gbit/s are 5e10 bytes per second."""
+    asked = case("tp=4", "tp=1", tokens=160)
+    found = explain_request(ExplainRequest(case=asked, link=parse_link("2x200gbit"))).summary
+    assert found.link_seconds == pytest.approx(found.total_bytes / 5e10)
+    spread = explain_request(ExplainRequest(case=case("tp=1", "tp=4", tokens=160), link=parse_link("400gbit"))).summary
+    assert spread.link_seconds == pytest.approx(spread.total_bytes / 5e10)
+    assert summary(asked).link_seconds is None
 
 
-def test_the_pairs_and_the_whole_are_predicted_by_the_same_costs() -> None:
-    one = summary(case("tp=1", "tp=1", backend="cma", tokens=160))
-    assert [one.pairs[0].seconds, one.pairs[0].components[0].seconds] == pytest.approx([one.seconds, one.seconds])
-    assert sum(one.phases.values()) == pytest.approx(one.seconds)
-    four = summary(case("tp=4", "tp=1", backend="nixl", transport="tcp", tokens=160))
-    assert four.seconds is not None
-    assert four.seconds > max(pair.seconds or 0.0 for pair in four.pairs)  # they share the link of the decode rank
-
-
-def test_a_threshold_that_the_costs_favour_is_named() -> None:
-    asked: dict[str, object] = {"backend": "mooncake", "model": "llama-3-8b", "num_layers": 4, "tokens": 2048}
-
-    def favoured(**more: object) -> Summary:
-        made = case("tp=1,page=32", "tp=1,page=32", **asked, **more)
-        return explain_request(ExplainRequest(case=made, favoured=True)).summary
-
-    found = favoured()
-    assert found.faster is not None
-    other = favoured(pack_below=found.faster.pack_below)
-    assert other.seconds == pytest.approx(found.faster.seconds)
-    assert found.seconds is not None
-    assert found.faster.seconds < found.seconds
-    assert other.faster is None
-    assert {part.way for pair in other.pairs for part in pair.components} == {"packed"}
-
-
-def test_a_given_cost_takes_the_place_of_all_measured_ones() -> None:
-    asked = case("tp=1", "tp=1", backend="cma")
-    given = {"link": None, "file": None, "piece_us": None, "gbps": None, "packed_gbps": None}
-    assert given_costs(asked, **given) is None
-    slow = given_costs(asked, **{**given, "gbps": 1e-3})  # type: ignore[arg-type]
-    assert slow is not None
-    assert (slow.gbps, slow.phases) == (1e-3, {})
-    found = explain_request(ExplainRequest(case=asked, costs=slow)).summary
-    assert found.seconds == found.pairs[0].seconds
-    assert found.seconds is not None
-    assert found.seconds > found.total_bytes / 1e6
-
-
-def test_costs_of_another_engine_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "costs.json"
-    file.write_bytes(msgspec.json.encode(Costs(1e-6, 5.0, 5.0, engine="nixl tcp")))
-    ended = explained(*TINY, "--backend", "cma", "--costs", str(file))
-    assert ended.returncode == 2
-    assert "expected those of 'cma shm', found those of 'nixl tcp'" in ended.stderr
-    assert explained(*TINY, "--backend", "nixl", "--transport", "tcp", "--costs", str(file)).returncode == 0
+@pytest.mark.parametrize("link", ["400", "gbit", "0gbit", "x400gbit", "0x400gbit", "400gbit ", "-1gbit"])
+def test_an_invalid_link_is_named(link: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a rate such as 400gbit or 8x400gbit, found '"):
+        parse_link(link)
 
 
 def explained(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -311,7 +269,6 @@ TINY = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=4", "--decode", "t
         ((*TINY[2:], "--layers", "4", "--kv-heads", "4"), ("--layers, --kv-heads and --head-dim together",)),
         (TINY[2:], ("--model", "--head-dim")),
         ((*TINY, "--backend", "mooncake", "--transport", "shm"), ("'shm'", "tcp, rdma")),
-        ((*TINY, "--transport", "rdma", "--gbps", "40"), ("--piece-us", "--gbps")),
         ((*TINY, "--prefix-hit", "64"), ("0 to 63", "64")),
         ((*TINY, "--plot", "/tmp/x.gif"), ("pdf, png, svg", "x.gif")),
     ],
@@ -343,8 +300,8 @@ def test_the_table_shows_ranks_amounts_and_reasons() -> None:
         "prefill ranks 0-3 write to 1 decode rank each",
         "decode ranks 0-1 are written by 2 prefill ranks each",
         "every needed byte is written exactly once",
-        "predicted: ",
-        "shared equally by 2 NICs of a rank",
+        "link: ",
+        "ms for the bytes alone of the busiest rank, at 2x400gbit",
     ):
         assert part in ended.stdout
     assert "disagg explain --model llama-3-70b" in explained("--help").stdout

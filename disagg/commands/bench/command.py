@@ -14,25 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
 from disagg.commands.bench import compare as comparing
-from disagg.commands.bench import thresholds
 from disagg.commands.bench.driver import run
 from disagg.commands.bench.fleet import Progress
 from disagg.commands.bench.report import Row
-from disagg.commands.bench.results import Files, Results, print_problems, print_rows, results_to
+from disagg.commands.bench.results import Files, Results, print_rows, results_to
 from disagg.commands.bench.timelines import CaseRun, RankRun
 from disagg.commands.cases import options
 from disagg.commands.cases.arrivals import TOGETHER, Arrivals, Kind, generated, read_trace
-from disagg.commands.cases.costs import Costs, read_costs
 from disagg.commands.cases.instructions import Fault
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
-from disagg.commands.explain.engine import engine_of_row, shipped_costs
-from disagg.commands.explain.explanation import ExplainRequest, explain_request
 from disagg.commands.shell.errors import one_sentence
 from disagg.core.errors import ConfigError
 
@@ -48,8 +43,6 @@ Examples:
       --page 8,16 --run-pages 1,16 --prefill tp=2 --decode tp=1          (sixteen cases)
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=1 --decode tp=1 \\
       --connect tcp://10.0.0.1:7100 --connect tcp://10.0.0.2:7100
-  disagg-bench --backend nixl --transport tcp --thresholds
-  disagg-bench --backend nixl --transport rdma --device-nic mlx5_0:1 --calibrate costs.json
   disagg-bench --backend nixl --model tiny --tokens 512 --prefill tp=2 --decode tp=1 \\
       --requests 200 --concurrency 8 --arrivals poisson --rate 50
   disagg-bench --backend nixl --model tiny --trace examples/traces/sample.jsonl \\
@@ -169,40 +162,14 @@ def check_connected(cases: Sequence[Case]) -> None:
         raise ConfigError(f"connect: running ranks have one model and two sides, found {len(cases)} cases")
 
 
-def cases_for_thresholds(context: click.Context, pages: Sequence[int], settings: Mapping[str, Any]) -> dict[str, list[Case]]:
-    """The cases of `--thresholds` by backend. Raises `ConfigError` for options that it does not take."""
-    if settings["backend"] is None:
-        raise ConfigError("options: expected --backend with --thresholds")
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if refused := [name.replace("_", "-") for name in given if name not in thresholds.OPTIONS]:
-        raise ConfigError(f"thresholds: expected none of --{', --'.join(refused)}: sides and model are fixed")
-    if settings["tokens"] is not None and len(settings["tokens"]) > 1:
-        raise ConfigError(f"tokens: expected one length with --thresholds, found {len(settings['tokens'])}")
-    if context.params["calibrate_file"] is not None and len(settings["backend"]) != 1:
-        raise ConfigError(f"calibrate: expected one backend, found {len(settings['backend'])}")
-    single = thresholds.single_length(settings)
-    return {backend: thresholds.threshold_cases(backend, pages, single) for backend in settings["backend"]}
-
-
-def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str], costs: Costs | None) -> None:
+def measure(cases: Sequence[Case], results: Results, *, connect: Sequence[str]) -> None:
     """Run the cases, add their rows to `results`, and print these, also if a case fails."""
     try:
-        for case, row in zip(cases, run_cases(cases, connect=connect, runs=results.runs), strict=True):
-            results.rows.append(with_prediction(row, case, costs))
+        for row in run_cases(cases, connect=connect, runs=results.runs):
+            results.rows.append(row)
     finally:
         if results.rows:
             print_rows(results.rows)
-
-
-def measure_thresholds(by_backend: Mapping[str, Sequence[Case]], results: Results) -> None:
-    """Run the cases of each backend, add their rows to `results`, and print each backend's threshold."""
-    for cases in by_backend.values():
-        for row in run_cases(cases):
-            results.rows.append(row)
-    print_problems(results.rows)
-    rows = iter(results.rows)
-    for cases in by_backend.values():
-        thresholds.show_thresholds(list(itertools.islice(rows, len(cases))), Console())
 
 
 def exit_status(rows: Sequence[Row]) -> int:
@@ -210,20 +177,6 @@ def exit_status(rows: Sequence[Row]) -> int:
     if not all(row.verified for row in rows):
         return 1
     return 3 if any(row.ending for row in rows) else 0
-
-
-def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
-    """The row with the phases that `disagg explain` predicts for a request as long as the median one: by the given costs, or
-    by those that come with this package. Neither are of GPUs.
-    """
-    key = engine_of_row(row.backend, row.transport)
-    given = costs if costs is not None and costs.engine in ("", key) else None
-    chosen = given or shipped_costs(key)
-    if chosen is None or row.median is None or row.device == "cuda":
-        return row
-    median = replace(case, tokens=row.median.tokens, requests=1, arrivals=TOGETHER)
-    phases = explain_request(ExplainRequest(case=median, costs=chosen)).summary.phases
-    return msgspec.structs.replace(row, predicted=phases, predicted_by="--costs" if given else "a host with 2 cores")
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True, "max_content_width": 120})
@@ -301,24 +254,6 @@ def with_prediction(row: Row, case: Case, costs: Costs | None) -> Row:
 )
 @click.option("--html", "html_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a report as one HTML file.")
 @click.option(
-    "--thresholds",
-    "thresholds_only",
-    is_flag=True,
-    help="Measure the piece size below which packing is faster, for --backend and --transport, with two ranks.",
-)
-@click.option(
-    "--calibrate",
-    "calibrate_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Like --thresholds for one backend; write the costs that fit the measured speeds and phases, for --costs.",
-)
-@click.option(
-    "--costs",
-    "costs_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Predict the phases with these costs instead of those that come with disagg; --calibrate writes the file.",
-)
-@click.option(
     "--connect", multiple=True, metavar="ADDRESS", help="Driver address of a running rank. Repeat for all ranks of the case."
 )
 @click.option(
@@ -351,9 +286,6 @@ def bench(
     timeline_file: Path | None,
     connect: tuple[str, ...],
     fault: str | None,
-    thresholds_only: bool,
-    calibrate_file: Path | None,
-    costs_file: Path | None,
     compare: tuple[Path, Path] | None,
     tolerance: float,
     **settings: Any,
@@ -369,22 +301,14 @@ def bench(
     files = Files(json_file, plot_file, html_file, timeline_file)
     files.check()
     with results_to(files) as results:
-        if thresholds_only or calibrate_file is not None:
-            by_backend = cases_for_thresholds(click.get_current_context(), pages, settings)
-            measure_thresholds(by_backend, results)
-            if calibrate_file is not None:
-                (backend,) = by_backend
-                shorter = thresholds.threshold_cases(backend, (), thresholds.single_length(settings), share=thresholds.SHORTER)
-                thresholds.write_costs(calibrate_file, thresholds.fitted(results.rows, list(run_cases(shorter))))
-        else:
-            shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-            settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
-            has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
-            arrivals = paced(settings, has_requests=has_requests)
-            check_options(settings, prefill=prefill, connect=connect)
-            same = {"num_layers": layers, "fault": Fault(fault) if fault else None}
-            cases = cases_of(parse_sides(prefill, decode), pages, settings, arrivals=arrivals, **same)
-            if connect:
-                check_connected(cases)
-            measure(cases, results, connect=connect, costs=None if costs_file is None else read_costs(costs_file))
+        shape = options.shape_of(settings["model"], layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        settings["model"], layers = ((shape,), None) if shape else (settings["model"], layers)
+        has_requests = click.get_current_context().get_parameter_source("requests") is ParameterSource.COMMANDLINE
+        arrivals = paced(settings, has_requests=has_requests)
+        check_options(settings, prefill=prefill, connect=connect)
+        same = {"num_layers": layers, "fault": Fault(fault) if fault else None}
+        cases = cases_of(parse_sides(prefill, decode), pages, settings, arrivals=arrivals, **same)
+        if connect:
+            check_connected(cases)
+        measure(cases, results, connect=connect)
     sys.exit(exit_status(results.rows))

@@ -144,7 +144,7 @@ class Row(msgspec.Struct, frozen=True):
     * `latency_ms`: over all requests of all runs, from the first `send` to the last success. Percentiles are those of the
       nearest rank, so that each is the time of a request.
     * `median`: the request whose latency is the p50. `phases`: the seconds of its phases (`disagg.core.timeline`), which add up
-      to that. `predicted`: what costs predict of them, and `predicted_by` whose these are.
+      to that.
     * `arrivals`: how requests arrive, `per_s` of them a second. Unless they arrive together, `queue_ms` is the time from a
       request's arrival to its first `send`, and `added_ms` to its last success: what the transfer adds to the time to the first
       token.
@@ -200,8 +200,6 @@ class Row(msgspec.Struct, frozen=True):
     shortest_tokens: int | None = None
     median: MedianRequest | None = None
     phases: dict[str, float] = {}
-    predicted: dict[str, float] = {}
-    predicted_by: str = ""
 
     @property
     def lengths(self) -> str:
@@ -362,13 +360,11 @@ def phases_table(rows: Sequence[Row]) -> Table | None:
 
 
 def phases_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """A row as lines of `phases_table`: measured, and predicted if it was."""
-    which = tuple(map(str, msgspec.structs.astuple(row.median))) if row.median else ("",) * 3
-    measured, predicted = (row.prefill, row.decode, row.way, *which), ("", "", f"predicted by {row.predicted_by}", "", "", "")
-    for phases, names in ((row.phases, measured), (row.predicted, predicted)):
-        if phases:
-            figures = [*(phases[phase] for phase in PHASES), sum(phases.values())]
-            yield (*names, *(f"{1e3 * seconds:.2f}" for seconds in figures))
+    """A row as a line of `phases_table`; none if no request succeeded."""
+    if row.phases:
+        which = tuple(map(str, msgspec.structs.astuple(row.median))) if row.median else ("",) * 3
+        figures = [*(row.phases[phase] for phase in PHASES), sum(row.phases.values())]
+        yield (row.prefill, row.decode, row.way, *which, *(f"{1e3 * seconds:.2f}" for seconds in figures))
 
 
 PACED_TITLE = "from arrival to the last byte, which adds to the time to the first token:"

@@ -10,7 +10,7 @@ from disagg.commands.cases.places import streams
 from disagg.commands.explain.counting import CopyCounter, Count, mean_run_at_destination, run_end_reason
 from disagg.commands.explain.engine import Engine
 from disagg.commands.explain.instance import Instance
-from disagg.commands.explain.summary import Pair, Part, PathShare, shares
+from disagg.commands.explain.summary import Pair, Part, PathShare
 from disagg.commands.shell.text import size
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
@@ -47,12 +47,11 @@ def explain_pair(
         packed_before[chunk] += division.counts.get("packed", Count()).nbytes
         if any(count.nbytes for count in division.counts.values()):
             writes = -(-packed_before[chunk] // room) - -(-before // room)
-            parts.append(_part(name, division, writes, engine))
-    seconds = engine.costs.seconds(shares(parts)) if engine.costs else None
-    return Pair(*ranks, tuple(parts), sum(part.bytes for part in parts), seconds)
+            parts.append(_part(name, division, writes))
+    return Pair(*ranks, tuple(parts), sum(part.bytes for part in parts))
 
 
-def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
+def _part(name: str, division: Division, writes: int) -> Part:
     """The component's figures; `writes` is how many staging buffers its packed bytes fill."""
     ways = {
         path: PathShare(*count, descriptors=writes if path == "packed" else count.runs)
@@ -60,7 +59,6 @@ def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
         if count.nbytes
     }
     nbytes, runs = (sum(column) for column in zip(*division.counts.values(), strict=True))
-    moved = {path: (share.runs, share.bytes) for path, share in ways.items()}
     return Part(
         name=name,
         bytes=nbytes,
@@ -70,7 +68,6 @@ def _part(name: str, division: Division, writes: int, engine: Engine) -> Part:
         way="mixed" if len(ways) > 1 else next(iter(ways)),
         reason=division.reason,
         ways=ways,
-        seconds=engine.costs.seconds(moved) if engine.costs else None,
     )
 
 
@@ -97,7 +94,7 @@ def _divide(whole: BoundRows, engine: Engine, counter: CopyCounter) -> Division:
         why = f"{why}; {together} are contiguous at the destination, and the engine gathers them"
         return Division(directly, why)
     if not large:
-        return Division({"packed": total}, f"{why}; {engine.packs}")
+        return Division({"packed": total}, f"{why}; below {engine.threshold}")
     counts = {"direct": counter.count(_only(whole, large)), "packed": counter.count(chosen)}
     return Division(counts, f"{why}; only some tensors' pieces are below {engine.threshold}")
 

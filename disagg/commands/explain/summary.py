@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from disagg.commands.cases.costs import Costs
 from disagg.commands.shell.text import size
+from disagg.core.errors import ConfigError
 
 BUSY = 1.25
 """A rank that moves more than this many times the mean of its side is a hot spot."""
@@ -26,9 +27,7 @@ class PathShare(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine.
-    `seconds` is what it would take alone.
-    """
+    """One component between a pair of ranks. `runs` are pieces with neighbours joined; `descriptors` go to the engine."""
 
     name: str
     bytes: int
@@ -38,19 +37,15 @@ class Part(msgspec.Struct, frozen=True):
     way: str
     reason: str
     ways: dict[str, PathShare]
-    seconds: float | None
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one prefill rank writes to one decode rank; ranks are numbered within their instances. `seconds` is what it would
-    take alone.
-    """
+    """What one prefill rank writes to one decode rank; ranks are numbered within their instances."""
 
     source: int
     destination: int
     components: tuple[Part, ...]
     bytes: int
-    seconds: float | None
 
 
 class NicShare(msgspec.Struct, frozen=True):
@@ -65,17 +60,19 @@ class NicShare(msgspec.Struct, frozen=True):
     work_requests: int
 
 
-class Faster(msgspec.Struct, frozen=True):
-    """A packing threshold with which the same costs predict a shorter time."""
+class Link(msgspec.Struct, frozen=True):
+    """The NICs of each rank: how many, and the rate of each in Gbit/s."""
 
-    pack_below: int
-    seconds: float
+    num_nics: int
+    gbits: float
+
+    def __str__(self) -> str:
+        return f"{self.num_nics}x{self.gbits:g}gbit" if self.num_nics > 1 else f"{self.gbits:g}gbit"
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One request, explained. `seconds` is the busiest rank's time if each rank has its own core and link; `phases` divides it,
-    if the costs have phases. `faster`: the best threshold, if it is not the engine's. `nics`: what each NIC of each rank
-    carries, if the costs are those of several.
+    """One request, explained. With a `link`, `link_seconds` is the time of the busiest rank's bytes at its rate, and `nics`
+    what each NIC of each rank carries, if there are several.
     """
 
     model: str
@@ -86,19 +83,38 @@ class Summary(msgspec.Struct, frozen=True):
     transport: str
     pack_below: int
     slot_bytes: int
-    costs: Costs | None
     pairs: tuple[Pair, ...]
     total_bytes: int
     covered: bool
     runs: int
     descriptors: int
-    seconds: float | None
     fan_out: dict[int, tuple[int, ...]]
     fan_in: dict[int, tuple[int, ...]]
     hot_spots: tuple[str, ...]
-    phases: dict[str, float] = {}
-    faster: Faster | None = None
+    link: Link | None = None
+    link_seconds: float | None = None
     nics: tuple[NicShare, ...] = ()
+
+
+_LINK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)gbit")
+
+
+def parse_link(text: str) -> Link:
+    """A rank's NICs, such as `400gbit`, or `8x400gbit` for eight. Raises `ConfigError`."""
+    found = _LINK.fullmatch(text)
+    link = Link(int(found[1] or 1), float(found[2])) if found else None
+    if link is None or not link.num_nics * link.gbits:
+        raise ConfigError(f"link: expected a rate such as 400gbit or 8x400gbit, found {text!r}")
+    return link
+
+
+def link_seconds(pairs: Sequence[Pair], link: Link) -> float:
+    """Seconds that the bytes of the busiest rank take at the link's rate, sent or received. Nothing else is counted."""
+    moved = Counter[tuple[str, int]]()
+    for pair in pairs:
+        moved["prefill", pair.source] += pair.bytes
+        moved["decode", pair.destination] += pair.bytes
+    return max(moved.values(), default=0) * 8 / (link.num_nics * link.gbits * 1e9)
 
 
 def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
@@ -108,35 +124,6 @@ def partners(pairs: Sequence[Pair], *, of: str) -> dict[int, tuple[int, ...]]:
         one, other = (pair.source, pair.destination) if of == "source" else (pair.destination, pair.source)
         found[one].append(other)
     return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}
-
-
-def shares(parts: Iterable[Part]) -> dict[str, tuple[int, int]]:
-    """Pieces and bytes by path."""
-    found: dict[str, tuple[int, int]] = {}
-    for part in parts:
-        for path, share in part.ways.items():
-            pieces, nbytes = found.get(path, (0, 0))
-            found[path] = pieces + share.runs, nbytes + share.bytes
-    return found
-
-
-def predict(pairs: Sequence[Pair], costs: Costs, *, one_link: bool) -> tuple[float, dict[str, float]]:
-    """The seconds of a request by its busiest ranks, and those of each phase, if the costs have phases. `one_link` is as in
-    `Costs.phases_s`.
-    """
-    sent, received = (_busiest(pairs, costs, of=side) for side in ("source", "destination"))
-    phases = costs.phases_s(sent, received, one_link=one_link)
-    if phases:
-        return sum(phases.values()), phases
-    return max(costs.seconds(sent), costs.seconds(received) if one_link else 0.0), {}
-
-
-def _busiest(pairs: Sequence[Pair], costs: Costs, *, of: str) -> dict[str, tuple[int, int]]:
-    """The shares of the rank of one side, `source` or `destination`, that takes longest."""
-    parts: dict[int, list[Part]] = defaultdict(list)
-    for pair in pairs:
-        parts[pair.source if of == "source" else pair.destination].extend(pair.components)
-    return max((shares(each) for each in parts.values()), key=costs.seconds, default={})
 
 
 def nic_shares(pairs: Sequence[Pair], *, num_nics: int, cuts: bool) -> Iterator[NicShare]:

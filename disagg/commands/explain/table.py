@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from disagg.commands.cases.costs import Costs, Terms
 from disagg.commands.explain.summary import BUSY, Pair, Part, Summary
 from disagg.commands.shell import text
 from disagg.commands.shell.text import size
@@ -33,7 +32,7 @@ def pairs_table(found: Summary) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("prefill", "decode", "component"):
         table.add_column(name, no_wrap=True)
-    for name in ("bytes", "runs", "mean run", *PATHS.values(), "ms"):
+    for name in ("bytes", "runs", "mean run", *PATHS.values()):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("way", no_wrap=True)
     numbers = numbered(found.pairs)
@@ -47,11 +46,7 @@ def pairs_table(found: Summary) -> Table:
 
 def _cells(part: Part) -> tuple[str, ...]:
     by_path = [str(part.ways[path].descriptors) if path in part.ways else "-" for path in PATHS]
-    return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_path, milliseconds(part.seconds)
-
-
-def milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.3g}"
+    return part.name, size(part.bytes), str(part.runs), size(part.run_bytes_mean), *by_path
 
 
 def _key(part: Part) -> tuple[str, str, str]:
@@ -94,17 +89,15 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def ends(found: Summary) -> Iterator[str]:
-    """Hot spots, totals and the predicted time."""
+    """Hot spots, totals, and the bytes at the rate of the link."""
     yield from (f"hot spot: {line}" for line in found.hot_spots)
     if not found.hot_spots:
         yield f"no hot spots: no rank moves more than {BUSY} times the mean of its side"
     yield f"total: {found.total_bytes} bytes delivered in {found.runs} runs, as {found.descriptors} descriptors" + (
         "; every needed byte is written exactly once" if found.covered else "; NOT every needed byte is covered"
     )
-    yield predicted(found)
-    if found.faster is not None:
-        ms = milliseconds(found.faster.seconds)
-        yield f"faster by these costs: {ms} ms with another packing threshold, --pack-below {found.faster.pack_below}"
+    if found.link_seconds is not None:
+        yield f"link: {1e3 * found.link_seconds:.3g} ms for the bytes alone of the busiest rank, at {found.link}"
     yield from nics(found)
 
 
@@ -121,32 +114,3 @@ def nics(found: Summary) -> Iterator[str]:
             numbers = [number for number, carried in enumerate(all_carried) if carried == (moved, work_requests)]
             whose = f"NIC{'s' * (len(numbers) > 1)} {ranges(numbers)} of {role} rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
             yield f"{whose}: {moved} {'sent' if role == 'prefill' else 'received'} by each, {work_requests} work requests"
-
-
-def predicted(found: Summary) -> str:
-    """The predicted time and the costs it is computed from."""
-    if found.costs is None or found.seconds is None:
-        return (
-            f"predicted: costs of {found.backend} over {found.transport} have not been measured; "
-            "give --link, --costs, or --piece-us, --gbps and --packed-gbps"
-        )
-    rate = found.total_bytes / found.seconds / 1e9 if found.seconds else 0.0
-    phases = ", ".join(f"{phase} {milliseconds(seconds)}" for phase, seconds in found.phases.items())
-    return (
-        f"predicted: {milliseconds(found.seconds)} ms, {rate:.2f} GB/s in total, if each rank has its own core and link "
-        f"({_costs(found.costs)})" + (f"\npredicted phases, in ms: {phases}" if phases else "")
-    )
-
-
-def _costs(costs: Costs) -> str:
-    if costs.phases:
-        return "; ".join(f"{path}: {_terms(list(phases.values()))}" for path, phases in costs.phases.items())
-    shared = f", shared equally by {costs.num_nics} NICs of a rank" if costs.num_nics > 1 else ""
-    rates = f"{costs.gbps:.3g} GB/s for long pieces, {costs.packed_gbps:.3g} GB/s packed"
-    return f"{1e6 * costs.piece_s:.3g} us per piece, {rates}{shared}"
-
-
-def _terms(phases: Sequence[Terms]) -> str:
-    once, per_piece, per_byte = (sum(column) for column in zip(*phases, strict=True))
-    rate = f", {1e-9 / per_byte:.3g} GB/s" if per_byte else ""
-    return f"{milliseconds(once)} ms and {1e6 * per_piece:.3g} us per piece{rate}"

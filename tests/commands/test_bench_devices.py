@@ -1,0 +1,48 @@
+"""`disagg-bench --device-nic`, and the phases that it prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.commands.bench.fleet import rank_config
+from disagg.commands.bench.report import PHASES_TITLE
+from disagg.commands.cases.sides import Side
+from disagg.commands.cases.workload import Case
+from disagg.core.timeline import PHASES
+from tests.backends.conftest import require_engine
+from tests.commands.conftest import Bench
+
+SIDES = ("--model", "tiny", "--tokens", "64", "--prefill", "tp=1", "--decode", "tp=1")
+SHORT = (*SIDES, "--no-ceiling", "--repeat", "1", "--warm-up", "0", "--timeout", "30")
+
+
+def test_the_engine_of_every_rank_gets_the_named_devices(bench: Bench) -> None:
+    require_engine("nixl._bindings", "nixl")
+    same = ("--backend", "nixl", "--transport", "tcp", *SHORT)
+    ended = bench(*same, "--device-nic", "lo")
+    assert ended.status == 0, ended.err
+    ended = bench(*same, "--device-nic", "absent0")
+    assert ended.status == 1
+    assert "No such device" in ended.err
+    devices = ("rxe0:1", "rxe1:1")
+    case = Case(backend="nixl", model="tiny", tokens=64, prefill=Side(), decode=Side(), devices=devices)
+    for role in ("prefill", "decode"):
+        assert rank_config(case, role, 0, None).devices == devices
+
+
+def test_running_ranks_keep_their_devices(bench: Bench) -> None:
+    ended = bench("--backend", "nixl", *SIDES, "--device-nic", "lo", "--connect", "tcp://127.0.0.1:9")
+    assert ended.status == 2
+    assert "device-nic: running ranks keep" in ended.err
+
+
+def test_the_phases_of_the_median_request_add_up_to_its_time(bench: Bench) -> None:
+    ended = bench("--backend", "local", *SHORT)
+    assert ended.status == 0, ended.err
+    (row,) = ended.rows
+    assert sum(row["phases"].values()) == pytest.approx(row["latency_ms"]["p50"] / 1e3)
+    title, columns, measured = ended.out.splitlines()[-3:]
+    assert title == PHASES_TITLE
+    assert columns.split() == ["prefill", "decode", "way", "run", "request", "tokens", *PHASES, "all"]
+    assert measured.split()[3:6] == ["1", "0", "64"]
+    assert float(measured.split()[-1]) == pytest.approx(row["latency_ms"]["p50"], abs=0.01)
