@@ -109,6 +109,8 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
 
 def check_options(scheduler: Any, parallel: Any) -> None:
     """Raise `ConfigError` for an option that is not supported, with its name. `parallel` is that of SGLang's context."""
+    from sglang.srt.runtime_context import get_exec
+
     options = scheduler.server_args
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
@@ -119,6 +121,7 @@ def check_options(scheduler: Any, parallel: Any) -> None:
         "--dllm-algorithm": options.dllm_algorithm,
         "--enable-mis": options.enable_mis,
         "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
+        "--enable-memory-saver": get_exec().features.enable_memory_saver,
     }
     found = [option for option, given in refused.items() if given]
     if found:

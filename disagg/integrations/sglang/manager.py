@@ -55,7 +55,8 @@ class Owner:
 
 
 class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
-    """One rank. `host` is set before SGLang builds it.
+    """One rank. `host` is set before SGLang builds it. So is `is_checked`: whether SGLang's option asks for checksums, which
+    `DISAGG_VERIFY` overrides.
 
     The control address of rank 0 stands for the instance. It is what every prefill rank registers with the bootstrap server,
     and its host and port are the instance's name, so decode needs nothing else to find a prefill instance. Prefill learns
@@ -64,6 +65,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
 
     supports_deferred_decode_kv_release = True
     host: ClassVar[Host]
+    is_checked: ClassVar[bool] = False
     local_ip: str
     rank_port: int
 
@@ -108,6 +110,8 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if config.keys is not None:
             raise ConfigError("DISAGG_KEYS: expected none, since SGLang's bootstrap server cannot pass on public keys")
         given = config.manager_arguments()
+        if self.is_checked and not os.environ.get("DISAGG_VERIFY"):
+            given["verify"] = "full"
         self.transfers = KVManager(topology=topology, components=parts, model=host.model, **{**given, "admit": "any"})
         self.components = tuple(part.name for part in parts)
         self.metadata = MetadataBuffers(args.aux_data_ptrs, args.aux_item_lens)

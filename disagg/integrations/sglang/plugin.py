@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from http import HTTPStatus
@@ -9,6 +10,8 @@ from typing import Any
 
 from disagg.core.errors import ConfigError, LocalProtocolError
 from disagg.integrations.sglang import OLDER, TESTED
+
+logger = logging.getLogger(__name__)
 
 NAME = "disagg"
 ANY_VERSION = "SGLANG_DISAGG_ANY_VERSION"
@@ -43,7 +46,11 @@ def register() -> None:
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{queues}.{queue}._init_kv_manager", _init_kv_manager, HookType.AROUND)
         HookRegistry.register(f"{queues}.{queue}._check_if_req_exceed_kv_capacity", _refuse, HookType.AROUND)
+        HookRegistry.register(f"{queues}.{queue}.__init__", _without_digests, HookType.AFTER)
     HookRegistry.register(f"{queues}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)
+    control = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+    for call in ("release", "resume"):
+        HookRegistry.register(f"{control}.{call}_memory_occupation", _keep_pools, HookType.AROUND)
 
 
 def add_member(backends: Any) -> None:
@@ -84,7 +91,36 @@ def _init_kv_manager(original: Callable[[Any], Any], queue: Any) -> Any:
     from disagg.integrations.sglang.manager import DisaggKVManager
 
     DisaggKVManager.host = host_of(queue)
+    DisaggKVManager.is_checked = _wants_checksums()
     return original(queue)
+
+
+def _wants_checksums() -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    return bool(get_disagg().disaggregation_enable_kv_checksum)
+
+
+def _without_digests(_: None, queue: Any, *_given: Any, **_named: Any) -> None:
+    """Turn off SGLang's digests of whole pages: the tokens of a request are moved, not what else its last page holds. The
+    manager compares checksums of these tokens instead.
+    """
+    if queue.transfer_backend.value == NAME and _wants_checksums():
+        queue.scheduler.kv_checksum_computer = None
+        logger.info(
+            "--disaggregation-enable-kv-checksum: compared are checksums of what decode receives, as with DISAGG_VERIFY=full"
+        )
+
+
+def _keep_pools(original: Callable[..., Any], tokenizer: Any, request: Any, *given: Any, **named: Any) -> Any:
+    """SGLang's release of its memory, or the end of it. Raises `ConfigError` for that of the pools, which stay registered."""
+    options, tags = tokenizer.server_args, request.tags
+    is_ours = options.disaggregation_mode != "null" and options.disaggregation_transfer_backend == NAME
+    if is_ours and (not tags or "kv_cache" in tags):
+        raise ConfigError(
+            f"transfer backend disagg: expected no release of 'kv_cache', which peers may write to, found tags {tags}"
+        )
+    return original(tokenizer, request, *given, **named)
 
 
 def _refuse(original: Callable[[Any, Any], bool], queue: Any, request: Any) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg import Topology
+from disagg.integrations.sglang.manager import DisaggKVManager
 from tests.integrations.sglang.memory import Model
 from tests.integrations.sglang.pair import ROOMS, running
-from tests.integrations.sglang.ranks import Rank
+from tests.integrations.sglang.ranks import Rank, RankProcess
 from tests.integrations.sglang.test_layout import GDN, MAMBA, MAMBA2, MODELS
 
 NOTICED_S = 1.0
@@ -67,6 +70,25 @@ def test_state_of_another_prompt_is_refused(tmp_path: Path) -> None:
         (end,) = (rank.wait(room=room, status="failed") for rank in pair.decode)
         assert "expected the state of this request's prompt" in end["reason"]
         pair.expect(pair.begin(117))
+
+
+class Checked(RankProcess):
+    """With SGLang's option for checksums."""
+
+    def build(self, mode: DisaggregationMode) -> Any:
+        DisaggKVManager.is_checked = True
+        return super().build(mode)
+
+    def num_verified(self) -> int:
+        return int(self.manager.transfers.stats.verified)
+
+
+@pytest.mark.parametrize(("verify", "num_verified"), [("", 2), ("off", 0)])
+def test_sglangs_option_for_checksums(verify: str, num_verified: int, tmp_path: Path) -> None:
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(), kind=Checked, DISAGG_VERIFY=verify) as pair:
+        for room in [pair.begin(117), pair.begin(300, chunks=(128, 256), prefix=64)]:
+            pair.expect(room)
+        assert pair.decode[0].ask("num_verified") == num_verified
 
 
 def test_two_pipeline_stages_to_one(tmp_path: Path) -> None:

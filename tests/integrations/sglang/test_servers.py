@@ -12,6 +12,7 @@ import os
 import re
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -29,8 +30,9 @@ from tests.integrations.vllm.requests import prompts
 LENGTHS = (7, 16, 33, 250, 700, 1100)
 PROMPTS = prompts(LENGTHS, seed=41)
 PAGE_SIZE = 16
-PREFILL = ("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256")
-DECODE = ("--page-size", str(PAGE_SIZE), "--disaggregation-decode-enable-radix-cache", "--enable-cache-report")
+CHECKSUM = "--disaggregation-enable-kv-checksum"
+PREFILL = ("--page-size", str(PAGE_SIZE), "--chunked-prefill-size", "256", CHECKSUM)
+DECODE = ("--page-size", str(PAGE_SIZE), CHECKSUM, "--disaggregation-decode-enable-radix-cache", "--enable-cache-report")
 NBYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4
 """Of the model: layers, K and V, KV heads, elements of a head, bytes of an element."""
 ROOMS = itertools.count(2**62)
@@ -80,6 +82,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         expected = [alone.complete(prompt) for prompt in PROMPTS]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("DISAGG_BACKEND", "nixl")
+        patch.setenv("DISAGG_TRANSPORT", "tcp")
         prefill = stack.enter_context(Server.sglang(model, "--tp", "2", *PREFILL, mode="prefill", SGLANG_HOST_IP="::1"))
         (port,) = free_ports(1)
         patch.setenv("DISAGG_METRICS_PORT", str(port))
@@ -223,6 +226,23 @@ def test_state_of_another_prompt_is_refused(servers: Servers) -> None:
     check_free(servers)
 
 
+def test_pools_are_not_released(servers: Servers) -> None:
+    """Peers may write to them. The servers go on."""
+    for server in (servers.prefill, servers.decode):
+        for call in ("release_memory_occupation", "resume_memory_occupation"):
+            asked = urllib.request.Request(f"{server.url}/{call}", data=b"{}", headers={"Content-Type": "application/json"})
+            with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+                urllib.request.urlopen(asked, timeout=60)
+            assert "expected no release of 'kv_cache'" in refused.value.read().decode()
+    check([route(servers, next(ROOMS), PROMPTS[0])], servers.expected[:1])
+
+
+def test_checksums_are_those_of_the_library(servers: Servers) -> None:
+    """SGLang's own, which need a GPU, would end prefill here."""
+    for server in (servers.prefill, servers.decode):
+        assert "compared are checksums of what decode receives" in server.log(length=1 << 24)
+
+
 def test_aborts(servers: Servers) -> None:
     """A request that decode has aborted fails on prefill. One that prefill has aborted waits on decode until it is aborted."""
     (prompt,) = prompts((300,), seed=42)
@@ -255,6 +275,27 @@ def abort(servers: Servers, server: Server, queue: str, room: int, prompt: list[
             assert "bort" in error.read().decode()
 
 
+def test_pages_are_free_after_prefill_was_killed(servers: Servers) -> None:
+    """All of them, before there is another prefill server. That one answers the first request."""
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(servers.decode.complete, each, stream=False, **where(servers, next(ROOMS))) for each in PROMPTS[3:]
+        ]
+        until = time.monotonic() + 60
+        while servers.decode.num_queued("decode_transfer") < len(asked):
+            assert time.monotonic() < until
+        servers.prefill.kill()
+        for each in asked:
+            with pytest.raises(urllib.error.HTTPError, match="500"):
+                each.result()
+    servers.decode.flush()
+    servers.decode.wait_ready()
+    replaced = Server.sglang(servers.model, "--tp", "2", *PREFILL, mode="prefill", instead_of=servers.prefill)
+    servers.prefill = servers.stack.enter_context(replaced).wait_ready()
+    check([route(servers, next(ROOMS), each) for each in PROMPTS], servers.expected)
+    check_free(servers)
+
+
 def test_prefill_is_replaced_under_load(servers: Servers) -> None:
     """Decode notices the end of the process within a second. The new server, at TP 1, answers what was waiting."""
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
@@ -275,7 +316,7 @@ def test_prefill_is_replaced_under_load(servers: Servers) -> None:
 
 def test_decode_is_replaced_under_load(servers: Servers) -> None:
     """The server in its place, at TP 2 with larger pages, also retracts requests while they run."""
-    options = ("--tp", "2", "--page-size", "64", "--enable-metrics")
+    options = ("--tp", "2", "--page-size", "64", "--enable-metrics", CHECKSUM)
     retract = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
     with load(servers):
         servers.decode.kill()
