@@ -45,7 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "metrics": {"metrics_port": 0},
     "request lines": {"log": logging.INFO},
     "metrics and lines": {"metrics_port": 0, "log": logging.INFO},
-    "verify=sample": {"verify": "sample"},
     "verify=full": {"verify": "full"},
 }
 PROTOCOL_PAGES = Pages(np.arange(4, dtype=np.int32))

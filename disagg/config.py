@@ -73,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     verify: Annotated[
         Verify,
-        meaning("How much of the received data to verify by checksums: nothing, some pages of each request, or all."),
+        meaning("Whether to verify received data by checksums: no, or all of it."),
     ] = "off"
     metrics_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,

@@ -80,7 +80,7 @@ class KVManager:
     `ConnectionLimits.forget_s`. A rank other than 0 without a `leader` is told it later, by `set_leader`.
 
     Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
-    this rank receives is compared with what its writers sent: `"off"`, some pages of each request (`"sample"`), or `"full"`.
+    this rank receives is compared with what its writers sent: `"off"` or `"full"`.
     A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
     Build managers after forking.
 

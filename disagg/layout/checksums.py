@@ -30,8 +30,6 @@ from disagg.layout.tables import ComponentLayout, LayoutTable, TensorLayout
 Words = npt.NDArray[np.uint64]
 ChecksumFunction = Callable[..., int]
 """A function with the parameters of `_native.digest`, which reads memory of this process or of a GPU."""
-SAMPLED = 16
-"""With `sample`, one page in `SAMPLED` is checked on average, and at least one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,30 +60,16 @@ class ChecksumPlan:
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class PageRange:
-    """Pages `[first, stop)` of a destination rank, by index among its pages of the request, and which of them are checked."""
-
-    first: int
-    stop: int
-    chosen: npt.NDArray[np.bool_]
-
-    @property
-    def numbers(self) -> Ints:
-        """The indices of the checked pages."""
-        return self.first + np.flatnonzero(self.chosen)
-
-
 @dataclass(frozen=True)
 class Checksums:
-    """Checksums modulo 2**64, by each of a plan's `layers` and by each checked page. Those of several writers add up."""
+    """Checksums modulo 2**64, by each of a plan's `layers` and by each page. Those of several writers add up."""
 
     by_layer: Words
     by_page: Words
 
     @classmethod
-    def zero(cls, plan: ChecksumPlan, pages: PageRange) -> Checksums:
-        return cls(np.zeros(len(plan.layers), np.uint64), np.zeros(int(pages.chosen.sum()), np.uint64))
+    def zero(cls, plan: ChecksumPlan, pages: range) -> Checksums:
+        return cls(np.zeros(len(plan.layers), np.uint64), np.zeros(len(pages), np.uint64))
 
 
 def writer_plans(
@@ -152,22 +136,15 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def page_range(plan: ChecksumPlan, need: tuple[int, int], *, sample: bytes | None) -> PageRange:
-    """The destination's pages that hold tokens of `need`. With `sample`, a name of the attempt, only some are checked.
-
-    State with one row per request counts as one page, and its layers are sampled instead of pages.
+def page_range(plan: ChecksumPlan, need: tuple[int, int]) -> range:
+    """The destination's pages that hold tokens of `need`, by index among the pages of the request. State with one row per
+    request counts as one page.
     """
-    if plan.destination.tokens is None:
-        return PageRange(0, 1, np.ones(1, dtype=np.bool_))
-    first, stop = _pages_of(plan.destination, need)
-    return PageRange(first, stop, _choose(plan, stop - first, sample))
-
-
-def _pages_of(space: RowSpace, need: tuple[int, int]) -> tuple[int, int]:
-    """The pages that hold tokens of `need`, by index among the pages of the request."""
-    size = space.page_size
+    space = plan.destination
+    if space.tokens is None:
+        return range(1)
     start, stop = (count_tokens(space, token, need[1]) for token in need)
-    return start // size, -(-stop // size) if stop > start else start // size
+    return range(start // space.page_size, -(-stop // space.page_size) if stop > start else start // space.page_size)
 
 
 def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
@@ -180,20 +157,10 @@ def check_listed(plan: ChecksumPlan, rows: Rows, need: tuple[int, int]) -> None:
         return
     if not isinstance(rows, Pages):
         raise LayoutError(f"component {plan.name!r}, destination: expected Pages, found {type(rows).__name__}")
-    first, stop = _pages_of(plan.destination, need)
-    if stop - first > len(rows.ids) + 1:
-        what = f"component {plan.name!r}, destination: tokens [{need[0]}, {need[1]}) need {stop - first} pages"
+    num_pages = len(page_range(plan, need))
+    if num_pages > len(rows.ids) + 1:
+        what = f"component {plan.name!r}, destination: tokens [{need[0]}, {need[1]}) need {num_pages} pages"
         raise LayoutError(f"{what}, {len(rows.ids)} are listed")
-
-
-def _choose(plan: ChecksumPlan, count: int, sample: bytes | None) -> npt.NDArray[np.bool_]:
-    if sample is None or count == 0:
-        return np.ones(count, dtype=np.bool_)
-    seed = _hash(plan.name.encode() + b"\0" + sample)
-    numbers = (np.arange(count, dtype=np.uint64) + np.uint64(seed % 2**32)) * np.uint64(0x9E3779B97F4A7C15)
-    chosen: npt.NDArray[np.bool_] = (numbers >> np.uint64(32)) % np.uint64(SAMPLED) == 0
-    chosen[seed % count] = True
-    return chosen
 
 
 def checksum_rows(
@@ -203,18 +170,16 @@ def checksum_rows(
     need: tuple[int, int],
     tokens: tuple[int, int],
     layers: Iterable[int] | None,
-    sample: bytes | None,
     num_threads: int = 1,
     digest: ChecksumFunction = _native.digest,
 ) -> Checksums:
     """The checksums of `rows` for tokens `[start, stop)` of `need`, in `layers` (`None`: all).
 
-    `sample` is that of `page_range`. `digest` reads the memory. Raises `LayoutError` if a needed token has no page inside the
-    pool.
+    `digest` reads the memory. Raises `LayoutError` if a needed token has no page inside the pool.
     """
-    pages = page_range(plan, need, sample=sample)
+    pages = page_range(plan, need)
     checksums = Checksums.zero(plan, pages)
-    checked = _checked_layers(plan, layers, sample)
+    checked = set(plan.layers if layers is None else layers)
     tables: dict[int, Ints] = {}
     for box in plan.boxes:
         if box.granule not in tables:
@@ -239,30 +204,22 @@ def checksum_rows(
     return checksums
 
 
-def _checked_layers(plan: ChecksumPlan, layers: Iterable[int] | None, sample: bytes | None) -> set[int]:
-    wanted = set(plan.layers if layers is None else layers)
-    if plan.destination.tokens is None:
-        wanted &= set(itertools.compress(plan.layers, _choose(plan, len(plan.layers), sample)))
-    return wanted
-
-
 def _runs(
-    plan: ChecksumPlan, rows: Rows, pages: PageRange, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]
+    plan: ChecksumPlan, rows: Rows, pages: range, granule: int, *, need: tuple[int, int], tokens: tuple[int, int]
 ) -> Ints:
     """Runs of positions for `_native.digest`: where they lie here, their page's index in `by_page`, their global number."""
     numbered = RowSpace(plan.destination.page_size, pages.stop + 1, plan.destination.tokens)
     both = ComponentPlan(plan.name, plan.own, numbered, ())
     if plan.destination.tokens is None:
         return token_runs(both, granule, rows, Slot(0), None, None)
-    listed = Pages(np.arange(pages.first, pages.stop, dtype=np.int32), need[0])
+    listed = Pages(np.arange(pages.start, pages.stop, dtype=np.int32), need[0])
     runs = token_runs(both, granule, rows, listed, tokens, need[1])
-    runs = runs[pages.chosen[runs[:, 2] - pages.first]]
     runs[:, 3] += runs[:, 2] * (plan.destination.page_size // granule)
-    runs[:, 2] = (np.cumsum(pages.chosen) - 1)[runs[:, 2] - pages.first]
+    runs[:, 2] -= pages.start
     return runs
 
 
-def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Checksums, found: Checksums) -> str:
+def difference(plan: ChecksumPlan, rows: Rows, pages: range, *, expected: Checksums, found: Checksums) -> str:
     """Where checksums differ: the component, the first layer and the first page. Empty if they are equal."""
     layers = np.flatnonzero(expected.by_layer != found.by_layer)
     numbers = np.flatnonzero(expected.by_page != found.by_page)
@@ -270,7 +227,7 @@ def difference(plan: ChecksumPlan, rows: Rows, pages: PageRange, *, expected: Ch
         return ""
     where = ", ".join(
         [f"layer {plan.layers[i]} ({len(layers)} of {len(plan.layers)} layers differ)" for i in layers[:1]]
-        + [_name_row(plan, rows, int(pages.numbers[i]), len(numbers), len(expected.by_page)) for i in numbers[:1]]
+        + [_name_row(plan, rows, pages[int(i)], len(numbers), len(expected.by_page)) for i in numbers[:1]]
     )
     return f"component {plan.name!r}, {where}: what arrived is not what was sent"
 

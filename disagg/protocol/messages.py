@@ -38,7 +38,7 @@ TokenRange = tuple[Tokens, Tokens]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 ByComponent = Annotated[dict[Name, _T], msgspec.Meta(max_length=MAX_COMPONENTS)]
-Verify = Literal["off", "sample", "full"]
+Verify = Literal["off", "full"]
 """How much of a request the two sides compare by checksums."""
 
 
@@ -157,8 +157,8 @@ class RequestMessage(Message, frozen=True, kw_only=True):
 
 
 class Reserve(RequestMessage, frozen=True, tag="reserve", kw_only=True):
-    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: which pages
-    the writer sends checksums of. `epoch`: that of the receiver's process (0: not said). `trace`: its span's W3C `traceparent`.
+    """The receiver's rows, and what it needs of each component, `[start, stop)` in tokens of the request. `verify`: whether
+    the writer sends checksums. `epoch`: that of the receiver's process (0: not said). `trace`: its span's W3C `traceparent`.
     """
 
     source_group: Small

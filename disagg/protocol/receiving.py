@@ -152,7 +152,7 @@ class Receives:
             self._step(session, ReceiveStep.LANDED)
             session.local_work += 1
             sums = {peer: writer.sums for peer, writer in session.writers.items()}
-            start = StartVerify(session.key, session.peer, session.verify, session.rows, session.need, sums)
+            start = StartVerify(session.key, session.peer, session.rows, session.need, sums)
             self._effects.append(start)
 
     def verified(self, peer: str, key: RequestKey, now: float, *, error: DisaggError | None) -> None:

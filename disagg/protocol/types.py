@@ -20,7 +20,6 @@ from disagg.protocol.messages import (
     RequestMessage,
     Reserve,
     TokenRange,
-    Verify,
     Written,
 )
 
@@ -194,7 +193,6 @@ class StartVerify(msgspec.Struct, frozen=True):
 
     key: RequestKey
     peer: str
-    verify: Verify
     rows: Mapping[str, Rows]
     need: Mapping[str, TokenRange]
     sums: Mapping[PeerRank, tuple[PartialChecksums, ...]]

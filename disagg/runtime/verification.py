@@ -28,9 +28,9 @@ from disagg.layout.checksums import (
     difference,
     page_range,
 )
-from disagg.protocol.messages import PartialChecksums, Verify, unpack_rows
+from disagg.protocol.messages import PartialChecksums, unpack_rows
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import RequestKey, StartTransfer, StartVerify, Ticket
+from disagg.protocol.types import StartTransfer, StartVerify, Ticket
 from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import RemoteRank
 
@@ -59,7 +59,6 @@ def checksum_sent(
             need=start.reserve.need[written.component],
             tokens=(written.start, written.stop),
             layers=written.layers,
-            sample=_sample(start.ticket.key, start.reserve.verify),
             num_threads=_num_threads(),
             digest=digest,
         )
@@ -72,18 +71,15 @@ def verify_rows(plans: Mapping[str, ChecksumPlan], start: StartVerify, digest: C
 
     Raises `VerificationFailed`, naming component, layer and page, if they differ.
     """
-    sample = _sample(start.key, start.verify)
     for name in sorted(start.rows.keys() & start.need.keys() & plans.keys()):
         plan, rows, need = plans[name], start.rows[name], start.need[name]
-        pages = page_range(plan, need, sample=sample)
+        pages = page_range(plan, need)
         expected = Checksums.zero(plan, pages)
         for writer, parts in start.sums.items():
             for part in (part for part in parts if part.component == name):
                 _add(expected.by_layer, part.by_layer, f"component {name!r}, {writer}")
                 _add(expected.by_page, part.by_page, f"component {name!r}, {writer}")
-        found = checksum_rows(
-            plan, rows, need=need, tokens=need, layers=None, sample=sample, num_threads=_num_threads(), digest=digest
-        )
+        found = checksum_rows(plan, rows, need=need, tokens=need, layers=None, num_threads=_num_threads(), digest=digest)
         differs = difference(plan, rows, pages, expected=expected, found=found)
         if differs:
             raise VerificationFailed(differs)
@@ -93,11 +89,6 @@ def _add(total: Words, column: bytes, what: str) -> None:
     if len(column) != total.nbytes:
         raise VerificationFailed(f"{what}: expected {len(total)} checksums, found {len(column)} bytes")
     total += np.frombuffer(column, dtype="<u8")
-
-
-def _sample(key: RequestKey, verify: Verify) -> bytes | None:
-    """The seed that chooses the pages of an attempt; `None` means all pages."""
-    return key.request_id + key.attempt.to_bytes(4, "little") if verify == "sample" else None
 
 
 def _encode(column: Words) -> bytes:

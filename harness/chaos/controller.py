@@ -98,7 +98,7 @@ class Chaos:
             listen=address or f"tcp://{host}:0",
             leader=leader,
             pack_below=self._rng.choice((None, 0)),
-            verify=self._rng.choice(("off", "off", "sample", "full")),
+            verify=self._rng.choice(("off", "full")),
             faults={**(FENCED if self._fenced else UNFENCED), "seed": self._rng.randrange(1 << 30)},
             silence_s=self.silence_s,
             slow=self._slow,

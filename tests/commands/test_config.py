@@ -125,7 +125,7 @@ def test_keywords_override_the_environment_which_overrides_the_file(tmp_path: Pa
         ({"environ": {"DISAGG_PEERS": "a"}}, ["'peers'", "NAME=VALUE", "'a'"]),
         ({"environ": {"DISAGG_PEERS": "a=x,a=y"}}, ["'peers'", "each name once"]),
         ({"colour": 1}, ["'colour'", "(keyword)"]),
-        ({"verify": "most"}, ["'verify'", "one of off, sample, full", "'most'", "(keyword)"]),
+        ({"verify": "most"}, ["'verify'", "one of off, full", "'most'", "(keyword)"]),
         ({"peers": {"a": 1}}, ["'peers'", "str as every value"]),
         ({"peer_keys": {"b": "x"}}, ["'peer_keys'", "names of peers", "'b'"]),
         (

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from disagg.core.errors import LayoutError
 from disagg.core.rows import Pages, Slot
 from disagg.layout.checksums import (
-    SAMPLED,
     ChecksumPlan,
     Checksums,
-    PageRange,
     check_listed,
     checksum_rows,
     difference,
@@ -50,8 +48,8 @@ def placements(component: Component) -> Mapping[str, Placement]:
 class Compared:
     """The checksums of all writers for one destination rank, and of that rank."""
 
-    def __init__(self, scene: Scene, destination: int, *, sample: bytes | None = None, cut: int | None = None) -> None:
-        self.scene, self.sample = scene, sample
+    def __init__(self, scene: Scene, destination: int, *, cut: int | None = None) -> None:
+        self.scene = scene
         self.need = (scene.case.need, scene.case.num_tokens)
         theirs, name = scene.destination, scene.case.model.component
         component = theirs.components[destination]
@@ -59,10 +57,8 @@ class Compared:
         assert layout is not None
         self.plan = reader_plan(layout, placements(component)[name])
         self.rows = rows(theirs, destination)
-        self.pages = page_range(self.plan, self.need, sample=sample)
-        self.found = checksum_rows(
-            self.plan, self.rows, need=self.need, tokens=self.need, layers=None, sample=sample, num_threads=2
-        )
+        self.pages = page_range(self.plan, self.need)
+        self.found = checksum_rows(self.plan, self.rows, need=self.need, tokens=self.need, layers=None, num_threads=2)
         self.expected = Checksums.zero(self.plan, self.pages)
         for writer in scene.election.writers(destination):
             plan = writer_plans(
@@ -72,9 +68,7 @@ class Compared:
             )[name]
             assert plan.layers == self.plan.layers
             for part, layers in itertools.product(self._cut(cut), self._halves(plan, cut)):
-                part_checksums = checksum_rows(
-                    plan, rows(scene.source, writer), need=self.need, tokens=part, layers=layers, sample=sample
-                )
+                part_checksums = checksum_rows(plan, rows(scene.source, writer), need=self.need, tokens=part, layers=layers)
                 np.add(self.expected.by_layer, part_checksums.by_layer, out=self.expected.by_layer)
                 np.add(self.expected.by_page, part_checksums.by_page, out=self.expected.by_page)
 
@@ -91,12 +85,12 @@ class Compared:
         return difference(self.plan, self.rows, self.pages, expected=self.expected, found=self.found)
 
 
-@given(cases(), st.one_of(st.none(), st.binary(min_size=1, max_size=4)), st.one_of(st.none(), st.integers(0, 9)))
-def test_checksums_agree_after_a_transfer_in_any_chunks(case: Case, sample: bytes | None, cut: int | None) -> None:
+@given(cases(), st.one_of(st.none(), st.integers(0, 9)))
+def test_checksums_agree_after_a_transfer_in_any_chunks(case: Case, cut: int | None) -> None:
     scene = Scene(case)
     scene.run()
     for destination in range(len(scene.destination.ranks)):
-        assert Compared(scene, destination, sample=sample, cut=cut).difference == ""
+        assert Compared(scene, destination, cut=cut).difference == ""
 
 
 def moved(**changes: Any) -> Scene:
@@ -148,32 +142,6 @@ def test_right_bytes_in_wrong_places_are_detected(swap: str) -> None:
             values = tensor(scene, 0, 1)
             keys[first], values[first] = values[first].copy(), keys[first].copy()
     assert "what arrived is not what was sent" in Compared(scene, 0).difference
-
-
-def test_a_sample_has_at_least_one_page_and_differs_between_attempts() -> None:
-    scene = moved(num_tokens=8 * 600, need=8)
-    whole = Compared(scene, 0)
-    chosen = [page_range(whole.plan, whole.need, sample=bytes([attempt])) for attempt in range(20)]
-    counts = [int(pages.chosen.sum()) for pages in chosen]
-    assert all(pages.first == 1 and pages.stop == 600 for pages in chosen)
-    assert 599 / SAMPLED / 2 < np.mean(counts) < 599 / SAMPLED * 2
-    assert len({pages.chosen.tobytes() for pages in chosen}) == 20
-    seen = np.any([pages.chosen for pages in chosen], axis=0).mean()
-    assert seen > 1 - (1 - 1 / SAMPLED) ** 20 - 0.1
-    few = page_range(whole.plan, (8, 12), sample=b"any")
-    assert few.numbers.tolist() == [1]
-    assert page_range(whole.plan, (8, 8), sample=b"any").numbers.tolist() == []
-
-
-def test_a_sample_detects_changes_in_its_pages_only() -> None:
-    scene = moved(num_tokens=8 * 60, need=0)
-    pages: PageRange = Compared(scene, 0, sample=b"x").pages
-    ids = scene.destination.pages[0].ids
-    for page in range(60):
-        memory = tensor(scene, 5, 1)[ids[page]].reshape(-1)
-        memory[0] ^= 1
-        assert bool(Compared(scene, 0, sample=b"x").difference) == bool(pages.chosen[page])
-        memory[0] ^= 1
 
 
 def _without_layers(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

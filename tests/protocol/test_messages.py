@@ -236,6 +236,12 @@ def test_optional_fields_have_defaults(name: str) -> None:
             assert decode(msgpack.packb(earlier)) == msgspec.structs.replace(sample, **{field.name: field.default})
 
 
+def test_another_word_for_verify_is_refused_by_name() -> None:
+    (reserve,) = (plain(sample) for sample in SAMPLES.values() if isinstance(sample, Reserve))
+    with pytest.raises(RemoteProtocolError, match=r"Invalid enum value 'sample' - at `\$\.verify`"):
+        decode(msgpack.packb({**reserve, "verify": "sample"}))
+
+
 # -------------------------------------------------------------------------------------------------------- decode is total
 
 

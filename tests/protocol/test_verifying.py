@@ -59,7 +59,7 @@ def take_effects(sessions: Sessions) -> list[Any]:
 
 
 def test_a_receive_succeeds_after_its_verification(sessions: Sessions, landed: ReceiveSession) -> None:
-    assert take_effects(sessions) == [StartVerify(KEY, "P", "full", ROWS, NEED, {WRITER: SUMS})]
+    assert take_effects(sessions) == [StartVerify(KEY, "P", ROWS, NEED, {WRITER: SUMS})]
     assert landed.state is ReceiveState.VERIFYING
     sessions.on_message(WRITER, COMPLETE, 1.5)
     assert take_effects(sessions) == []
@@ -111,7 +111,7 @@ def test_a_writers_abort_ends_a_receive_during_verification(sessions: Sessions, 
 
 def test_a_writer_sends_the_checksums_of_all_chunks(sessions: Sessions) -> None:
     session = sessions.sends.open(KEY, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
-    common: dict[str, Any] = {"source_group": 0, "destination_group": 0, "need": NEED, "verify": "sample"}
+    common: dict[str, Any] = {"source_group": 0, "destination_group": 0, "need": NEED, "verify": "full"}
     sessions.on_message(READER, Reserve(**IDS, **common, rows={"kv": pack_rows(ROWS["kv"])}), 0.0)
     for number, tokens in enumerate(((0, 4), (4, 8))):
         sessions.sends.send(session, Chunk(number, ROWS, tokens, None), 1.0)

@@ -221,7 +221,7 @@ def exit_status(rows: Sequence[Row]) -> int:
 )
 @click.option(
     "--verify",
-    type=click.Choice(["off", "sample", "full"]),
+    type=click.Choice(["off", "full"]),
     default="off",
     help="The library's checksums. The benchmark always compares every byte itself.",
 )
