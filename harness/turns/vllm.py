@@ -148,10 +148,12 @@ class VllmServers:
 
     def __init__(self, case: VllmCase, folder: Path, stack: ExitStack) -> None:
         os.environ.update(ENVIRONMENT)  # before vLLM is imported
+        import torch
         import vllm  # noqa: F401  (engines are forked from this process)
 
         from harness.vllm.models import write_adapter, write_model
 
+        torch.set_num_threads(1)  # a process that is forked while torch has threads waits for them
         self.case = case
         model = write_model(case.model, folder / case.model)
         self._embeddings: Any = None
