@@ -25,13 +25,21 @@ from disagg.core.errors import (
     TransferUnsettled,
     VerificationFailed,
 )
-from disagg.core.leases import Lease
+from disagg.core.events import ReadyEvent
+from disagg.core.leases import Lease, LeaseState
 from disagg.core.memory import Device, MemoryRegion, RawTensor
 from disagg.core.rows import Pages, Slot
+from disagg.core.timeline import Timeline
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager, new_request_id
+from disagg.protocol.peer_state import ConnectionLimits
+from disagg.protocol.types import Event, Limits, RequestKey
 from disagg.requests import Receiver, Sender, combine
+from disagg.runtime.accounting import Stats
+from disagg.runtime.directory import PeerStatus
+from disagg.runtime.health import Health
+from disagg.runtime.keys import KeyPair
 from disagg.state.align import align_state_indices, group_concurrent_contiguous
 
 __all__ = [
@@ -39,25 +47,36 @@ __all__ = [
     "BackendUnavailable",
     "Config",
     "ConfigError",
+    "ConnectionLimits",
     "Device",
     "DisaggError",
+    "Event",
+    "Health",
     "KVManager",
+    "KeyPair",
     "LayoutError",
     "Lease",
+    "LeaseState",
+    "Limits",
     "LocalProtocolError",
     "MemoryRegion",
     "ModelId",
     "NotRegistered",
     "Pages",
+    "PeerStatus",
     "PeerUnreachable",
     "ProtocolError",
     "RawTensor",
+    "ReadyEvent",
     "Receiver",
     "RemoteProtocolError",
     "RequestAborted",
+    "RequestKey",
     "RequestTimeout",
     "Sender",
     "Slot",
+    "Stats",
+    "Timeline",
     "Topology",
     "TransferFailed",
     "TransferUnsettled",

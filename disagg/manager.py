@@ -67,12 +67,19 @@ class KVManager:
     """One rank's transfers. Only `wait_ready`, `drain` and `close` block, and `wait` of a request; every other call returns at
     once. Work happens in two supervised threads, and a third with `verify`.
 
-    `name` names the instance, and is the same on all its ranks. `topology` is that of the components. `leader` is the control
-    address of rank 0, which answers for the instance (`None` on rank 0 itself). `listen` is this rank's control address,
-    `tcp://host:port`. If that is every interface, `advertise` is the address for peers, and its host is also where they reach
-    the engine. Off loopback the control channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP
-    takes `trusted_network=True` as well. `peers` are configured before anything is answered: the addresses of their leaders
-    by name, and with keys their public keys in `peer_keys`. `add_peer` adds others later.
+    `name` names the instance, and is the same on all its ranks: 1 to 256 characters. `components` is the state of this rank, as
+    `disagg.state` or `disagg.models` declares it over the server's memory; `topology` is that of the components (`None`: take
+    theirs). `model` must be the same on both sides. `leader` is the control address of rank 0, which answers for the instance
+    (`None` on rank 0 itself). `listen` is this rank's control address, `tcp://host:port`, where port 0 is any. If that is every
+    interface, `advertise` is the address for peers, and its host is also where they reach the engine. Off loopback the control
+    channel takes `keys`, or `insecure=True`; an engine whose data travels over open TCP takes `trusted_network=True` as well.
+    `peers` are configured before anything is answered: the addresses of their leaders by name, and with keys their public keys
+    (40 characters of Z85) in `peer_keys`. `add_peer` adds others later.
+
+    `backend` is the engine: `"auto"`, `"cma"`, `"nixl"`, `"mooncake"`, `"nvlink"`, `"local"`, one of an installed package, or
+    a function that makes one. It may use `transport` (`"auto"`, `"rdma"`, `"tcp"`, `"shm"`) and the NICs `devices` (none named:
+    any). With `require` it fails to start unless that transport is in use. `limits` bounds the protocol's queues and times, and
+    `connection_limits` the times of the handshake and of liveness.
 
     `admit` says which other instances may connect: none (`"known"`), those with a key of `peer_keys` (`"keys"`), all (`"any"`),
     or those for which a function returns true. It gets an instance's name, its leader's address and its public key (empty
@@ -84,8 +91,9 @@ class KVManager:
     A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
     Build managers after forking.
 
-    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, and the health at `/healthz` there,
-    without authentication. With `tracing` each request has OpenTelemetry spans, by the process's tracer provider.
+    With `metrics_port` (0: any free port) Prometheus metrics are served at `metrics_url`, on the address `metrics_host`, and
+    the health at `/healthz` there, without authentication. With `tracing` each request has OpenTelemetry spans, by the
+    process's tracer provider.
 
     Raises `ConfigError` for settings that cannot be, `BackendUnavailable` if the engine cannot be used.
     """
