@@ -137,10 +137,10 @@ class Client:
         if url not in self._known:
             async with self.open("GET", f"{url}/server_info", headers=headers) as answer:
                 found = {} if answer.status == web.HTTPNotFound.status_code else await read_json(answer)
-            self._known[url] = Server(url, found.get("disaggregation_bootstrap_port"))
+            self._known[url] = Server(url, found.get("disaggregation_bootstrap_port") if isinstance(found, dict) else None)
         return self._known[url]
 
-    async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
+    async def ask(self, server: Server, path: str, body: Body, headers: Mapping[str, str]) -> Any:
         """The answer of a server. Raises `Failed` or `Refused` for one that is an error."""
         async with self.open("POST", server.url + path, headers=headers, json=body) as answer:
             return await read_json(answer)
@@ -188,13 +188,13 @@ async def check(answer: ClientResponse) -> None:
         raise Refused(answer.status, await answer.read(), passed_back(answer))
 
 
-async def read_json(answer: ClientResponse) -> dict[str, Any]:
-    """Raises as `check` does, and `Failed` for an answer that is no JSON object."""
+async def read_json(answer: ClientResponse) -> Any:
+    """Raises as `check` does, and `Failed` for an answer that is no JSON."""
     await check(answer)
     try:
-        return dict(json.loads(await answer.read()))
-    except (ValueError, TypeError) as error:
-        raise Failed(f"{answer.url}: expected a JSON object: {error}") from error
+        return json.loads(await answer.read())
+    except ValueError as error:
+        raise Failed(f"{answer.url}: expected JSON: {error}") from error
 
 
 async def read_lines(content: StreamReader) -> AsyncIterator[bytes]:
@@ -223,11 +223,14 @@ def of_client(body: Body) -> dict[str, Any]:
 
 @dataclass
 class HandOver:
-    """One attempt: what decode is asked, what prefill is asked meanwhile (SGLang), and what it has answered (vLLM)."""
+    """One attempt: what decode is asked, what prefill is asked meanwhile (SGLang), and what it has answered (vLLM). It has
+    `begun` once the client gets decode's answer.
+    """
 
     decode: dict[str, Any]
     prefill: dict[str, Any] | None = None
     answer: dict[str, Any] | None = None
+    begun: bool = False
 
 
 async def hand_over(client: Client, attempt: Attempt) -> HandOver:
@@ -440,21 +443,24 @@ class Proxy:
         answering = asyncio.create_task(self._answer(request, attempt.decode, attempt.headers, asked))
         try:
             if asked.prefill is not None:
-                await self._prefill_meanwhile(answering, attempt, asked.prefill)
+                await self._prefill_meanwhile(answering, attempt, asked, asked.prefill)
             return await answering
         finally:
             answering.cancel()
             with suppress(asyncio.CancelledError, ClientError, Failed, Refused):
                 await answering
 
-    async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, body: Body) -> None:
-        """Let SGLang prefill while decode waits for it. vLLM's decode needs no telling that prefill has failed."""
+    async def _prefill_meanwhile(self, answering: asyncio.Task[Any], attempt: Attempt, asked: HandOver, body: Body) -> None:
+        """Let SGLang prefill while decode waits for it. VLLM's decode needs no telling that prefill has failed."""
         prefilling = asyncio.create_task(self._client.ask(attempt.prefill, attempt.path, body, attempt.headers))
         try:
             await asyncio.wait({answering, prefilling}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                with suppress(*(() if attempt.decode.is_sglang else (ClientError, Failed))):
+                try:
                     await prefilling
+                except (ClientError, Failed, Refused) as error:
+                    if not asked.begun and (attempt.decode.is_sglang or isinstance(error, Refused)):
+                        raise
                 await asyncio.wait({answering})
         finally:
             prefilling.cancel()
@@ -469,7 +475,9 @@ class Proxy:
             await check(answer)
             if answer.content_type == "text/event-stream":
                 events = read_events(answer, asked.answer)
-                return await send(request, answer, await anext(events), events)
+                first = await anext(events)
+                asked.begun = True
+                return await send(request, answer, first, events)
             data = await answer.read()
             if asked.answer is not None:
                 whole = json.loads(data)

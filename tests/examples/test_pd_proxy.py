@@ -397,6 +397,49 @@ def test_sglang_generates_on_both_servers_at_once() -> None:
     run(scenario, sglang(decodes), sglang(decodes))
 
 
+def test_sglang_prefill_answers_a_list() -> None:
+    """As it does for a list of texts. Its answer may come before that of decode."""
+
+    async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await until(lambda: bool(prefill.asked))
+        await asyncio.sleep(0.05)
+        return await says(200, [{"text": "a"}, {"text": "b"}])(request, asked)
+
+    async def scenario(pair: Pair) -> None:
+        assert (await pair.post({"text": ["a", "b"]}, path="/generate"))[0] == 200
+        assert len(pair.decode.asked) == 1
+
+    prefill = sglang(says(200, [{"text": "a"}, {"text": "b"}]))
+    run(scenario, prefill, sglang(later))
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_sglang_prefill_fails_after_decode_has_begun(status: int) -> None:
+    """Decode has what it needs: its answer goes on."""
+    goes_on = asyncio.Event()
+
+    async def fails(_: web.Request, __: Asked) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.json_response({"error": "late"}, status=status)
+
+    async def slowly(request: web.Request, _: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(b'data: {"text": "a"}\n\n')
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        await asyncio.sleep(0.05)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def scenario(pair: Pair) -> None:
+        status, text, _ = await pair.post({"text": "a", "stream": True}, path="/generate")
+        assert (status, text) == (200, 'data: {"text": "a"}\n\ndata: [DONE]\n\n')
+        assert len(pair.decode.asked) == 1
+
+    run(scenario, sglang(fails), sglang(slowly))
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/generate"])
 def test_a_path_that_two_servers_do_not_share(path: str) -> None:
     """VLLM's decode answers alone. SGLang's cannot, and the client learns why."""
