@@ -110,6 +110,7 @@ class Loop:
         self.over = False
         self._stopping = False
         self._cause: BaseException | None = None
+        self._skipped_channel = False
         self._due = self._next_timer_check = self._awake_until = 0.0
         self._due_known = False
         self.thread = threading.Thread(target=self._run, name=f"disagg-control-{name}", daemon=True)
@@ -171,6 +172,10 @@ class Loop:
     def _take_arrived(self) -> tuple[bool, bool]:
         """Take messages. Returns whether any was about a request, and whether there was any."""
         work = arrived = False
+        # Commands and reports are carried out first: polling takes a while. It happens in every second iteration at least.
+        self._skipped_channel = not self._skipped_channel and bool(self._commands.pending or self._worker.has_reports)
+        if self._skipped_channel:
+            return work, arrived
         idle_s = self._idle_s()
         if self._spin_s and idle_s > 0:
             self._worker.wake()
