@@ -319,8 +319,9 @@ def _answer(found: EngineAnswer) -> Answer:
 
 def missing(case: VllmCase) -> str:
     """What this machine lacks for a case, empty if nothing."""
-    is_refused = case.common.get("dtype") == "bfloat16" and "amx_tile" in Path("/proc/cpuinfo").read_text()
-    return "vLLM keeps bfloat16 in tiles on CPUs with AMX, which the connector refuses" if is_refused else ""
+    from harness.vllm import models
+
+    return models.missing(case.common.get("dtype", "float32"))
 
 
 def start(case: VllmCase, folder: Path, stack: ExitStack) -> VllmServers:

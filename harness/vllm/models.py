@@ -145,6 +145,19 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 """Makers of models by name."""
 
 
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-next": {"dtype": "bfloat16"},  # vLLM's CPU kernels of GDN need it
+    "deepseek-v2": {"attention_backend": "CPU_MLA"},  # that of CPUs with AMX takes bfloat16 only
+}
+"""The options of vLLM that a model needs on the CPU."""
+
+
+def missing(dtype: str) -> str:
+    """Why a model of this dtype cannot be handed over on this machine; empty if it can."""
+    is_refused = dtype == "bfloat16" and "amx_tile" in Path("/proc/cpuinfo").read_text()
+    return "vLLM keeps bfloat16 in tiles on CPUs with AMX, which the connector refuses" if is_refused else ""
+
+
 def write_model(name: str, folder: Path) -> Path:
     """Write the model `name` and its tokenizer to `folder`, the same weights each time."""
     torch.manual_seed(7)

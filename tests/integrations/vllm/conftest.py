@@ -16,7 +16,7 @@ os.environ.update(ENVIRONMENT)  # before vLLM is imported
 
 import vllm  # noqa: F401  (engines are forked from this process)
 
-from harness.vllm.models import write_model
+from harness.vllm.models import OPTIONS, missing, write_model
 
 Start = Callable[..., Engine]
 
@@ -34,7 +34,10 @@ def start(model: Callable[[str], Path]) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def begin(name: str = "llama", **options: Any) -> Engine:
-            engine = Engine(str(model(name)), **{"dtype": "bfloat16" if name == "qwen3-next" else "float32", **options})
+            chosen = {"dtype": "float32", **OPTIONS.get(name, {}), **options}
+            if reason := missing(chosen["dtype"]):
+                pytest.skip(reason)
+            engine = Engine(str(model(name)), **chosen)
             stack.callback(engine.stop)
             return engine
 
