@@ -186,7 +186,8 @@ SGLANG: tuple[Row, ...] = (
     _row(_COMPARED, "its value, if it is set", "forward_hooks"),
     _row(_REFUSED, "the plug-in, by name", "dllm_algorithm enable_mis debug_tensor_dump_input_file"),
     _row(_REFUSED, "the plug-in, by name", """
-        enable_kv_cache_sharding enable_dsa_cache_layer_split enable_cp_tp_group_sharing dcp_size enable_hisparse"""),
+        enable_kv_cache_sharding enable_dsa_cache_layer_split enable_cp_tp_group_sharing dcp_size enable_hisparse
+        enable_memory_saver"""),
     _row(_REFUSED, "the models that have it, by the class of their pool", """
         enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay swa_prefix_tails c128_page_size qsa_indexer_dtype
         enable_deepseek_v4_fp4_indexer"""),
@@ -206,7 +207,7 @@ SGLANG: tuple[Row, ...] = (
         hicache_storage_prefetch_retry_max_attempts enable_unified_cache_external_linker unified_cache_external_linker_backend
         unified_cache_external_linker_config enable_linker_mla_dedup hisparse_config enable_lmcache lmcache_config_file
         enable_flexkv flexkv_config_file radix_cache_backend cpu_offload_gb offload_group_size offload_num_in_group
-        offload_prefetch_step offload_mode enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
+        offload_prefetch_step offload_mode enable_weights_cpu_backup enable_draft_weights_cpu_backup
         enable_session_radix_cache enable_streaming_session kv_canary kv_canary_real_data kv_canary_sweep_interval"""),
     _row(_NONE, _PARALLEL, """
         nccl_port dist_timeout dist_init_addr gated_launch_port nnodes node_rank tp_size pp_size pp_max_micro_batch_size

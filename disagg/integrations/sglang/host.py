@@ -43,9 +43,9 @@ def host_of(queue: Any) -> Host:
     Decode keeps the pages of a failed request until disagg says that nothing can write there: SGLang's own 30 seconds would
     prove nothing. Raises `ConfigError` for an option of SGLang that is not supported.
     """
-    from sglang.srt.runtime_context import get_disagg, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
-    check_options(queue.scheduler, get_parallel())
+    check_options(queue.scheduler, get_parallel(), get_exec().features)
     transfers = getattr(queue, "transfer_queue", None)
     if transfers is not None:
         transfers.enable_deferred_kv_release, transfers.deferred_kv_release_timeout = True, math.inf
@@ -107,10 +107,10 @@ def describe(queue: Any, *, reuses_pages: bool) -> Host:
     )
 
 
-def check_options(scheduler: Any, parallel: Any) -> None:
-    """Raise `ConfigError` for an option that is not supported, with its name. `parallel` is that of SGLang's context."""
-    from sglang.srt.runtime_context import get_exec
-
+def check_options(scheduler: Any, parallel: Any, features: Any) -> None:
+    """Raise `ConfigError` for an option that is not supported, with its name. `parallel` and `features` are those of SGLang's
+    context.
+    """
     options = scheduler.server_args
     refused = {
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
@@ -121,7 +121,7 @@ def check_options(scheduler: Any, parallel: Any) -> None:
         "--dllm-algorithm": options.dllm_algorithm,
         "--enable-mis": options.enable_mis,
         "--debug-tensor-dump-input-file": options.debug_tensor_dump_input_file,
-        "--enable-memory-saver": get_exec().features.enable_memory_saver,
+        "--enable-memory-saver": features.enable_memory_saver,
     }
     found = [option for option, given in refused.items() if given]
     if found:
