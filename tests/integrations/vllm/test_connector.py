@@ -54,7 +54,7 @@ def test_full_attention_that_is_none(given: dict[str, int], found: str) -> None:
 def test_sleep_mode_is_refused() -> None:
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     model = SimpleNamespace(enable_sleep_mode=True)
-    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None, model_config=model)
+    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None, diffusion_config=None, model_config=model)
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
         check_engine(config)
     model.enable_sleep_mode = False
