@@ -75,3 +75,16 @@ def test_the_cost_of_a_call_grows_with_the_logarithm(order: str) -> None:
         ranges.add(*chunk)
     assert Counted.num_comparisons <= count * 4 * math.ceil(math.log2(count) + 1)
     assert len(ranges) == (count if order == "every other one" else 1)
+
+
+def test_the_first_number_of_a_range() -> None:
+    found = Ranges(2, 5)
+    found.add(8, 9)
+    assert [found.first_in(start, stop) for start, stop in ((0, 3), (4, 9), (5, 9), (5, 8), (9, 12), (3, 3))] == [
+        2,
+        4,
+        8,
+        None,
+        None,
+        None,
+    ]

@@ -13,6 +13,7 @@ from disagg.layout.agreement import (
     LocalRank,
     ModelId,
     decode_placements,
+    differing_words,
     encode_placements,
     expected_tokens,
 )
@@ -133,3 +134,14 @@ def test_unreadable_placements_are_a_protocol_error(data: bytes) -> None:
 )
 def test_a_writer_must_send_the_hull_of_its_tokens(owned: Owned | None, need: tuple[int, int], wanted: tuple[int, int]) -> None:
     assert expected_tokens(owned, need) == wanted
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "words"),
+    [
+        ("window=64 rope=yarn", "rope=yarn window=none more", ("window=64", "window=none more")),
+        ("a b", "b a", ("a b", "b a")),
+    ],
+)
+def test_revisions_that_differ_name_their_own_words(found: str, expected: str, words: tuple[str, str]) -> None:
+    assert differing_words(found, expected) == words

@@ -307,3 +307,10 @@ def test_a_receiver_tells_the_ranks_that_write_to_nobody() -> None:
     sessions.decline(RequestKey(ID, 0), peer="P", nonce=7, source_group=0, ranks=(1, 2))
     sent = [(effect.peer.rank, type(effect.message)) for effect in sessions.effects if isinstance(effect, SendMessage)]
     assert sent == [(0, Reserve), (1, Decline), (2, Decline)]
+
+
+def test_a_request_that_is_still_wanted_is_named_to_each_writer() -> None:
+    sessions = Sessions()
+    sessions.want(RequestKey(ID, 2), peer="P", nonce=7, source_group=1, ranks=(1, 2))
+    message = Wanted(request_id=ID, attempt=2, nonce=7, source_group=1)
+    assert take_effects(sessions) == [SendMessage(PeerRank("P", rank), message) for rank in (1, 2)]
