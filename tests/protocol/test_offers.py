@@ -313,4 +313,4 @@ def test_a_request_that_is_still_wanted_is_named_to_each_writer() -> None:
     sessions = Sessions()
     sessions.want(RequestKey(ID, 2), peer="P", nonce=7, source_group=1, ranks=(1, 2))
     message = Wanted(request_id=ID, attempt=2, nonce=7, source_group=1)
-    assert take_effects(sessions) == [SendMessage(PeerRank("P", rank), message) for rank in (1, 2)]
+    assert list(sessions.effects) == [SendMessage(PeerRank("P", rank), message) for rank in (1, 2)]
