@@ -46,7 +46,7 @@ demo-vllm: ## Run vLLM servers that prefill and decode with different layouts, a
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.vllm.demo
 
 test-sglang: setup ## Test the integration with SGLang, real servers included, in an environment of its own (PYTEST_ARGS=...)
-	@python=$$(scripts/sglang_env.sh) && TEST_REQUIRE_SGLANG=1 $$python -m pytest -W ignore --durations 5 \
+	@python=$$(scripts/sglang_env.sh) && TEST_REQUIRE_SGLANG=1 $$python -m pytest -W ignore -o faulthandler_timeout=600 --durations 5 \
 	  tests/integrations/sglang $(PYTEST_ARGS)
 
 test-cross: setup ## Test vLLM and SGLang servers that hand requests over to each other, in the environments of both (PYTEST_ARGS=...)
