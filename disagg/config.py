@@ -71,6 +71,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, msgspec.Meta(ge=0)] | None,
         meaning("Pack pieces below this size; 0: none; default: the threshold of the engine.", metavar="BYTES"),
     ] = None
+    direct_between_hosts: Annotated[
+        bool,
+        meaning("Let peers of other hosts write rows; those of a peer that ends meanwhile stay out of use until a restart."),
+    ] = False
     verify: Annotated[
         Verify,
         meaning("Whether to verify received data by checksums: no, or all of it."),

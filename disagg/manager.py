@@ -86,7 +86,10 @@ class KVManager:
     without keys), and is called in a thread of the manager. An admitted instance is a peer until it has been away for
     `ConnectionLimits.forget_s`. A rank other than 0 without a `leader` is told it later, by `set_leader`.
 
-    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). `verify` says how much of what
+    Pieces below `pack_below` bytes travel packed (0: never; `None`: the engine's own threshold). Peers of other hosts write
+    slots that they are lent, and this rank copies them into its rows, so that no row waits for a proof that cannot come from
+    there. With `direct_between_hosts` they write long pieces into rows: faster where a copy costs more than the link, but rows
+    of a peer that ends in the middle of a request stay out of use until this manager is closed. `verify` says how much of what
     this rank receives is compared with what its writers sent: `"off"` or `"full"`.
     A forked child cannot use a manager of its parent: every call raises `LocalProtocolError`, and `close` does nothing.
     Build managers after forking.
@@ -119,6 +122,7 @@ class KVManager:
         devices: Sequence[str] = (),
         require: str | None = None,
         pack_below: int | None = None,
+        direct_between_hosts: bool = False,
         verify: Verify = "off",
         limits: Limits | None = None,
         connection_limits: ConnectionLimits | None = None,
@@ -128,7 +132,15 @@ class KVManager:
     ) -> None:
         self.name, self.topology = check_name(name, "name"), check_topology(topology, components, leader=leader)
         self._keys, self._verify = keys, check_verify(verify)
-        check_kinds(keys, limits, connection_limits, insecure=insecure, trusted_network=trusted_network, tracing=tracing)
+        check_kinds(
+            keys,
+            limits,
+            connection_limits,
+            insecure=insecure,
+            trusted_network=trusted_network,
+            tracing=tracing,
+            direct_between_hosts=direct_between_hosts,
+        )
         settings = RuntimeSettings(
             name=name,
             topology=self.topology,
@@ -147,6 +159,7 @@ class KVManager:
             peer_keys=frozenset((peer_keys or {}).values()),
             insecure=insecure,
             pack_below=check_pack_below(pack_below),
+            direct_between_hosts=direct_between_hosts,
             limits=limits or Limits(),
             connection_limits=connection_limits,
         )

@@ -17,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,8 +37,8 @@ from disagg.transfer.packed_write import PackedWrite
 from disagg.transfer.unpacking import Unpacker
 from harness.conditions import conditions
 
-SHAPES = ((64, 4), (64, 5), (64, 6), (64, 8), (32, 8), (32, 12), (96, 4))
-"""MiB per slot, and slots per ring."""
+SHAPES = ((64, 8), (32, 8), (16, 8), (8, 8), (8, 16), (4, 16), (4, 32))
+"""MiB per slot, and slots that one writer may hold."""
 DIM, POOL, REQUEST = 2048, 128 << 20, 32 << 20
 SLOT, RUNS = 32 << 20, 11
 PIECES_KIB = (256, 1024, 2048, 4096, 8192, 16384)
@@ -60,14 +60,14 @@ def patch() -> None:
     begin, send = Rank.__init__, Rank.send
     post, settle = PackedWrite._post, PackedWrite._settle
     add, report, scatter = Unpacker.add, Unpacker._report, unpacking.scatter
-    credit, usual = staging.RemoteRing.credit, pool_memory.GPU_STAGING
+    listed, usual = staging.Loans.listed, pool_memory.GPU_STAGING
 
     def note(what: str, offset: int) -> None:
         marks.append((time.monotonic(), what, offset >> 20))
 
     def staged(self: Rank, case: Case, role: int) -> None:
         nbytes, slots = SHAPES[case.repeat - RUNS]
-        pool_memory.GPU_STAGING = dataclasses.replace(usual, slot_nbytes=nbytes << 20, num_slots=slots, num_rings=2)
+        pool_memory.GPU_STAGING = dataclasses.replace(usual, slot_nbytes=nbytes << 20, window=slots, num_lent=2 * slots)
         begin(self, case, role)
 
     def sent(self: Rank, one: One) -> Any:
@@ -96,9 +96,9 @@ def patch() -> None:
         note("unpacked", each.offset)
         report(self, each, *rest)
 
-    def credited(self: staging.RemoteRing, slot: int, sequence: int) -> bool:
-        note("credit", slot << 20)
-        return credit(self, slot, sequence)
+    def lent(self: staging.Loans, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
+        note("lent", len(loans) << 20)
+        return listed(self, loans, newest)
 
     for owner, name, function in (
         (Rank, "__init__", staged),
@@ -108,7 +108,7 @@ def patch() -> None:
         (Unpacker, "add", added),
         (Unpacker, "_report", reported),
         (unpacking, "scatter", scattered),
-        (staging.RemoteRing, "credit", credited),
+        (staging.Loans, "listed", lent),
     ):
         setattr(owner, name, function)
 

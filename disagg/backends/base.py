@@ -88,35 +88,33 @@ class BackendOptions:
         return self.wanted is Transport.SHM or (self.wanted is Transport.AUTO and is_loopback(self.host))
 
 
+ADDRESS_SPACE = 256
+"""How many times an engine that only sockets serve has its lent slots reserved as addresses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagingShape:
     """When and how pieces travel packed over an engine.
 
-    Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A ring has `num_slots` slots, and each of
-    up to `num_rings` peer ranks has a ring. If `whole_rings` is given, only the first `whole_rings` rings have `num_slots`, the
-    next two have half as many, and so on: memory is dear, and most ranks have few peers. The writer packs into as many slots as
-    a ring has, and `spares` more. It reports up to `at_once` slots together, and never more than half a ring. `gathers_from` is
-    as in `Gathering`, as far as it is known without a peer.
+    Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent` slots, up to
+    `window` of them to one writer. The writer packs into `window` buffers of that size, and `spares` more. It reports up to
+    `at_once` slots together. `address_space`: how many times the lent slots are reserved as addresses, where that costs no
+    memory; see `LentSlots`. `gathers_from` is as in `Gathering`, as far as it is known without a peer.
     """
 
     pack_below: int = 0
-    slot_nbytes: int = 256 << 10
-    num_slots: int = 16
-    num_rings: int = 16
+    slot_nbytes: int = 1 << 20
+    window: int = 16
+    num_lent: int = 40
     gathers_from: int | None = None
-    whole_rings: int | None = None
-    spares: int = 24
+    address_space: int = 1
+    spares: int = 8
     at_once: int = 8
 
     def __post_init__(self) -> None:
-        sizes = self.slot_nbytes, self.num_slots, self.num_rings, self.at_once
+        sizes = self.slot_nbytes, self.window, self.num_lent, self.address_space, self.at_once
         if min(self.pack_below, self.spares) < 0 or min(sizes) < 1:
             raise ConfigError(f"staging: expected pack_below and spares of at least 0, and positive sizes, found {self}")
-
-    def ring_slots(self) -> tuple[int, ...]:
-        """The number of slots of each ring."""
-        whole = self.num_rings if self.whole_rings is None else self.whole_rings
-        return tuple(max(1, self.num_slots >> max(0, (i - whole) // 2 + 1)) for i in range(self.num_rings))
 
 
 def check_rdma(backend: str, options: BackendOptions) -> None:

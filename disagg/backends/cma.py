@@ -101,7 +101,7 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
         """Break-even with single pieces is about 4 KiB. The engine gathers pieces into the peer's slots, so slots are large."""
-        return StagingShape(pack_below=8 << 10, slot_nbytes=8 << 20, num_slots=4, gathers_from=GATHER_FROM)
+        return StagingShape(pack_below=8 << 10, slot_nbytes=8 << 20, window=4, num_lent=8, gathers_from=GATHER_FROM)
 
     @property
     def staging(self) -> StagingShape:

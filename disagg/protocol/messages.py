@@ -15,7 +15,7 @@ import numpy as np
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.rows import MAX_NAME, MAX_TOKEN, Pages, Rows, Slot
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_NBYTES = 64 << 20
 """A hello's table of thousands of ranks, or a reserve of a few million pages, fits."""
@@ -54,18 +54,16 @@ class Member(msgspec.Struct, frozen=True):
     epoch: Epoch
 
 
-RingAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+SlotAddress = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
-class RingGrant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A ring in the memory of the rank that grants it: `num_slots` slots of `slot_nbytes` from `address`. The writer numbers
-    its uses of slots from `first` on, so that both sides recognise a late message about an earlier grant.
+class Lending(msgspec.Struct, frozen=True):
+    """What a rank lends to its writers: staging slots of `slot_nbytes`. Loans up to number `first` are of earlier
+    connections.
     """
 
-    address: RingAddress
     slot_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-    num_slots: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-    first: Nonce = 0
+    first: Nonce
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
@@ -94,8 +92,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
-    """The answer to an accepted hello of that `generation`: this rank, what it owns, where its memory is, and its engine's
-    endpoint.
+    """The answer to an accepted hello of that `generation`: this rank, what it owns, where its memory is, its engine's
+    endpoint, and what it lends. If not `direct`, only slots that were lent may be written, and no rows.
     """
 
     version: int
@@ -110,7 +108,8 @@ class Welcome(Message, frozen=True, tag="welcome", kw_only=True):
     placements: bytes
     backend: Name
     endpoint: bytes
-    ring: RingGrant | None = None
+    lending: Lending | None = None
+    direct: bool = True
     generation: Small = 0
 
 
@@ -214,17 +213,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Filled(msgspec.Struct, frozen=True, array_like=True):
-    """A slot of the receiver's ring at `ring` holds `nbytes` of a chunk's packed stream, from `offset` on. The ring is named
-    because each connection has its own, and one side may know of a newer connection before the other does.
-    """
+    """The slot of a loan holds `nbytes` of a chunk's packed stream, from `offset` on."""
 
-    slot: Small
-    sequence: Nonce
+    loan: Nonce
     chunk: Small
     parts: Many[Part]
     offset: Tokens
     nbytes: Small
-    ring: RingAddress
 
 
 class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
@@ -238,14 +233,14 @@ class PartialChecksums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotsFilled(RequestMessage, frozen=True, tag="slots_filled", kw_only=True):
-    """Slots of the receiver's ring that hold bytes of this attempt. Each is sent again until its credit comes."""
+    """Slots that hold bytes of this attempt. Each is sent again until a `Lend` lists its loan no more."""
 
     slots: Many[Filled]
 
 
 class Complete(RequestMessage, frozen=True, tag="complete", kw_only=True):
     """All that the writer sends for this attempt has landed; nothing is in flight. `packed`: of each chunk, the bytes that went
-    through the receiver's ring; `sums`: the checksums that were asked for; `took`: seconds of the last transfer, by phase.
+    through slots; `sums`: the checksums that were asked for; `took`: seconds of the last transfer, by phase.
     """
 
     written: Many[Written] = ()
@@ -275,11 +270,23 @@ class Outcome(RequestMessage, frozen=True, tag="outcome", kw_only=True):
     reason: Reason = ""
 
 
-class Credit(Message, frozen=True, tag="credit", kw_only=True):
-    """Slots of the receiver's ring at `ring` that have been unpacked, each with the sequence number of that use."""
+class Lend(Message, frozen=True, tag="lend", kw_only=True):
+    """All loans of slots to the writer that the receiver takes for unfilled, each with its number and the slot's address, and
+    the number of the newest loan. What was lent before and is not listed has been filled or returned.
+    """
 
-    ring: RingAddress
-    slots: Many[tuple[Small, Nonce]]
+    loans: Many[tuple[Nonce, SlotAddress]]
+    newest: Nonce
+
+
+class Borrow(Message, frozen=True, tag="borrow", kw_only=True):
+    """The writer could fill `wanted` slots beside those that it holds. `seen` is the newest loan that it knows. It does not use
+    `returned` loans.
+    """
+
+    wanted: Small
+    seen: Nonce
+    returned: Many[Nonce] = ()
 
 
 class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
@@ -302,7 +309,8 @@ AnyMessage = (
     | Abort
     | Drained
     | Outcome
-    | Credit
+    | Lend
+    | Borrow
     | Goodbye
 )
 

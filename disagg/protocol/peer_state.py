@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from disagg.core.errors import DisaggError
 from disagg.protocol.messages import (
+    Lending,
     Message,
-    RingGrant,
     Welcome,
 )
 from disagg.protocol.types import NEVER, PeerRank, check_seconds
@@ -146,7 +146,7 @@ class Ready(NamedTuple):
 
 class Lost(NamedTuple):
     """Effect: a rank at this epoch is gone, for the reason `cause`. `announced`: it said goodbye. `renewed`: the same process
-    has started another generation of its connection, with a ring of its own.
+    has started another generation of its connection, with loans of its own.
     """
 
     peer: PeerRank
@@ -196,7 +196,7 @@ class PeerConnection:
     unanswered: int = 0
     asked: int = 0
     heard: bool = False
-    ring: RingGrant | None = None
+    lending: Lending | None = None
 
     @property
     def peer(self) -> PeerRank:

@@ -310,12 +310,12 @@ class PeerTable:
             self._links.drop(link, "restarted")
             link.epoch, link.generation = welcome.epoch, 0
         if welcome.generation != link.generation:
-            return  # the answer to a hello of an earlier generation, whose ring is retired
-        if link.is_ready and link.ring not in (None, welcome.ring):
+            return  # the answer to a hello of an earlier generation, whose loans are void
+        if link.is_ready and link.lending not in (None, welcome.lending):
             self._links.lose(link, "the peer has started a new connection", now)
             return
         first = not link.is_ready
-        link.ring = welcome.ring if first else link.ring
+        link.lending = welcome.lending if first else link.lending
         link.state, link.problem, link.refused = ConnectionState.READY, "", False
         link.hello_retry_s, link.hello_at = 0.0, now + (ASK_AGAIN_S if link.ended else self._limits.heartbeat_s)
         if siblings:

@@ -287,16 +287,19 @@ class Receives:
                 SendMessage(peer, Outcome(**ids(key_of(message)), nonce=message.nonce, ok=False, reason=reason))
             )
 
-    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
-        """Its requests end. Rows that it may still write stay leased until `peer_quiet`."""
+    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, direct: bool = True) -> None:
+        """Its requests end. Rows that it may still write, if it writes rows itself, stay leased until `peer_quiet`."""
         for session in [found for found in self.sessions.values() if peer in found.writers]:
             writer = session.writers[peer]
             if writer.state.quiet or writer.state is WriterState.LOST:
                 continue  # the loss of a later process proves nothing about an earlier one
-            if writer.reserve is not None:
+            if not direct:
+                writer.state = WriterState.QUIET
+            elif writer.reserve is not None:
                 writer.state, writer.lost_at = WriterState.LOST, epoch
                 self._effects.append(QuarantineLease(session.lease, f"{peer} is gone and may still write: {cause}"))
             self.abort(session, RequestAborted(f"{peer} is gone: {cause}", cause=Cause.PEER_LOST), now)
+            self._settle(session)
 
     def peer_back(self, peer: PeerRank, now: float, *, epoch: int = 0) -> None:
         """The process of a peer that was lost at that epoch is connected again: resend the abort, to get its proof."""

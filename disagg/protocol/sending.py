@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +23,7 @@ from disagg.protocol.types import (
     QuarantineLease,
     ReleaseLease,
     RequestKey,
+    ReturnLoans,
     SendMessage,
     StartTransfer,
     Ticket,
@@ -54,6 +55,7 @@ class Sends:
         self.table = SendTable(limits, readers_of)
         self.sessions = self.table.sessions
         self.parked = self.table.parked
+        self._num_reserved: Counter[PeerRank] = Counter()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -299,6 +301,7 @@ class Sends:
             )
             return
         destination = session.reserve(peer, message)
+        self._num_reserved[peer] += 1
         if session.error is not None:
             self._fail(session, peer, destination, brief(session.error), now)
         else:
@@ -385,6 +388,15 @@ class Sends:
             self._effects.append(ReleaseLease(session.lease))
         if session.reported and ended and session.released and self.table.remove(session, brief(session.error)):
             self._timers.disarm(session)
+            self._close(session)
+
+    def _close(self, session: SendSession) -> None:
+        """A session has ended. Loans of a destination without another go back."""
+        for peer in [peer for peer, destination in session.destinations.items() if destination.reserve is not None]:
+            self._num_reserved[peer] -= 1
+            if not self._num_reserved[peer]:
+                del self._num_reserved[peer]
+                self._effects.append(ReturnLoans(peer))
 
     def _report(self, session: SendSession) -> None:
         session.reported = True

@@ -16,15 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from disagg.core.errors import RemoteProtocolError
-from disagg.protocol.credits import Credits, Rings
+from disagg.protocol.loans import Borrower, Lender, Slots
 from disagg.protocol.messages import (
     Abort,
+    Borrow,
     Busy,
     Complete,
-    Credit,
     Decline,
     Drained,
     Filled,
+    Lend,
     Message,
     Outcome,
     Reserve,
@@ -43,7 +44,7 @@ from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMess
 class Sessions:
     """One rank's side of every request that it sends or receives. Not thread-safe: one thread owns it.
 
-    `epoch` is that of this rank's process. `rings` are what it grants to its writers, `draw` returns that many random bits, and
+    `epoch` is that of this rank's process. `slots` are what it lends to its writers, `draw` returns that many random bits, and
     `readers_of` says whom of an instance this rank writes to.
     """
 
@@ -53,7 +54,7 @@ class Sessions:
         group: int = 0,
         epoch: int = 0,
         limits: Limits | None = None,
-        rings: Rings | None = None,
+        slots: Slots | None = None,
         draw: Callable[[int], int] = secrets.randbits,
         readers_of: Callable[[str], Readers] = lambda _: (frozenset(), 1),
     ) -> None:
@@ -63,7 +64,8 @@ class Sessions:
         self._timers = Timers()
         self.receives = Receives(group=group, epoch=epoch, limits=limits, effects=self.effects, timers=self._timers)
         self.sends = Sends(group=group, limits=limits, effects=self.effects, timers=self._timers, readers_of=readers_of)
-        self.credits = Credits(limits=limits, effects=self.effects, rings=rings, draw=draw)
+        self.lender = Lender(effects=self.effects, slots=slots, draw=draw)
+        self.borrower = Borrower(limits=limits, effects=self.effects)
 
     def on_message(self, peer: PeerRank, message: Message, now: float) -> None:
         """Take one message of an accepted peer. A message that fits no request changes nothing, or is answered. Raises
@@ -80,7 +82,7 @@ class Sessions:
                 self.receives.answer_unknown(peer, message)
                 begin = functools.partial(self.receives.begin_unpack, peer, message)
                 for filled in message.slots:
-                    self.credits.on_filled(peer, filled, begin)
+                    self.lender.on_filled(peer, filled, begin)
             case Complete():
                 self.receives.on_complete(peer, message, now)
             case Abort(from_writer=True):
@@ -91,8 +93,10 @@ class Sessions:
                 self.receives.on_drained(peer, message, now)
             case Outcome():
                 self.sends.on_outcome(peer, message, now)
-            case Credit():
-                self.credits.on_credit(peer, message)
+            case Lend():
+                self.borrower.on_lend(peer, message)
+            case Borrow():
+                self.lender.on_borrow(peer, message)
             case Busy():
                 self.receives.on_busy(peer, message, now)
             case _:
@@ -100,33 +104,38 @@ class Sessions:
                 raise RemoteProtocolError(f"peer {peer}: expected a message about a request, found {found}")
 
     def slot_filled(self, ticket: Ticket, filled: Filled, now: float) -> None:
-        """A slot of the destination's ring has been written: tell it. A destination that was lost meanwhile has no such ring
-        any more, and would never answer.
+        """A slot of the destination has been written: tell it. One that was lost meanwhile knows nothing of the loan any more,
+        and would never answer.
         """
         session = self.sends.sessions.get((ticket.peer.instance, ticket.key))
         destination = session.destinations.get(ticket.peer) if session is not None else None
         if destination is not None and destination.state is not SendState.LOST:
-            self.credits.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
+            self.borrower.report(ticket.peer, ticket.key, destination.reserved.nonce, filled, now)
 
     def unpacked(self, slot: UnpackSlot, now: float, *, error: str = "") -> None:
         """A slot has been unpacked into its session's rows, or could not be."""
-        self.credits.unpacked(slot)
+        self.lender.unpacked(slot)
         filled = slot.filled
         self.receives.end_unpack(slot.session, slot.peer, chunk=filled.chunk, nbytes=filled.nbytes, now=now, error=error)
 
-    def peer_lost(self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0) -> None:
-        """The peer's process or its connection is gone for good at this epoch."""
-        self.receives.peer_lost(peer, cause, now, epoch=epoch)
+    def peer_lost(
+        self, peer: PeerRank, cause: str, now: float, *, epoch: int = 0, direct: bool = True, renewed: bool = False
+    ) -> None:
+        """The peer's process or its connection is gone for good at this epoch. One that is not `direct` has never written rows,
+        but slots only. `renewed`: the same process has a new connection.
+        """
+        self.receives.peer_lost(peer, cause, now, epoch=epoch, direct=direct)
         self.sends.peer_lost(peer, cause, epoch=epoch)
-        self.credits.peer_lost(peer)
+        self.lender.peer_lost(peer, epoch, renewed=renewed)
+        self.borrower.peer_lost(peer)
 
-    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0, renewed: bool = False) -> None:
+    def peer_quiet(self, peer: PeerRank, *, epoch: int = 0) -> None:
         """A peer that was lost at that epoch is proved quiet: nothing of it can touch memory here, nor anything from here its
-        memory. `renewed`: the same process has a new connection.
+        memory.
         """
         self.receives.peer_quiet(peer, epoch=epoch)
         self.sends.peer_quiet(peer, epoch=epoch)
-        self.credits.peer_quiet(peer, epoch, renewed=renewed)
+        self.lender.peer_quiet(peer, epoch)
 
     def decline(self, key: RequestKey, *, peer: str, nonce: int, source_group: int, ranks: Iterable[int]) -> None:
         """Tell these ranks of an instance that nothing is needed of them."""
@@ -142,7 +151,6 @@ class Sessions:
         """Forget the attempts of an instance that is not known any more."""
         self.receives.forget(instance)
         self.sends.forget(instance, now)
-        self.credits.forget(instance)
 
     def tick(self, now: float) -> None:
         """Resend, and enforce deadlines. Call it after all arrived messages were taken: what has arrived in time counts."""
@@ -154,8 +162,13 @@ class Sessions:
                 self.sends.tick(session, now)
             self._timers.arm(session)
         self.sends.parked.expire(now)
-        self.credits.tick(now)
+        self.borrower.tick(now)
+
+    def flush(self) -> None:
+        """Send what has come together about slots since the last call."""
+        self.lender.flush()
+        self.borrower.flush()
 
     def next_tick(self) -> float:
         """The earliest time at which `tick` may have something to do; infinity if nothing is open."""
-        return min(self._timers.next, self.sends.parked.next_expiry, self.credits.next_tick)
+        return min(self._timers.next, self.sends.parked.next_expiry, self.borrower.next_tick)

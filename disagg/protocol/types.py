@@ -13,9 +13,10 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.leases import Lease
 from disagg.core.rows import Rows, Slot
 from disagg.protocol.messages import (
+    Borrow,
     Busy,
-    Credit,
     Filled,
+    Lend,
     PartialChecksums,
     RequestMessage,
     Reserve,
@@ -119,7 +120,7 @@ class SendMessage(msgspec.Struct, frozen=True):
     """Effect: send `message` to `peer`."""
 
     peer: PeerRank
-    message: RequestMessage | Busy | Credit
+    message: RequestMessage | Busy | Lend | Borrow
 
 
 class StartTransfer(msgspec.Struct, frozen=True):
@@ -144,22 +145,28 @@ class CancelTransfers(msgspec.Struct, frozen=True):
 
 class UnpackSlot(msgspec.Struct, frozen=True):
     """Effect: scatter the `filled` slot at `address` into the rows of `session`, a `ReceiveSession`, then call
-    `Sessions.unpacked`. `grant` is the `GrantedRing` of the slot.
+    `Sessions.unpacked`. `account` has the loan.
     """
 
     peer: PeerRank
     session: Any
     filled: Filled
     address: int
-    grant: Any
+    account: Any
 
 
-class CreditSlots(msgspec.Struct, frozen=True):
-    """Effect: uses of slots, `(slot, sequence number)`, of the peer's ring at address `ring` have been unpacked."""
+class TakeLoans(msgspec.Struct, frozen=True):
+    """Effect: the peer lists its loans, each with its number and address, up to number `newest`. Some may be new."""
 
     peer: PeerRank
-    ring: int
-    slots: tuple[tuple[int, int], ...]
+    loans: tuple[tuple[int, int], ...]
+    newest: int
+
+
+class ReturnLoans(msgspec.Struct, frozen=True):
+    """Effect: no request is open towards the peer, so its loans go back."""
+
+    peer: PeerRank
 
 
 class ReleaseLease(msgspec.Struct, frozen=True):
@@ -204,7 +211,8 @@ Effect = (
     | CancelTransfers
     | StartVerify
     | UnpackSlot
-    | CreditSlots
+    | TakeLoans
+    | ReturnLoans
     | ReleaseLease
     | QuarantineLease
     | Event

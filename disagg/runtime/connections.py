@@ -42,7 +42,6 @@ class _Fencing:
     engine: RemotePeer
     process: ProcessWatch | None
     next_at: float
-    renewed: bool
     delay_s: float = FENCE_S
     has_ended: bool = False
 
@@ -188,12 +187,13 @@ class Connections:
             del self._lost[next(iter(self._lost))]
         self._lost[lost.peer, lost.epoch] = None
         self._connecting.pop(lost.peer, None)
-        self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch)
+        direct = self._handshake.is_direct(lost.peer, lost.epoch)
+        self._sessions.peer_lost(lost.peer, lost.cause, now, epoch=lost.epoch, direct=direct, renewed=lost.renewed)
         rank = self._handshake.disconnect(lost.peer, lost.epoch)
         if rank is not None:
             if len(self._fencing) >= MAX_FENCING:
                 del self._fencing[next(iter(self._fencing))]
-            self._fencing[lost.peer, lost.epoch] = _Fencing(rank.engine, rank.process, now, lost.renewed)
+            self._fencing[lost.peer, lost.epoch] = _Fencing(rank.engine, rank.process, now)
             self._fence(now)
 
     def forget(self, instance: str) -> None:
@@ -201,7 +201,7 @@ class Connections:
         self.num_losses.pop(instance, None)
 
     def _fence(self, now: float) -> None:
-        """Fence the lost ranks that are due. Those that are proved quiet give back rows and rings."""
+        """Fence the lost ranks that are due. Those that are proved quiet give back rows and slots."""
         for (peer, epoch), fencing in list(self._fencing.items()):
             if now < fencing.next_at:
                 continue
@@ -214,5 +214,5 @@ class Connections:
                 continue
             if fence is Fence.QUIET:
                 del self._fencing[peer, epoch]
-                self._sessions.peer_quiet(peer, epoch=epoch, renewed=fencing.renewed)
+                self._sessions.peer_quiet(peer, epoch=epoch)
                 logger.info("%s: lost %s is proved quiet", self._handshake.me, peer)

@@ -16,6 +16,7 @@ from disagg.protocol.messages import (
     Complete,
     Message,
     Reject,
+    Reserve,
     SlotsFilled,
     Welcome,
     Writing,
@@ -40,15 +41,16 @@ from disagg.protocol.receive_session import ReceiveSession
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import (
     CancelTransfers,
-    CreditSlots,
     Effect,
     Event,
     PeerRank,
     QuarantineLease,
     ReleaseLease,
+    ReturnLoans,
     SendMessage,
     StartTransfer,
     StartVerify,
+    TakeLoans,
     UnpackSlot,
     key_of,
 )
@@ -190,7 +192,7 @@ class Dispatch:
         self._carry_out_sessions(now)
         for report in self._worker.run_small():
             self._transfers.take(report, now)
-        self._sessions.credits.flush()
+        self._sessions.flush()
         self._carry_out_sessions(now)
         self.channel.flush()
         self._transfers.count_settled()
@@ -279,6 +281,8 @@ class Dispatch:
     def _carry_out_session(self, effect: Effect, now: float) -> None:
         match effect:
             case SendMessage(peer, message):
+                if isinstance(message, Reserve):
+                    self._transfers.lend_ahead(peer)
                 self.send(peer, message)
             case StartTransfer() as start:
                 self._transfers.start(start, now)
@@ -286,8 +290,10 @@ class Dispatch:
                 self._transfers.cancel(cancelled, now)
             case UnpackSlot() as slot:
                 self._transfers.unpack(slot, now)
-            case CreditSlots() as credited:
-                self._transfers.credit(credited)
+            case TakeLoans() as lent:
+                self._transfers.take_loans(lent)
+            case ReturnLoans() as returned:
+                self._transfers.return_loans(returned)
             case StartVerify() as verify:
                 self._verification.verify(verify)
             case ReleaseLease(lease):

@@ -5,27 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
 from disagg.backends.endpoint import decode_endpoint
 from disagg.core.errors import LayoutError, PeerUnreachable, RemoteProtocolError
 from disagg.core.rate_limited_log import RateLimitedLog
-from disagg.core.rings import Ring
 from disagg.core.thread_log import ThreadLog
 from disagg.layout.agreement import Agreement, LocalRank, decode_placements, differing_words, encode_placements
 from disagg.layout.checksums import ChecksumPlan
 from disagg.layout.plan import TransferPlan
 from disagg.machine.descriptors import shortage
 from disagg.machine.processes import ProcessWatch
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, RingGrant, Welcome, Writing
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, Welcome, Writing
 from disagg.protocol.peer_state import Identity, Undecided
 from disagg.protocol.types import PeerRank
 from disagg.runtime.agreements import Agreements
+from disagg.runtime.paths import has_small
 from disagg.runtime.streams import MakeStream, PreparedPlan, prepare, stream_maker
 from disagg.transfer.pool_memory import PoolMemory
-from disagg.transfer.staging import RemoteRing
+from disagg.transfer.staging import Loans
 
 logger = ThreadLog(__name__)
 
@@ -33,7 +33,8 @@ logger = ThreadLog(__name__)
 @dataclass(frozen=True)
 class RemoteRank:
     """A connected rank of a peer: the engine's peer at one epoch and generation of the connection, its process if the kernel
-    attests it, the plans in both directions, and the peer's ring.
+    attests it, the plans in both directions, and the loans of its slots. `direct`: this rank may write the peer's rows, and not
+    only slots. `is_packed`: the peer packs what it writes here, or some of it.
 
     `prepared` is the outgoing plan as the engine has it, if the engine computes addresses. `pack` and `unpack` make the streams
     of the two plans. `gathers_from` is as in `Gathering`.
@@ -45,7 +46,9 @@ class RemoteRank:
     process: ProcessWatch | None
     plan: TransferPlan
     incoming: TransferPlan
-    ring: RemoteRing | None
+    loans: Loans | None
+    direct: bool
+    is_packed: bool
     checksum_plans: Callable[[], dict[str, ChecksumPlan]]
     prepared: PreparedPlan | None
     pack: MakeStream
@@ -53,8 +56,12 @@ class RemoteRank:
     gathers_from: int | None
 
 
-Grant = Callable[[PeerRank, int, int], RingGrant | None]
-"""Grants a ring to a peer rank, at an epoch and a generation of its connection."""
+class Lend(Protocol):
+    """Opens an account for a peer rank, at an epoch and a generation of its connection, whose end is `provable` or not."""
+
+    def __call__(self, peer: PeerRank, epoch: int, generation: int, /, *, provable: bool) -> Lending | None: ...
+
+
 Attest = Callable[[str, int, int], ProcessWatch | None]
 """The process of a rank of an instance at an epoch, if the kernel attests it."""
 
@@ -69,7 +76,7 @@ class _Instance:
 class Handshake:
     """Validates hellos and welcomes, compares plans, and connects the engine. One thread changes it; any may read it.
 
-    `packs`: whether this side has staging buffers, so that small pieces may be packed.
+    Pieces below `pack_below` bytes are packed (0: none, and this side has no staging buffers).
     """
 
     def __init__(
@@ -78,17 +85,20 @@ class Handshake:
         local: LocalRank,
         backend: Backend,
         *,
-        grant: Grant,
+        lend: Lend,
         memory: PoolMemory,
-        packs: bool,
+        pack_below: int,
+        direct_between_hosts: bool,
         attest: Attest,
     ) -> None:
         self._identity = identity
         self._local = local
         self._backend = backend
-        self._grant = grant
+        self._lend = lend
         self._memory = memory
-        self._packs = packs
+        self._pack_below = pack_below
+        self._direct_between_hosts = direct_between_hosts
+        self._attested: dict[PeerRank, dict[int, bool]] = {}  # by epoch: the newest two
         self._attest = attest
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -157,6 +167,7 @@ class Handshake:
         if hello.again or known is None or known.epoch != hello.epoch:
             self._check_descriptors(hello)
         siblings = hello.instance == me.instance
+        lending, direct = (None, True) if siblings else self._terms(hello)
         return Welcome(
             **self._header(),
             plans=b"" if siblings else self._agree(hello).digests,
@@ -165,7 +176,8 @@ class Handshake:
             backend=self._backend.name,
             endpoint=b"" if siblings else self._own_endpoint(),
             generation=hello.generation,
-            ring=None if siblings else self._grant_ring(hello),
+            lending=lending,
+            direct=direct,
         )
 
     def _own_endpoint(self) -> bytes:
@@ -173,12 +185,22 @@ class Handshake:
         self._endpoint = self._endpoint or self._backend.endpoint()
         return self._endpoint
 
-    def _grant_ring(self, hello: Hello) -> RingGrant | None:
+    def _terms(self, hello: Hello) -> tuple[Lending | None, bool]:
+        """What this rank lends to a peer, and whether the peer may write rows. Only a process that the kernel attests may: its
+        end is proved at once. Others write slots, so that no row waits for a proof that cannot come.
+        """
         peer = PeerRank(hello.instance, hello.rank)
-        ring = self._grant(peer, hello.epoch, hello.generation)
-        if ring is None and self._packs:
-            self._warnings.warning("%s: no ring is left for %s: its small pieces will travel one by one", self.me, peer)
-        return ring
+        attested = self._attested.setdefault(peer, {})
+        if hello.epoch not in attested:  # what a process was told first, counts
+            attested[hello.epoch] = self._attest(hello.instance, hello.rank, hello.epoch) is not None
+            if len(attested) > 2:
+                del attested[next(iter(attested))]
+        lending = self._lend(peer, hello.epoch, hello.generation, provable=attested[hello.epoch])
+        return lending, lending is None or self.is_direct(peer, hello.epoch)
+
+    def is_direct(self, peer: PeerRank, epoch: int) -> bool:
+        """Whether a rank at an epoch may have written rows."""
+        return not self._pack_below or self._direct_between_hosts or self._attested.get(peer, {}).get(epoch, True)
 
     def validate_welcome(self, welcome: Welcome) -> int:
         """Validate a peer's welcome and return its number of ranks. Raises `DisaggError` as `accept_hello` does."""
@@ -240,16 +262,19 @@ class Handshake:
         placements = decode_placements(welcome.placements)
         _, regions = decode_endpoint(self._backend.name, welcome.endpoint)
         plan, incoming = agreement.plans(self._local, peer.rank, placements, regions, peer=str(peer))
-        granted = welcome.ring
-        ring = Ring(granted.address, granted.slot_nbytes, granted.num_slots) if granted is not None else None
-        remote_ring = RemoteRing(ring, regions, first=granted.first) if granted is not None and ring is not None else None
+        lending = welcome.lending
+        loans = Loans(lending.slot_nbytes, lending.first, regions) if lending is not None and self._pack_below else None
+        if loans is None and not welcome.direct:
+            raise PeerUnreachable(
+                f"{peer} lets only its own process write rows, and no slots can be filled here: pack_below is 0"
+            )
         process = self._attest(welcome.instance, welcome.rank, welcome.epoch)
         engine = self._backend.connect(welcome.endpoint, epoch=welcome.epoch, process=process)
         sums = functools.cache(lambda: agreement.checksum_plans(self._local, peer.rank, placements))
         try:
-            prepared = prepare(self._backend, engine, plan)
-            pack = stream_maker(self._memory if self._packs and prepared is None else None, plan, source=True)
-            unpack = stream_maker(self._memory if self._packs else None, incoming, source=False)
+            prepared = prepare(self._backend, engine, plan) if welcome.direct else None
+            pack = stream_maker(self._memory if self._pack_below and prepared is None else None, plan, source=True)
+            unpack = stream_maker(self._memory if self._pack_below else None, incoming, source=False)
         except BaseException:
             self._backend.disconnect(engine)
             raise
@@ -261,7 +286,9 @@ class Handshake:
             process,
             plan,
             incoming,
-            remote_ring,
+            loans,
+            welcome.direct,
+            not self.is_direct(peer, welcome.epoch) or has_small(incoming, self._pack_below),
             sums,
             prepared,
             pack,
@@ -304,6 +331,8 @@ class Handshake:
         found = self._instances.get(instance)
         if found is not None and not found.ranks:
             del self._instances[instance]
+            for peer in [peer for peer in self._attested if peer.instance == instance]:
+                del self._attested[peer]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Close the engine's connection to a rank."""

@@ -1,8 +1,8 @@
 """Which path the pieces of a transfer take, and their binding to the request's rows.
 
 Engines pay for each piece. Large pieces, and small ones whose neighbours join into long copies, go directly. Other small pieces
-are packed into the peer's ring, and the peer unpacks them. The writer tells the peer which span classes a slot holds, and the
-peer derives from its own rows where the bytes belong.
+are packed into slots of the peer's, and the peer unpacks them. The writer tells the peer which span classes a slot holds, and
+the peer derives from its own rows where the bytes belong. A peer whose rows only its own process may write gets all pieces so.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
     return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
 
 
+def has_small(plan: TransferPlan, pack_below: int) -> bool:
+    """Whether any pieces of a plan are below the threshold."""
+    return any(is_small(component, span, pack_below) for component in plan.components.values() for span in component.spans)
+
+
 def path_of(small: BoundRows, pack_below: int, gathers_from: int | None = None) -> Path:
     """The path of a request's small pieces. They go directly if they join into runs that are long on average."""
     destination = destination_stream([("", small)])
@@ -60,35 +65,39 @@ def bind_outgoing(
     start: StartTransfer,
     *,
     pack_below: int,
-    has_ring: bool = True,
+    packs: bool = True,
+    direct: bool = True,
     gathers_from: int | None = None,
     make_stream: MakeStream = source_stream,
 ) -> BoundTransfer:
-    """Every copy of a transfer, by its path. `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit."""
-    direct: list[CopyBatch] = []
+    """Every copy of a transfer, by its path. `packs`: whether the peer lends slots; if not `direct`, everything is packed.
+    `gathers_from` is as in `Gathering`. Raises `LayoutError` if rows do not fit.
+    """
+    posted: list[CopyBatch] = []
     parts: list[Part] = []
     packed: list[tuple[str, BoundRows]] = []
     for outgoing in _outgoing(plan, start):
-        small = tuple(i for i, span in enumerate(outgoing.plan.spans) if is_small(outgoing.plan, span, pack_below))
+        classes = enumerate(outgoing.plan.spans)
+        small = tuple(i for i, span in classes if not direct or is_small(outgoing.plan, span, pack_below))
         whole = outgoing.bind()
-        if not has_ring or not small or not whole.has_copies(MIN_PIECES):
-            direct.append(whole.copies())
+        if not packs or not small or (direct and not whole.has_copies(MIN_PIECES)):
+            posted.append(whole.copies())
             continue
         large = tuple(i for i in range(len(outgoing.plan.spans)) if i not in small)
         chosen = outgoing.bind(small) if large else whole
         # Only streams of host memory list their pieces. On a GPU listing them takes longer than packing.
         on_host = make_stream is source_stream
-        if on_host and path_of(chosen, pack_below, gathers_from) is not Path.PACKED:
-            direct.append(whole.copies())
+        if direct and on_host and path_of(chosen, pack_below, gathers_from) is not Path.PACKED:
+            posted.append(whole.copies())
             continue
         if large:
-            direct.append(outgoing.bind(large).copies())
+            posted.append(outgoing.bind(large).copies())
         written = outgoing.written
         packed.append((written.component, chosen))
         parts.append(Part(written.component, small, written.layers, written.start, written.stop))
     stream = make_stream(packed) if packed else None
     gathered = stream if isinstance(stream, Stream) and _gathers(stream, gathers_from) else None
-    return BoundTransfer(CopyBatch.concatenate(direct), stream, tuple(parts), gathered=gathered)
+    return BoundTransfer(CopyBatch.concatenate(posted), stream, tuple(parts), gathered=gathered)
 
 
 def bind_prepared(prepared: PreparedPlan, plan: TransferPlan, start: StartTransfer) -> BoundTransfer:

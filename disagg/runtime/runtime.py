@@ -45,7 +45,7 @@ from disagg.runtime.transfers import Transfers
 from disagg.runtime.verification import Verification
 from disagg.runtime.wire import Wire
 from disagg.transfer.pool_memory import PoolMemory
-from disagg.transfer.staging import RingPool, SlotPool
+from disagg.transfer.staging import LentSlots, SlotPool
 from disagg.transfer.worker import TransferWorker
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class RuntimeSettings:
     peer_keys: frozenset[str]
     insecure: bool
     pack_below: int | None
+    direct_between_hosts: bool
     limits: Limits
     connection_limits: ConnectionLimits | None
 
@@ -121,8 +122,8 @@ class Runtime:
         opened.callback(self.backend.close)
         shape = self.memory.staging(self.backend.staging, pack_below=settings.pack_below)
         self._slots = SlotPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
-        rings = RingPool(shape, self.memory.allocate_on_device) if shape.pack_below else None
-        self._staging = [pool.memory for pool in (self._slots, rings) if pool is not None]
+        lent = LentSlots(shape, self.memory.allocate_on_device) if shape.pack_below else None
+        self._staging = [pool.memory for pool in (self._slots, lent) if pool is not None]
         self.backend.register(merge_regions([*self.memory.regions, *(each.region for each in self._staging)]))
         self.pack_below = shape.pack_below
         self.address = advertised_address(settings.advertise, self.channel.address)
@@ -143,16 +144,17 @@ class Runtime:
             group=settings.topology.dp_rank,
             epoch=identity.epoch,
             limits=settings.limits,
-            rings=rings,
+            slots=lent,
             readers_of=self._readers_of,
         )
         self.handshake = Handshake(
             identity,
             self.local,
             self.backend,
-            grant=self.sessions.credits.grant,
+            lend=self.sessions.lender.open,
             memory=self.memory,
-            packs=self._slots is not None,
+            pack_below=shape.pack_below,
+            direct_between_hosts=settings.direct_between_hosts,
             attest=self.processes.attest,
         )
         self.peers = PeerTable(

@@ -12,15 +12,26 @@ from disagg.core.rows import Pages, Rows
 from disagg.protocol.messages import Filled, Message
 from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import CancelTransfers, CreditSlots, PeerRank, RequestKey, StartTransfer, Ticket, UnpackSlot
+from disagg.protocol.types import (
+    CancelTransfers,
+    PeerRank,
+    RequestKey,
+    ReturnLoans,
+    StartTransfer,
+    TakeLoans,
+    Ticket,
+    UnpackSlot,
+)
 from disagg.runtime.accounting import Stats
 from disagg.runtime.handshake import Handshake
 from disagg.runtime.paths import bind_incoming, bind_outgoing, bind_prepared
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.verification import Verification
-from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, Unpack, Unpacked
+from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, SlotsWanted, Unpack, Unpacked
 from disagg.transfer.worker import TransferWorker
 
+SLOTS_AHEAD = 4
+"""Slots lent together with a reservation."""
 MAX_STREAMS = 256
 """Streams kept for one request; an earlier one is bound again if another slot of it comes."""
 
@@ -89,7 +100,8 @@ class Transfers:
                 rank.plan,
                 start,
                 pack_below=self._pack_below,
-                has_ring=rank.ring is not None,
+                packs=rank.loans is not None,
+                direct=rank.direct,
                 gathers_from=rank.gathers_from,
                 make_stream=rank.pack,
             )
@@ -99,7 +111,7 @@ class Transfers:
             bind,
             lambda: destination.reason != "",
             start.chunk.ready,
-            rank.ring,
+            rank.loans,
             num_rows=_num_rows(start.chunk.rows.values()),
         )
         self._worker.submit(job)
@@ -122,12 +134,29 @@ class Transfers:
                 del session.streams[next(iter(session.streams))]
         self._worker.unpack([Unpack(slot, session.streams[key], slot.address, filled.offset, filled.nbytes)])
 
-    def credit(self, effect: CreditSlots) -> None:
-        """Slots of the peer's ring are free again."""
+    def lend_ahead(self, peer: PeerRank) -> None:
+        """A writer is asked for bytes: lend the slots that it will want first, so that it need not ask."""
+        rank = self._handshake.rank(peer)
+        if rank is not None and rank.is_packed:
+            self._sessions.lender.ahead(peer, SLOTS_AHEAD)
+
+    def take_loans(self, effect: TakeLoans) -> None:
+        """The peer has listed its loans. What was given back before is given back again: that message was lost or is late."""
         rank = self._handshake.rank(effect.peer)
-        if rank is not None and rank.ring is not None and effect.ring == rank.ring.ring.address:
-            for slot, sequence in effect.slots:
-                rank.ring.credit(slot, sequence)
+        if rank is None or rank.loans is None:
+            return
+        forgotten = rank.loans.listed(effect.loans, effect.newest)
+        if forgotten:
+            self._sessions.borrower.give_back(effect.peer, seen=rank.loans.seen, numbers=forgotten)
+
+    def return_loans(self, effect: ReturnLoans) -> None:
+        """No request is open towards a peer: what it has lent goes back."""
+        rank = self._handshake.rank(effect.peer)
+        if rank is None or rank.loans is None:
+            return
+        numbers = rank.loans.give_back()
+        if numbers:
+            self._sessions.borrower.give_back(effect.peer, seen=rank.loans.seen, numbers=numbers)
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
@@ -160,10 +189,17 @@ class Transfers:
             return
         ticket: Any = report.ticket
         if isinstance(report, SlotFilled):
-            filled = Filled(report.slot, report.sequence, ticket.chunk, report.parts, report.offset, report.nbytes, report.ring)
+            filled = Filled(report.loan, ticket.chunk, report.parts, report.offset, report.nbytes)
             self._sessions.slot_filled(ticket, filled, now)
+        elif isinstance(report, SlotsWanted):
+            self._ask(ticket.peer, now)
         else:
             self._take_settled(ticket, report, now)
+
+    def _ask(self, peer: PeerRank, now: float) -> None:
+        rank = self._handshake.rank(peer)
+        if rank is not None and rank.loans is not None and rank.loans.wanted:
+            self._sessions.borrower.ask(peer, wanted=rank.loans.wanted, seen=rank.loans.seen, now=now)
 
     def _take_unpacked(self, report: Unpacked, now: float) -> None:
         slot: UnpackSlot = report.token

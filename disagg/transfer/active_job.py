@@ -45,9 +45,16 @@ class ActiveJob:
         self._direct: Transfer | None = None
         self._packed: PackedWrite | None = None
         if bound.stream is not None:
-            assert job.ring is not None
+            assert job.loans is not None
             assert slots is not None
-            self._packed = PackedWrite(job, bound, backend=backend, ring=job.ring, slots=slots, report=report, reports=reports)
+            self._packed = PackedWrite(
+                job, bound, backend=backend, loans=job.loans, slots=slots, report=report, reports=reports
+            )
+
+    def close(self) -> None:
+        """It has ended."""
+        if self._packed is not None:
+            self._packed.close()
 
     def in_flight(self) -> bool:
         """Whether the engine or a packer works on any of it."""

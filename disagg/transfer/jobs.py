@@ -14,7 +14,7 @@ from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import PeerUnreachable
 from disagg.core.events import ReadyEvent
 from disagg.core.spans import SpanBatch
-from disagg.transfer.staging import RemoteRing
+from disagg.transfer.staging import Loans
 
 SMALL_NBYTES = 4 << 20
 """Up to this many bytes are posted or unpacked in the thread that hands them over."""
@@ -53,9 +53,9 @@ class ListedStream(PackedStream, Protocol):
 
 
 class BoundTransfer(msgspec.Struct, frozen=True):
-    """The copies of a job. `direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through the
-    peer's ring, and `parts` tells the peer what it holds. `gathered` is the same stream, if the engine gathers its pieces
-    itself.
+    """The copies of a job. `direct` is posted piece by piece, over `prepared` span classes if given. `stream` goes through
+    slots of the peer's, and `parts` tells the peer what it holds. `gathered` is the same stream, if the engine gathers its
+    pieces itself.
     """
 
     direct: CopyBatch | SpanBatch
@@ -66,11 +66,11 @@ class BoundTransfer(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return self.direct.total_nbytes + self.ring_nbytes
+        return self.direct.total_nbytes + self.packed_nbytes
 
     @property
-    def ring_nbytes(self) -> int:
-        """Bytes that go through the peer's ring."""
+    def packed_nbytes(self) -> int:
+        """Bytes that go through slots of the peer's."""
         return self.stream.total if self.stream is not None else 0
 
     @property
@@ -89,12 +89,12 @@ class Job(msgspec.Struct, frozen=True):
     bind: Callable[[], BoundTransfer]
     cancelled: Callable[[], bool]
     ready: ReadyEvent | None = None
-    ring: RemoteRing | None = None
+    loans: Loans | None = None
     num_rows: int = 0
 
 
 class Unpack(msgspec.Struct, frozen=True):
-    """A slot of this side's ring to scatter: `nbytes` of `stream()` from `offset` on lie at `address`."""
+    """A slot of this side to scatter: `nbytes` of `stream()` from `offset` on lie at `address`."""
 
     token: Any
     stream: Callable[[], PackedStream]
@@ -104,15 +104,19 @@ class Unpack(msgspec.Struct, frozen=True):
 
 
 class SlotFilled(msgspec.Struct, frozen=True):
-    """Report: slot `slot` of the peer's ring at address `ring` holds `nbytes` of the job's stream, from `offset` on."""
+    """Report: the peer's slot of loan `loan` holds `nbytes` of the job's stream, from `offset` on."""
 
     ticket: Hashable
-    ring: int
-    slot: int
-    sequence: int
+    loan: int
     parts: Any
     offset: int
     nbytes: int
+
+
+class SlotsWanted(msgspec.Struct, frozen=True):
+    """Report: a job has more to pack than the peer has lent slots for."""
+
+    ticket: Hashable
 
 
 class Unpacked(msgspec.Struct, frozen=True):
@@ -126,8 +130,8 @@ class Unpacked(msgspec.Struct, frozen=True):
 
 class Settled(msgspec.Struct, kw_only=True):
     """Report: the end of a job. If `unsettled`, the engine cannot tell yet and another report follows. `unreachable` is the
-    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through the peer's ring. `wire_s` is from the
-    first post to the end, which was at `ended_at` by `time.monotonic`.
+    peer if the engine takes nothing more for it. Of `nbytes`, `packed` bytes went through slots. `wire_s` is from the first
+    post to the end, which was at `ended_at` by `time.monotonic`.
     """
 
     ticket: Hashable
@@ -161,4 +165,4 @@ class Settled(msgspec.Struct, kw_only=True):
         self.pieces += pieces
 
 
-Report = Settled | SlotFilled | Unpacked
+Report = Settled | SlotFilled | SlotsWanted | Unpacked

@@ -1,4 +1,4 @@
-"""One job's packed stream on its way through the peer's ring, slot by slot."""
+"""One job's packed stream on its way through slots of the peer's, one by one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from disagg.backends.base import Backend, Op, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
-from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled
-from disagg.transfer.staging import RemoteRing, SlotPool
+from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
+from disagg.transfer.staging import Loans, SlotPool
 
 CANCELLED = "the attempt ended before everything was sent"
 SLOW_SLOT_S = 0.25
@@ -20,11 +20,12 @@ the others."""
 
 @dataclass
 class _SlotWrite:
-    """A packed write under way into one slot of the peer's ring. `local` is the staging buffer, or `None` if the engine
+    """A packed write under way into one slot of the peer's, at `remote`. `local` is the staging buffer, or `None` if the engine
     gathers the pieces itself. `packing` runs first, if packing is asynchronous, then `transfer`.
     """
 
     local: int | None
+    remote: int
     filled: SlotFilled
     started_at: float
     packing: PendingWork | None = None
@@ -33,9 +34,9 @@ class _SlotWrite:
 
 
 class PackedWrite:
-    """Packs a job's stream into staging buffers, writes them into the peer's ring, and reports the slots as filled.
+    """Packs a job's stream into staging buffers, writes them into slots that the peer has lent, and reports these as filled.
 
-    Once the job's `report` has an error, nothing more is packed.
+    Once the job's `report` has an error, nothing more is packed. The job says once that it wants more slots than it finds.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PackedWrite:
         bound: BoundTransfer,
         *,
         backend: Backend,
-        ring: RemoteRing,
+        loans: Loans,
         slots: SlotPool,
         report: Settled,
         reports: deque[Report],
@@ -54,7 +55,7 @@ class PackedWrite:
         self._bound = bound
         self._stream = bound.stream
         self._backend = backend
-        self._ring = ring
+        self._loans = loans
         self._slots = slots
         self._report = report
         self._reports = reports
@@ -62,6 +63,9 @@ class PackedWrite:
         self._packed_at = 0.0
         self._writes: list[_SlotWrite] = []
         self._filled: list[SlotFilled] = []  # written and not reported yet
+        self._slot_nbytes = min(loans.slot_nbytes, slots.slot_nbytes)
+        self._has_asked = False
+        self._demand: int | None = None  # slots that it has told `loans` of and not taken
 
     @property
     def is_complete(self) -> bool:
@@ -77,21 +81,22 @@ class PackedWrite:
         return [write.packing or write.transfer for write in tuple(self._writes)]
 
     def pack(self) -> int:
-        """Fill slots of the peer's ring, once enough are free to be worth a report. Returns how many."""
-        if self.is_complete:
-            return 0
-        wanted = self._slots_per_report
-        left = -(-(self._stream.total - self._offset) // self._ring.ring.slot_nbytes)
-        if self._ring.num_free < min(wanted, left):
-            return 0
+        """Fill slots of the peer's that are free, as many as one report has. Returns how many."""
+        if self._demand is None:
+            self._demand = -(-self._stream.total // self._slot_nbytes)
+            self._loans.want(self._demand)
         packed = 0
-        while packed < wanted and self._pack_slot():
+        while packed < self._slots.at_once and self._pack_slot():
             packed += 1
+        if self._loans.wanted and not self._has_asked and not self.is_complete:
+            self._has_asked = True
+            self._reports.append(SlotsWanted(self._job.ticket))
         return packed
 
-    @property
-    def _slots_per_report(self) -> int:
-        return min(self._slots.at_once, max(1, self._ring.ring.num_slots // 2))
+    def close(self) -> None:
+        """The job has ended: it wants no more slots."""
+        self._loans.want(-(self._demand or 0))
+        self._demand = 0
 
     def _pack_slot(self) -> bool:
         """Gather the next bytes of the stream into a slot. `False` if none are left, or no buffer or slot is free."""
@@ -103,18 +108,18 @@ class PackedWrite:
         local = self._slots.take() if gathers_here else None
         if local is None and gathers_here:
             return False
-        remote = self._ring.take()
-        if remote is None:
+        loan = self._loans.take()
+        if loan is None:
             self._give_back(local)
             return False
-        number, sequence = remote
-        ring = self._ring.ring
-        nbytes = min(ring.slot_nbytes, self._slots.slot_nbytes, self._stream.total - self._offset)
-        filled = SlotFilled(self._job.ticket, ring.address, number, sequence, self._bound.parts, self._offset, nbytes)
-        write = _SlotWrite(local, filled, time.perf_counter())
+        self._demand = (self._demand or 0) - 1
+        number, remote = loan
+        nbytes = min(self._slot_nbytes, self._stream.total - self._offset)
+        filled = SlotFilled(self._job.ticket, number, self._bound.parts, self._offset, nbytes)
+        write = _SlotWrite(local, remote, filled, time.perf_counter())
         try:
             if local is None:
-                write.transfer = self._post_gathered(ring.slot(number), nbytes)
+                write.transfer = self._post_gathered(remote, nbytes)
             else:
                 write.packing = self._stream.gather(self._offset, nbytes, local)
                 if write.packing is None:
@@ -127,7 +132,7 @@ class PackedWrite:
         return True
 
     def _post_gathered(self, address: int, nbytes: int) -> Transfer:
-        """Have the engine gather the next pieces of the stream into a slot of the ring, as one batch."""
+        """Have the engine gather the next pieces of the stream into a slot, as one batch."""
         assert self._bound.gathered is not None
         started = time.perf_counter()
         copies = CopyBatch.of_columns(*self._bound.gathered.copies(self._offset, nbytes, address))
@@ -137,14 +142,14 @@ class PackedWrite:
         return transfer
 
     def _post(self, write: _SlotWrite) -> Transfer:
-        """Write a packed staging buffer into its slot of the ring."""
+        """Write a packed staging buffer into its slot."""
         assert write.local is not None
         filled = write.filled
         started = time.perf_counter()
         self._report.pack_s += started - max(write.started_at, self._packed_at)  # slots may be packed at the same time
         self._packed_at = started
         self._report.packed += filled.nbytes
-        copies = CopyBatch.one(write.local, self._ring.ring.slot(filled.slot), filled.nbytes)
+        copies = CopyBatch.one(write.local, write.remote, filled.nbytes)
         transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
         self._report.count_post(time.perf_counter() - started, filled.nbytes)
         return transfer
@@ -169,7 +174,7 @@ class PackedWrite:
             else:
                 self._settle(write, write.transfer)
                 settled += 1
-        if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots_per_report):
+        if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots.at_once):
             self._reports += self._filled
             self._filled.clear()
         return settled
@@ -201,11 +206,11 @@ class PackedWrite:
             self._drop(write)
 
     def _drop(self, write: _SlotWrite, error: Exception | None = None) -> None:
-        """Free both sides' slots: nothing was written from this one, nor will be."""
+        """Free the buffer and the loan: nothing is written any more."""
         if error is not None:
             self._report.fail(error, self._job.peer)
         self._give_back(write.local, replaced=write.replaced)
-        self._ring.credit(write.filled.slot, write.filled.sequence)
+        self._loans.put_back(write.filled.loan, write.remote)
 
     def _give_back(self, local: int | None, *, replaced: bool = False) -> None:
         if local is not None:

@@ -1,18 +1,16 @@
-"""Staging memory: buffers that a sender packs pieces into, and rings of slots that a receiver unpacks from.
+"""Staging memory: buffers that a sender packs pieces into, and slots that a receiver lends and unpacks from.
 
-Engines pay for each piece, so small pieces travel packed. A receiver keeps one ring per peer rank. The writer fills free slots
-with large writes and tells the receiver what they hold; the receiver scatters them into pages and gives the slots back. A late
-write of a peer that was given up lands in its retired ring, never in pages.
+Engines pay for each piece, so small pieces travel packed; between hosts all do. A receiver lends slots to its writers. A writer
+fills them with large writes and says what they hold; the receiver scatters them into pages. A late write of a peer that was
+given up lands in a slot that nobody else has, never in pages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,12 +19,13 @@ import numpy.typing as npt
 from disagg.backends.base import StagingShape
 from disagg.core.errors import RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
-from disagg.core.rings import Ring, next_use
 
 Bytes = npt.NDArray[np.uint8]
 
 
 HUGE_PAGE_NBYTES = 2 << 20
+MAP_NORESERVE = 0x4000
+"""Of Linux: reserved addresses are not counted as memory. Python names it from 3.13 on."""
 
 
 AllocateOnDevice = Callable[[int], MemoryRegion | None]
@@ -34,7 +33,7 @@ AllocateOnDevice = Callable[[int], MemoryRegion | None]
 
 
 def on_host(_nbytes: int) -> None:
-    """Allocate nothing on a device: slots and rings are in host memory."""
+    """Allocate nothing on a device: slots are in host memory."""
 
 
 class HostArena:
@@ -45,20 +44,28 @@ class HostArena:
     _kept: ClassVar[list[mmap.mmap]] = []
 
     def __init__(self, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags=flags)
         with contextlib.suppress(OSError):  # a kernel without them
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         # After a fork the system would otherwise copy memory that an engine has pinned.
         self._memory.madvise(mmap.MADV_DONTFORK)
         whole = np.frombuffer(self._memory, dtype=np.uint8)
-        start = -int(whole.__array_interface__["data"][0]) % HUGE_PAGE_NBYTES
+        self._mapped_at = int(whole.__array_interface__["data"][0])
+        start = -self._mapped_at % HUGE_PAGE_NBYTES
         self._bytes: Bytes = whole[start : start + nbytes]
         self.region = MemoryRegion(int(self._bytes.__array_interface__["data"][0]), nbytes)
 
     def fault_in(self, nbytes: int) -> None:
         """Have the system give the pages of the first `nbytes` now, and not at the first transfer."""
         self._bytes[: nbytes : mmap.PAGESIZE] = 0
+
+    def give_pages_back(self, address: int, nbytes: int) -> None:
+        """Have the system take the pages of a part. It stays mapped, and reads as zeros."""
+        start, page = address - self._mapped_at, mmap.PAGESIZE
+        first, stop = -(-start // page) * page, (start + nbytes) // page * page
+        if first < stop:
+            self._memory.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def keep_mapped(self) -> None:
         """Keep the addresses from everything else in this process, for as long as it lives. The pages go back to the system."""
@@ -82,6 +89,11 @@ class StagingMemory:
         if self._arena is not None:
             self._arena.fault_in(nbytes)
 
+    def give_pages_back(self, address: int, nbytes: int) -> None:
+        """As `HostArena.give_pages_back`, on the host."""
+        if self._arena is not None:
+            self._arena.give_pages_back(address, nbytes)
+
     def keep_mapped(self) -> None:
         """The engine is closed, but a peer may still write here: nothing else may get these addresses. A GPU's memory stays
         with the peers that have mapped it, also once it is freed here.
@@ -99,12 +111,12 @@ class SlotPool:
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         self.slot_nbytes = shape.slot_nbytes
         self.at_once = shape.at_once
-        active = shape.slot_nbytes * shape.num_slots
+        active = shape.slot_nbytes * shape.window
         self.memory = StagingMemory(active + shape.slot_nbytes * shape.spares, allocate_on_device)
         self.memory.fault_in(active)
         base = self.memory.region.address
-        slots = [base + i * shape.slot_nbytes for i in range(shape.num_slots + shape.spares)]
-        self._free, self._spares = slots[: shape.num_slots], slots[shape.num_slots :]
+        slots = [base + i * shape.slot_nbytes for i in range(shape.window + shape.spares)]
+        self._free, self._spares = slots[: shape.window], slots[shape.window :]
 
     def take(self) -> int | None:
         """The address of a free buffer, or `None`. The one given back last is the most likely to be in a cache."""
@@ -122,70 +134,116 @@ class SlotPool:
         (self._spares if replaced else self._free).append(address)
 
 
-class RingPool:
-    """The rings of a receiver: one for each peer rank, as long as any are left. Used by one thread."""
+class LentSlots:
+    """The slots that a receiver lends to its writers. Used by one thread.
 
-    def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
-        slots = shape.ring_slots()
-        self.memory = StagingMemory(shape.slot_nbytes * sum(slots), allocate_on_device)
-        starts = (self.memory.region.address + shape.slot_nbytes * before for before in itertools.accumulate(slots, initial=0))
-        self._free = [Ring(start, shape.slot_nbytes, count) for start, count in zip(starts, slots, strict=False)]
-        self._count = len(self._free)
-
-    @property
-    def are_scarce(self) -> bool:
-        """Whether at most half of the rings are free."""
-        return 2 * len(self._free) <= self._count
-
-    def take(self) -> Ring | None:
-        """The largest free ring, or `None` if all are taken: that peer's pieces then travel one by one."""
-        if not self._free:
-            return None
-        ring = max(self._free, key=lambda free: free.num_slots)
-        self._free.remove(ring)
-        return ring
-
-    def give_back(self, ring: Ring) -> None:
-        """The ring is proved quiet: no peer writes into it any more."""
-        self._free.append(ring)
-
-
-class RemoteRing:
-    """A peer's ring as its writer sees it: which slots are free. Thread-safe.
-
-    Raises `RemoteProtocolError` for a ring outside the regions that the peer has registered.
+    Host memory that only sockets write to is reserved `address_space` times over: a slot that may be written for ever is
+    replaced by other addresses, and its pages go back to the system.
     """
 
-    def __init__(self, ring: Ring, regions: tuple[RemoteRegion, ...], *, first: int = 0) -> None:
-        stop = ring.address + ring.slot_nbytes * ring.num_slots
-        if not any(region.address <= ring.address and stop <= region.address + region.nbytes for region in regions):
-            raise RemoteProtocolError(f"ring: [{ring.address:#x}, {stop:#x}) is in no region that the peer has registered")
-        self.ring = ring
-        self._lock = threading.Lock()
-        self._free = deque(range(ring.num_slots))
-        self._outstanding: dict[int, int] = {}
-        self._sequence = first
+    def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
+        self.slot_nbytes, self.window, self.total = shape.slot_nbytes, shape.window, shape.num_lent
+        active = shape.slot_nbytes * shape.num_lent
+        self.memory = StagingMemory(active * shape.address_space, allocate_on_device)
+        base = self.memory.region.address
+        self._free = [base + i * shape.slot_nbytes for i in reversed(range(shape.num_lent))]
+        self._unused = iter(range(base + active, base + self.memory.region.nbytes, shape.slot_nbytes))
 
     @property
     def num_free(self) -> int:
-        """Slots that no credit is awaited for."""
         return len(self._free)
 
+    def take(self) -> int | None:
+        """The address of a free slot, or `None`. The one given back last is the most likely to be in a cache."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, address: int) -> None:
+        """Nobody writes to a slot any more."""
+        self._free.append(address)
+
+    def replace(self, address: int) -> bool:
+        """Let addresses that were never used take the place of a slot that may be written for ever. Returns whether there are
+        any left.
+        """
+        unused = next(self._unused, None)
+        if unused is None:
+            return False
+        self.memory.give_pages_back(address, self.slot_nbytes)
+        self._free.insert(0, unused)
+        return True
+
+
+class Loans:
+    """A peer's loans as its writer sees them: which slots it may fill. Thread-safe.
+
+    `slot_nbytes` is the size of the peer's slots. Loans up to number `first` are of earlier connections. A slot outside the
+    regions that the peer has registered is not used.
+    """
+
+    def __init__(self, slot_nbytes: int, first: int, regions: Sequence[RemoteRegion]) -> None:
+        self.slot_nbytes = slot_nbytes
+        self._first = self.seen = first
+        self._regions = regions
+        self._lock = threading.Lock()
+        self._free: dict[int, int] = {}
+        self._used: set[int] = set()
+        self._demand = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that may be filled now."""
+        return len(self._free)
+
+    @property
+    def wanted(self) -> int:
+        """Slots that could be filled now, beside the free ones."""
+        return max(0, self._demand - len(self._free))
+
+    def want(self, count: int) -> None:
+        """A transfer will take so many slots more, or fewer if `count` is negative."""
+        with self._lock:
+            self._demand += count
+
     def take(self) -> tuple[int, int] | None:
-        """A free slot and the sequence number of this use, or `None`."""
+        """The number and the address of a loan that is then used, or `None`."""
         with self._lock:
             if not self._free:
                 return None
-            slot = self._free.popleft()
-            self._sequence = next_use(self._sequence)
-            self._outstanding[slot] = self._sequence
-            return slot, self._sequence
+            number = next(iter(self._free))
+            self._used.add(number)
+            self._demand -= 1
+            return number, self._free.pop(number)
 
-    def credit(self, slot: int, sequence: int) -> bool:
-        """The peer has unpacked this use of a slot. Returns whether a credit for it was awaited."""
+    def put_back(self, number: int, address: int) -> None:
+        """Nothing was written to the slot of a loan, nor will be: it may be used by another transfer."""
         with self._lock:
-            if self._outstanding.get(slot) != sequence:
-                return False
-            del self._outstanding[slot]
-            self._free.append(slot)
-            return True
+            self._used.discard(number)
+            self._free[number] = address
+
+    def listed(self, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
+        """The peer lists its loans. Returns those that were given back before.
+
+        Raises `RemoteProtocolError` for a slot that is in no region of the peer's.
+        """
+        with self._lock:
+            known = self._free.keys() | self._used
+            new = {number: address for number, address in loans if number > self.seen}
+            forgotten = tuple(number for number, _ in loans if self._first < number <= self.seen and number not in known)
+            numbers = {number for number, _ in loans}
+            self._used = {number for number in self._used if number in numbers or number > newest}
+            self.seen = max(self.seen, newest)
+            for address in new.values():
+                stop = address + self.slot_nbytes
+                if not any(each.address <= address and stop <= each.address + each.nbytes for each in self._regions):
+                    raise RemoteProtocolError(
+                        f"loan: slot [{address:#x}, {stop:#x}) is in no region that the peer has registered"
+                    )
+            self._free.update(new)
+        return forgotten
+
+    def give_back(self) -> tuple[int, ...]:
+        """The free loans, which are not used any more."""
+        with self._lock:
+            numbers = tuple(self._free)
+            self._free.clear()
+        return numbers

@@ -1,4 +1,4 @@
-"""Slots that peers have filled in this side's rings, scattered into the rows where their bytes belong."""
+"""Slots of this side that peers have filled, scattered into the rows where their bytes belong."""
 
 from __future__ import annotations
 

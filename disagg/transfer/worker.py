@@ -1,5 +1,5 @@
-"""The transfer worker: binds rows to addresses, waits for ready events, posts copies or packs them into the peer's ring, polls
-them to their end, and unpacks what has arrived in this side's rings.
+"""The transfer worker: binds rows to addresses, waits for ready events, posts copies or packs them into slots of the peer's,
+polls them to their end, and unpacks what has arrived in slots here.
 """
 
 from __future__ import annotations
@@ -228,5 +228,6 @@ class TransferWorker:
         return ActiveJob(job, bound, backend=self._backend, slots=self._slots, report=report, reports=self._reports)
 
     def _drop_ended(self) -> None:
-        if self._active:
-            self._active = [active for active in self._active if not active.has_ended]
+        for active in [each for each in self._active if each.has_ended]:
+            active.close()
+            self._active.remove(active)

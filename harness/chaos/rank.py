@@ -68,7 +68,7 @@ class Rank:
             components=[paged.gqa(pairs, axes=settings.axes, num_kv_heads=NUM_KV_HEADS, topology=topology)],
             model=ModelId("chaos"),
             backend=inject(
-                settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, num_slots=4, num_rings=64)
+                settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, window=4, num_lent=64)
             ),
             listen=settings.listen,
             insecure=settings.off_loopback,

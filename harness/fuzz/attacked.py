@@ -22,7 +22,7 @@ from disagg.backends.registry import load
 from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.memory import MemoryRegion
 from disagg.layout.agreement import Agreement, encode_placements
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Member, Message, RingGrant, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lend, Lending, Member, Message, Welcome, decode, encode
 from harness.fuzz.rank import NOWHERE
 from harness.fuzz.runs import Result
 from harness.fuzz.samples import MODEL, PEER_SIDE, components, hello_of
@@ -48,6 +48,8 @@ class Impostor:
         self.backend.register(self.regions)
         self.endpoint = self.backend.endpoint()
         self.forgets = False
+        self.loans: list[int] = []
+        """Loans that the rank last listed."""
         self.placements = encode_placements(self._own)
         self._router = context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -60,7 +62,6 @@ class Impostor:
 
     def welcome(self, hello: Hello, endpoint: bytes | None = None) -> Welcome:
         """The answer to the rank's hello."""
-        region = self.regions[0]
         return Welcome(
             version=PROTOCOL_VERSION,
             instance="peer",
@@ -74,7 +75,7 @@ class Impostor:
             placements=self.placements,
             backend=self.backend.name,
             endpoint=self.endpoint if endpoint is None else endpoint,
-            ring=RingGrant(region.address, min(region.nbytes, 4096), 1),
+            lending=Lending(4096, 1),
             generation=hello.generation,
         )
 
@@ -93,11 +94,11 @@ class Impostor:
         self._router.send_multipart([connection, encode(message)])
 
     def forget(self, connection: bytes, hello: Hello) -> None:
-        """Answer the hello of a rank with another ring than before: the rank gives the connection up and says hello again."""
+        """Answer the hello of a rank with other loans than before: the rank gives the connection up and says hello again."""
         welcome = self.welcome(hello)
-        assert welcome.ring is not None
-        other = msgspec.structs.replace(welcome.ring, first=welcome.ring.first + 1)
-        self.reply(connection, msgspec.structs.replace(welcome, ring=other))
+        assert welcome.lending is not None
+        other = msgspec.structs.replace(welcome.lending, first=welcome.lending.first + 1)
+        self.reply(connection, msgspec.structs.replace(welcome, lending=other))
 
     def serve(self, timeout_s: float) -> list[Message]:
         """Answer the rank's hellos. Returns its other messages."""
@@ -109,6 +110,8 @@ class Impostor:
                 else:
                     self.reply(connection, self.welcome(message))
                 self.forgets = False
+            elif isinstance(message, Lend):
+                self.loans = [number for number, _ in message.loans]
             else:
                 others.append(message)
         return others

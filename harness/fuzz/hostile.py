@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from disagg.layout.agreement import LocalRank
-from disagg.protocol.messages import Filled, PagesRow, Part, Reserve, RingGrant, SlotsFilled, encode
+from disagg.protocol.messages import Filled, PagesRow, Part, Reserve, SlotsFilled, encode
 from harness.fuzz.samples import hello_of
 
 Tree = dict[str, Any]
@@ -35,13 +35,13 @@ def hostile_hello(rng: random.Random, local: LocalRank, *, address: str, epoch: 
     return bytes(msgpack.packb(tree))
 
 
-def hostile_slots(rng: random.Random, reserve: Reserve, ring: RingGrant, *, sequence: int) -> bytes:
+def hostile_slots(rng: random.Random, reserve: Reserve, loans: Sequence[int]) -> bytes:
     """Slots for an open request: their stream has the same part many times, or there are many slots of one stream."""
     need = reserve.need["kv"]
     part = Part("kv", tuple([0] * rng.choice((1, 1, 1000))), None, *need)
     parts = (part,) * rng.choice((1, 100, 10_000, 65_536))
-    slots = rng.choice((1, 1, 4)) if len(parts) > 100 else 64
-    filled = tuple(Filled(0, ring.first + sequence, rng.randrange(1 << 20), parts, 0, 16, ring.address) for _ in range(slots))
+    slots = loans[:4] if len(parts) > 100 else loans
+    filled = tuple(Filled(loan, rng.randrange(1 << 20), parts, 0, 16) for loan in slots)
     identity: Tree = {"request_id": reserve.request_id, "attempt": reserve.attempt, "nonce": reserve.nonce}
     return encode(SlotsFilled(**identity, slots=filled))
 

@@ -53,19 +53,18 @@ def overload(inputs: int, *, engine: str, seed: int) -> Result:
     """
     rng, began, accepted, slowest = random.Random(f"{seed}:costly"), time.perf_counter(), 0, 0.0
     with attack(engine) as (rank, impostor, dealer):
-        _, welcome = _await_welcome(rank, impostor, dealer)
-        for number in range(inputs):
+        _await_welcome(rank, impostor, dealer)
+        for _ in range(inputs):
             reserve = _open_request(rank, impostor)
             match rng.randrange(3):
                 case 0:
                     data = hostile_hello(rng, impostor.local, address=impostor.address, epoch=EPOCH)
                 case 1:
-                    ring = welcome.ring
-                    data = hostile_slots(rng, reserve, ring, sequence=number % 3) if ring and reserve else b""
+                    data = hostile_slots(rng, reserve, impostor.loans) if impostor.loans and reserve else b""
                 case _:
                     data = hostile_reserve(rng, reserve) if reserve else b""
             dealer.send(data)
-            seconds, welcome = _await_welcome(rank, impostor, dealer)
+            seconds, _ = _await_welcome(rank, impostor, dealer)
             slowest = max(slowest, seconds)
             accepted += bool(rank.check()["ready"])
         impostor.forgets = True  # it has shown other tables meanwhile, which no peer does without a restart

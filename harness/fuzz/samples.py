@@ -36,14 +36,16 @@ from disagg.models.pools import StagePools, allocate
 from disagg.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Borrow,
     Busy,
     Complete,
-    Credit,
     Decline,
     Drained,
     Filled,
     Goodbye,
     Hello,
+    Lend,
+    Lending,
     Member,
     Message,
     Outcome,
@@ -51,7 +53,6 @@ from disagg.protocol.messages import (
     Part,
     Reject,
     Reserve,
-    RingGrant,
     SlotRow,
     SlotsFilled,
     Wanted,
@@ -95,7 +96,7 @@ RESERVE = Reserve(
 COMPLETE = Complete(
     **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), packed=((0, 4096),)
 )
-FILLED = SlotsFilled(**IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 4096),))
+FILLED = SlotsFilled(**IDS, nonce=7, slots=(Filled(9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512),))
 
 
 def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", plans: bytes = b"") -> list[Message]:
@@ -119,7 +120,7 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
             placements=placements,
             backend="local",
             endpoint=endpoint,
-            ring=RingGrant(4096, 512, 8),
+            lending=Lending(512, 8),
         ),
         Reject(field="revision", reason="expected 'r', found 's'", hello_first=True),
         Reject(field="hello", reason="no"),
@@ -134,7 +135,8 @@ def messages(local: LocalRank, placements: bytes = b"", endpoint: bytes = b"", p
         Abort(**IDS, nonce=7, reason="client gone"),
         Drained(**IDS, nonce=7, reason="broken wire"),
         Outcome(**IDS, nonce=7, ok=True),
-        Credit(ring=4096, slots=((0, 9), (5, 10))),
+        Lend(loans=((9, 4096), (10, 4608)), newest=10),
+        Borrow(wanted=3, seen=10, returned=(9,)),
         Goodbye(reason="closing"),
         Writing(engine="local", epoch=5, generation=1),
     ]

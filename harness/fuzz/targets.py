@@ -17,9 +17,10 @@ from disagg.core.rows import Pages
 from disagg.layout.agreement import Agreement, decode_placements, encode_placements
 from disagg.protocol.messages import (
     AnyMessage,
+    Borrow,
     Busy,
-    Credit,
     Hello,
+    Lend,
     Member,
     RequestMessage,
     Reserve,
@@ -109,7 +110,7 @@ class Reader:
             self._open(KEY)
         self.peers.on_inbound(b"c", "", message, self._now)
         self.peers.on_reply(0, message, self._now)
-        if isinstance(message, RequestMessage | Busy | Credit):
+        if isinstance(message, RequestMessage | Borrow | Busy | Lend):
             self.sessions.on_message(PEER, message, self._now)
         self.peers.tick(self._now)
         self.sessions.tick(self._now)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Member, RingGrant, Welcome, decode, encode
+from disagg.protocol.messages import PROTOCOL_VERSION, AnyMessage, Hello, Lending, Member, Welcome, decode, encode
 from disagg.protocol.peer_state import (
     Connect,
     ConnectionLimits,
@@ -284,7 +284,7 @@ def welcome(
     *,
     version: int = PROTOCOL_VERSION,
     generation: int = 0,
-    ring: RingGrant | None = None,
+    lending: Lending | None = None,
 ) -> Welcome:
     """The answer of a rank that moves nothing."""
     return Welcome(
@@ -301,5 +301,5 @@ def welcome(
         backend="local",
         endpoint=b"",
         generation=generation,
-        ring=ring,
+        lending=lending,
     )

@@ -10,18 +10,18 @@ from disagg.protocol.messages import unpack_rows
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.types import CancelTransfers, PeerRank, StartTransfer
 from harness.simulator.faults import TransferResult
+from harness.simulator.loans import Staging
 from harness.simulator.model import PAGE_TOKENS, Flight, Holding, Host, Move, Violation, cell
 from harness.simulator.network import Network
-from harness.simulator.rings import Rings
 from harness.simulator.world import World
 
 
 class Engine:
     """Carries out the transfers of a world. Half of a transfer's cells land half way, the rest at its end."""
 
-    def __init__(self, world: World, network: Network, rings: Rings) -> None:
+    def __init__(self, world: World, network: Network, staging: Staging) -> None:
         self.num_transfers = 0
-        self._world, self._network, self._rings = world, network, rings
+        self._world, self._network, self._staging = world, network, staging
         world.on(StartTransfer, self.start)
         world.on(CancelTransfers, lambda *_: None)  # every transfer begins at once
 
@@ -35,9 +35,13 @@ class Engine:
         flight = Flight(host, world.hosts[peer], start, opened.holding, list(_moves(opened.holding, peer, start)))
         world.flights.add(flight)
         behaviour = world.faults.transfer(self.num_transfers)
-        packed = world.faults.packed(self.num_transfers)
+        packed = world.scenario.slots_only or world.faults.packed(self.num_transfers)
         self.num_transfers += 1
-        if packed and self._rings.start(flight, behaviour):
+        if packed and self._staging.start(flight, behaviour):
+            return
+        if world.scenario.slots_only:
+            world.flights.discard(flight)
+            host.sessions.sends.settled(start.ticket, now=world.now, error=f"{peer} cannot be reached")
             return
         half_way, end, at = world.now + behaviour.seconds / 2, world.now + behaviour.seconds, partial(world.at, of=host)
         half = len(flight.moves) // 2

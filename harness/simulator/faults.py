@@ -41,7 +41,7 @@ class Faults(Protocol):
         """How the transfer behaves."""
 
     def packed(self, index: int) -> bool:
-        """Whether the transfer goes through its destination's ring."""
+        """Whether the transfer goes through slots of its destination."""
 
     def unpack_s(self) -> float:
         """How long the next slot takes to unpack."""

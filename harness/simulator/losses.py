@@ -71,7 +71,9 @@ class Losses:
         if host.epochs[peer] >= epoch:
             return
         ended, host.epochs[peer] = host.epochs[peer], epoch
-        self._world.act(host, partial(host.sessions.peer_lost, peer, "connection reset", self._world.now, epoch=ended))
+        direct = not self._world.scenario.slots_only
+        lose = partial(host.sessions.peer_lost, peer, "connection reset", self._world.now, epoch=ended, direct=direct)
+        self._world.act(host, lose)
         host.unproved.add((peer, ended))
         if proved:
             self._prove(host, peer, epoch, ended)

@@ -17,8 +17,8 @@ from disagg.protocol.receive_session import ReceiveSession, ReceiveState
 from disagg.protocol.send_session import SendSession, SendState
 from disagg.protocol.sessions import Sessions
 from disagg.protocol.types import NEVER, Event, PeerRank, RequestKey, StartTransfer
-from harness.simulator.ring_pool import RingPool
 from harness.simulator.scenario import DECODE, PREFILL, Scenario, Script
+from harness.simulator.slots import SlotPool
 
 PAGE_TOKENS = 2
 NUM_LAYERS = 2
@@ -102,13 +102,13 @@ class Host:
 
     def __init__(self, name: PeerRank, scenario: Scenario, *, born: int = 0) -> None:
         self.name, self.born = name, born
-        self.rings = RingPool()
+        self.slots = SlotPool()
         draws = itertools.count(1)
         self.sessions = Sessions(
             group=name.rank // scenario.group_size(name.instance),
             epoch=self.process,
             limits=scenario.limits,
-            rings=self.rings,
+            slots=self.slots,
             draw=lambda _bits: next(draws),
         )
         self.alive = True
@@ -170,8 +170,8 @@ class Flight:
         nonce = start.reserve.nonce
         self.target = None if self.stale else next((o.holding for o in destination.opened if nonce == o.nonce), None)
         self.reserved = self.target
-        """The destination's rows that stay leased until the transfer settles, also if it writes into a ring."""
+        """The destination's rows that stay leased until the transfer settles, also if it writes into slots."""
         self.packed = False
-        """Whether it writes into its destination's ring, and not into rows."""
+        """Whether it writes into slots of its destination, and not into rows."""
         self.late_write: Callable[[], None] | None = None
         """The write of a packed transfer that lands late, or when the simulation ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from disagg.protocol.messages import Busy, Credit, RequestMessage, decode, encode
+from disagg.protocol.messages import Borrow, Busy, Lend, RequestMessage, Reserve, decode, encode
 from disagg.protocol.types import PeerRank, SendMessage
 from harness.simulator.model import Host
 from harness.simulator.world import World
@@ -21,6 +21,8 @@ class Network:
     def send(self, host: Host, effect: SendMessage) -> None:
         """Send a message; the faults decide which copies arrive, and when."""
         world = self._world
+        if isinstance(effect.message, Reserve):
+            host.sessions.lender.ahead(effect.peer, 1)
         data, epoch = encode(effect.message), host.epochs[effect.peer]
         for delay in world.faults.message(self.num_messages, world.now):
             world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data), of=effect.peer)
@@ -32,7 +34,7 @@ class Network:
         if host.epochs[source.name] == epoch or self._is_read_late(source, host, epoch):
             host.heard[source.name] = max(source.born, host.heard.get(source.name, 0))
             message = decode(data)
-            assert isinstance(message, RequestMessage | Busy | Credit)
+            assert isinstance(message, RequestMessage | Busy | Lend | Borrow)
             self._world.act(host, partial(host.sessions.on_message, source.name, message, self._world.now))
 
     def _is_read_late(self, source: Host, host: Host, epoch: int) -> bool:

@@ -96,7 +96,9 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The scripts of all requests, the sizes of the instances, the losses and the stops."""
+    """The scripts of all requests, the sizes of the instances, the losses and the stops. `slots_only`: ranks write slots of
+    their peers, and no rows.
+    """
 
     scripts: tuple[Script, ...]
     num_senders: int = 1
@@ -106,6 +108,7 @@ class Scenario:
     losses: tuple[Loss, ...] = ()
     stops: tuple[Stop, ...] = ()
     heal_at: float = 0.0
+    slots_only: bool = False
     limits: Limits = field(default_factory=lambda: Limits(parked_reserve_s=15.0))
 
     def group_size(self, instance: str) -> int:

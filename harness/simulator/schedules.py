@@ -110,6 +110,7 @@ def random_simulation(seed: int, *, pair: bool = False) -> Simulation:
             *given_up,
         ),
         stops=stops,
+        slots_only=others.random() < 0.3,
         heal_at=heal_at,
         limits=Limits(
             max_parked_reserves=rng.choice((1, 2, 64)), parked_reserve_s=15.0, drain_timeout_s=rng.choice((1.0, 10.0))

@@ -6,10 +6,10 @@ from disagg.protocol.types import PeerRank
 from harness.simulator.checks import check_ends, check_nothing_left
 from harness.simulator.engine import Engine
 from harness.simulator.faults import Faults
+from harness.simulator.loans import Staging, check_loans
 from harness.simulator.losses import Losses
 from harness.simulator.model import Host
 from harness.simulator.network import Network
-from harness.simulator.rings import Rings, check_rings
 from harness.simulator.scenario import Scenario
 from harness.simulator.servers import Servers
 from harness.simulator.world import World
@@ -21,7 +21,7 @@ class Simulation:
     def __init__(self, scenario: Scenario, faults: Faults) -> None:
         self._world = World(scenario, faults)
         self._network = Network(self._world)
-        self._engine = Engine(self._world, self._network, Rings(self._world))
+        self._engine = Engine(self._world, self._network, Staging(self._world))
         Losses(self._world, Servers(self._world))
 
     @property
@@ -50,5 +50,5 @@ class Simulation:
             self._engine.land(flight, slice(None), finished=True)
         if complete:
             check_nothing_left(world.hosts)
-            check_rings(list(world.hosts.values()), proved=all(loss.proved for loss in world.scenario.losses))
+            check_loans(list(world.hosts.values()))
         return self

@@ -30,7 +30,7 @@ from tests.support.host_kernels import SIDES, FailedCopies, HostMover, Spans
 class Packing(LocalBackend):
     @property
     def staging(self) -> StagingShape:
-        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=3, num_rings=8)
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=3, num_lent=8)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 5e-3])

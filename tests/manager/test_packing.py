@@ -12,7 +12,7 @@ from disagg import new_request_id
 from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalPeer, LocalTransfer
 from disagg.core.copies import CopyBatch
-from disagg.protocol.credits import Credits
+from disagg.protocol.loans import Lender
 from disagg.protocol.messages import Filled, Part
 from disagg.protocol.types import PeerRank
 from disagg.testing.faults import MessageFaults, mistreat
@@ -36,7 +36,7 @@ class HalfStuck(LocalBackend):
 
     @property
     def staging(self) -> StagingShape:
-        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
+        return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
         assert isinstance(peer, LocalPeer)
@@ -56,27 +56,27 @@ def test_pending_writes_to_one_peer_do_not_block_other_peers() -> None:
         HalfStuck.stuck.clear()
 
 
-SMALL_RINGS: dict[str, Any] = {"pack_below": 1 << 20}
+ALL_PACKED: dict[str, Any] = {"pack_below": 1 << 20}
 
 
 @pytest.mark.parametrize(
     ("falsify", "message"),
     [
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, f.parts, f.offset + 10**6, f.nbytes, f.ring), "packed stream of"),
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1, f.ring), "component 'ssm'"),
-        (lambda f: Filled(f.slot, f.sequence, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1, f.ring), "span classes (77,)"),
+        (lambda f: Filled(f.loan, f.chunk, f.parts, f.offset + 10**6, f.nbytes), "packed stream of"),
+        (lambda f: Filled(f.loan, f.chunk, (Part("ssm", (0,), None, 0, 1),), 0, 1), "component 'ssm'"),
+        (lambda f: Filled(f.loan, f.chunk, (Part("kv", (77,), None, 0, 20),), 0, 1), "span classes (77,)"),
     ],
 )
 def test_an_invalid_filled_slot_fails_its_request_and_stops_no_thread(
     monkeypatch: pytest.MonkeyPatch, falsify: Callable[[Filled], Filled], message: str
 ) -> None:
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
-        on_filled = Credits.on_filled
+    with cluster(Side(tp=2), Side(page=8), settings=ALL_PACKED) as instances:
+        on_filled = Lender.on_filled
 
-        def on_falsified(self: Credits, peer: PeerRank, found: Filled, begin: Callable[[], Any]) -> None:
+        def on_falsified(self: Lender, peer: PeerRank, found: Filled, begin: Callable[[], Any]) -> None:
             on_filled(self, peer, falsify(found), begin)
 
-        monkeypatch.setattr(Credits, "on_filled", on_falsified)
+        monkeypatch.setattr(Lender, "on_filled", on_falsified)
         request = new_request_id()
         receiver = receive(instances.decode[0], request, PageList((0, 1, 2)), need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
@@ -88,10 +88,10 @@ def test_an_invalid_filled_slot_fails_its_request_and_stops_no_thread(
         assert all(event.ok for event in instances.transfer(20))
 
 
-@pytest.mark.parametrize("lost", ["slots_filled", "complete", "credit"])
+@pytest.mark.parametrize("lost", ["slots_filled", "complete", "lend", "borrow"])
 def test_requests_complete_although_slot_messages_are_lost(lost: str) -> None:
     """The first three messages of a kind are dropped; no data is lost or unpacked twice."""
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
+    with cluster(Side(tp=2), Side(page=8), settings=ALL_PACKED) as instances:
         faults = MessageFaults(lose=1.0, kinds=frozenset((lost,)), at_most=3)
         channels = [mistreat(rank.manager, faults) for rank in instances.prefill + instances.decode]
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_requests_complete_although_slot_messages_are_lost(lost: str) -> None:
 
 
 def test_rows_are_not_released_while_the_receiver_unpacks_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(Side(tp=2), Side(page=8), settings=SMALL_RINGS) as instances:
+    with cluster(Side(tp=2), Side(page=8), settings=ALL_PACKED) as instances:
         entered, go_on = threading.Event(), threading.Event()
         scatter = unpacking.scatter
         scatter_thread = instances.decode[0].manager._runtime.worker.thread

@@ -48,7 +48,7 @@ class TransferModel:
         _, theirs = self.scene.rows(self.source, self.destination)
         name, case = self.scene.case.model.component, self.scene.case
         incoming = bind_incoming(plan, bound.parts, {name: theirs}, {name: (case.need, case.num_tokens)})
-        assert incoming.total == bound.ring_nbytes
+        assert incoming.total == bound.packed_nbytes
         for offset in range(0, incoming.total, room):
             nbytes = min(room, incoming.total - offset)
             if bound.gathered is None:
@@ -101,7 +101,7 @@ def test_all_paths_together_write_exactly_the_needed_bytes(
         for start, stop in ((case.need, cut), (cut, case.num_tokens)):
             written = Written(0, name, None, start, stop)
             start_transfer = StartTransfer(ticket, Chunk(0, {name: ours}, (start, stop), None), reserve, (written,))
-            bound = bind_outgoing(plan, start_transfer, pack_below=pack_below, has_ring=has_ring, gathers_from=gathers_from)
+            bound = bind_outgoing(plan, start_transfer, pack_below=pack_below, packs=has_ring, gathers_from=gathers_from)
             assert has_ring or not bound.parts
             assert gathers_from is not None or bound.gathered is None
             TransferModel(scene, source, destination, slot_nbytes).move(bound, plan)
@@ -146,7 +146,7 @@ class SmallStaging(LocalBackend):
 
     @property
     def staging(self) -> StagingShape:
-        return StagingShape(pack_below=128, slot_nbytes=1000, num_slots=2, num_rings=8)
+        return StagingShape(pack_below=128, slot_nbytes=1000, window=2, num_lent=8)
 
     def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
         if self.num_allowed == 0:

@@ -17,7 +17,7 @@ from tests.manager.test_transfers import SmallStaging
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive, send
 
 TRANSFER = ("bind", "pack", "post", "wire")
-PACKING = StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
+PACKING = StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
 
 
 def begin(instances: Cluster) -> tuple[Receiver, list[Sender]]:
@@ -44,7 +44,7 @@ def test_phases_add_up_on_both_sides(verify: str) -> None:
 
 
 def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1 << 20, num_slots=2, num_rings=8)
+    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1 << 20, window=2, num_lent=8)
     with cluster(Side(), Side(), settings={"backend": lambda options: SmallStaging(options, shape)}) as instances:
         go_on, scatter = threading.Event(), unpacking.scatter
 

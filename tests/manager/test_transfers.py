@@ -107,7 +107,7 @@ def test_context_parallel_decode_by_token() -> None:
 @pytest.mark.parametrize(("prefill", "decode"), PACKED_PAIRS)
 def test_small_pieces_are_packed_and_unpacked_at_the_right_place(prefill: Side, decode: Side) -> None:
     """Rings of two slots of 1,000 bytes: slots are reused, and pieces are cut at slot ends."""
-    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1000, num_slots=2, num_rings=8)
+    shape = StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
     settings = {"backend": lambda options: SmallStaging(options, shape)}
     with cluster(prefill, decode, num_kv_heads=6, settings=settings) as instances:
         assert ok(instances.transfer(61))

@@ -20,14 +20,16 @@ from disagg.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     AnyMessage,
+    Borrow,
     Busy,
     Complete,
-    Credit,
     Decline,
     Drained,
     Filled,
     Goodbye,
     Hello,
+    Lend,
+    Lending,
     Member,
     Message,
     Outcome,
@@ -35,7 +37,6 @@ from disagg.protocol.messages import (
     Part,
     Reject,
     Reserve,
-    RingGrant,
     SlotRow,
     SlotsFilled,
     Wanted,
@@ -77,7 +78,8 @@ SAMPLES: dict[str, Message] = {
         placements=b"l",
         backend="local",
         endpoint=b"e",
-        ring=RingGrant(4096, 512, 8),
+        lending=Lending(512, 8),
+        direct=False,
     ),
     "reject": Reject(field="revision", reason="expected 'r', found 's'", hello_first=True),
     "reserve": Reserve(
@@ -95,14 +97,13 @@ SAMPLES: dict[str, Message] = {
     "complete": Complete(
         **IDS, nonce=7, written=(Written(0, "kv", None, 16, 40), Written(1, "ssm", (3, 4), 0, 40)), payload=b"first"
     ),
-    "slots_filled": SlotsFilled(
-        **IDS, nonce=7, slots=(Filled(3, 9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512, 65536),)
-    ),
+    "slots_filled": SlotsFilled(**IDS, nonce=7, slots=(Filled(9, 1, (Part("kv", (0, 1), None, 16, 40),), 4096, 512),)),
     "complete_packed": Complete(**IDS, nonce=7, written=(Written(0, "kv", (1,), 0, 8),), packed=((0, 65536),)),
     "abort": Abort(**IDS, nonce=7, reason="client gone", from_writer=True),
     "drained": Drained(**IDS, nonce=7, reason="broken wire"),
     "outcome": Outcome(**IDS, nonce=7, ok=False, reason="timed out"),
-    "credit": Credit(ring=65536, slots=((0, 9), (5, 10))),
+    "lend": Lend(loans=((9, 65536), (10, 66048)), newest=10),
+    "borrow": Borrow(wanted=3, seen=10, returned=(9,)),
     "goodbye": Goodbye(reason="closing"),
     "writing": Writing(engine="cma", epoch=5, generation=1),
 }
@@ -146,7 +147,7 @@ def test_every_message_has_a_sample_and_a_golden_file() -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_encoded_messages_equal_the_golden_files(name: str) -> None:
     golden = bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
-    assert PROTOCOL_VERSION == 5
+    assert PROTOCOL_VERSION == 6
     assert encode(SAMPLES[name]) == golden
     assert decode(golden) == SAMPLES[name]
 
@@ -199,7 +200,8 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Decline, **BASE, nonce=NONCE, source_group=SMALL, destination_group=SMALL),
     st.builds(Wanted, **BASE, nonce=NONCE, source_group=SMALL),
     st.builds(Outcome, **BASE, nonce=NONCE, ok=st.booleans(), reason=REASON),
-    st.builds(Credit, ring=st.integers(1, 2**63 - 1), slots=st.lists(st.tuples(SMALL, NONCE), max_size=4).map(tuple)),
+    st.builds(Lend, loans=st.lists(st.tuples(NONCE, st.integers(1, 2**63 - 1)), max_size=4).map(tuple), newest=NONCE),
+    st.builds(Borrow, wanted=SMALL, seen=NONCE, returned=st.lists(NONCE, max_size=4).map(tuple)),
     st.builds(Goodbye, reason=REASON),
     st.builds(Writing, engine=NAME, epoch=NONCE, generation=SMALL),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.core.errors import ConfigError
-from disagg.protocol.messages import Busy, Goodbye, Hello, Member, Reject, RingGrant, Welcome, decode, encode
+from disagg.protocol.messages import Busy, Goodbye, Hello, Lending, Member, Reject, Welcome, decode, encode
 from disagg.protocol.peer_state import (
     Connect,
     ConnectionLimits,
@@ -377,7 +377,7 @@ def test_a_connection_that_one_side_gave_up_ends_on_both_sides_and_is_renewed() 
     table.tick(1.0)
     assert take_effects(table) == [SendHello(0, 1, 7)]
     reply(table, LEADER, welcome(), 1.0)
-    assert table.link(DECODE) is None, "this answers an earlier hello; its ring is not the latest grant"
+    assert table.link(DECODE) is None, "this answers an earlier hello, whose loans are void"
     reply(table, LEADER, welcome(generation=1), 1.0)
     table.on_inbound(b"c2", "", hello(generation=1, peer_epoch=EPOCH), 1.5)
     assert lost_in(table) == []
@@ -412,29 +412,29 @@ def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> No
     assert table.link(DECODE) is not None
 
 
-def test_a_welcome_with_another_ring_starts_a_new_connection() -> None:
-    """Both sides must use the same ring: another ring holds old bytes or those of another peer."""
+def test_a_welcome_with_other_loans_starts_a_new_connection() -> None:
+    """The peer has given the connection up and holds earlier loans for void."""
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
-    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.0)
+    reply(table, LEADER, welcome(lending=Lending(512, 1)), 0.0)
     take_effects(table)
-    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8)), 0.5)
+    reply(table, LEADER, welcome(lending=Lending(512, 1)), 0.5)
     assert take_effects(table) == []
-    reply(table, LEADER, welcome(ring=RingGrant(4096, 512, 8, 1 << 40)), 1.0)
+    reply(table, LEADER, welcome(lending=Lending(512, 1 << 40)), 1.0)
     assert take_effects(table) == [Lost(DECODE, 7, "the peer has started a new connection")]
     table.tick(1.0)
     assert take_effects(table) == [SendHello(0, 1, 7)]
-    reply(table, LEADER, welcome(ring=RingGrant(8192, 512, 8), generation=1), 1.1)
+    reply(table, LEADER, welcome(lending=Lending(512, 2), generation=1), 1.1)
     assert [type(effect) for effect in take_effects(table)] == [Ready]
 
 
-def test_a_ring_granted_later_ends_no_connection_without_a_ring() -> None:
+def test_slots_lent_later_end_no_connection_without_loans() -> None:
     table = peer_table()
     table.add_peer("decode-0", LEADER, None, 0.0)
     reply(table, LEADER, welcome(), 0.0)
     take_effects(table)
-    for address in (4096, 8192):
-        reply(table, LEADER, welcome(ring=RingGrant(address, 512, 8)), 1.0)
+    for first in (1, 2):
+        reply(table, LEADER, welcome(lending=Lending(512, first)), 1.0)
     assert take_effects(table) == []
     assert table.link(DECODE) is not None
 

@@ -40,7 +40,7 @@ def complete(*, packed: tuple[tuple[int, int], ...]) -> Complete:
 
 
 def slots_filled(number: int = 0, nonce: int = 7) -> SlotsFilled:
-    return SlotsFilled(**{**IDS, "nonce": nonce}, slots=(Filled(number, number + 1, 0, (PART,), 0, 64, 4096),))
+    return SlotsFilled(**{**IDS, "nonce": nonce}, slots=(Filled(number + 1, 0, (PART,), 0, 64),))
 
 
 def receiving() -> tuple[Sessions, ReceiveSession]:
@@ -194,9 +194,9 @@ def test_a_filled_slot_is_reported_unless_its_destination_was_lost(lost: bool) -
         sessions.effects.clear()
     (filled,) = slots_filled().slots
     sessions.slot_filled(Ticket(D0, SENT, 0), filled, 1.0)
-    sessions.credits.flush()
+    sessions.flush()
     assert take_messages(sessions) == ([] if lost else [(D0, SlotsFilled(**ATTEMPT, nonce=7, slots=(filled,)))])
-    assert (sessions.credits.next_tick == NEVER) is lost
+    assert (sessions.borrower.next_tick == NEVER) is lost
 
 
 def test_a_message_about_a_connection_is_refused() -> None:

@@ -1,7 +1,8 @@
-"""Staging buffers and rings: pools, sizes, and the writer's view of a peer's ring."""
+"""Staging buffers and lent slots: pools, sizes, and the writer's view of its loans."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import Any
 
@@ -10,20 +11,21 @@ import pytest
 from disagg import ConfigError, RemoteProtocolError
 from disagg.backends.base import StagingShape
 from disagg.core.memory import RemoteRegion
-from disagg.core.rings import NUM_USES, Ring
-from disagg.transfer.staging import RemoteRing, RingPool, SlotPool
+from disagg.transfer.staging import LentSlots, Loans, SlotPool
 
-SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, num_slots=2, num_rings=2)
+SHAPE = StagingShape(pack_below=4096, slot_nbytes=512, window=2, num_lent=3)
 
 
-@pytest.mark.parametrize("wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"num_slots": 0}, {"num_rings": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"pack_below": -1}, {"slot_nbytes": 0}, {"window": 0}, {"num_lent": 0}, {"address_space": 0}, {"spares": -1}]
+)
 def test_an_invalid_staging_shape_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="staging"):
         StagingShape(**wrong)
 
 
-def test_pools_give_each_slot_and_ring_once_without_overlap() -> None:
-    slots, rings = SlotPool(SHAPE), RingPool(SHAPE)
+def test_pools_give_each_slot_once_without_overlap() -> None:
+    slots, lent = SlotPool(SHAPE), LentSlots(SHAPE)
     first, second = slots.take(), slots.take()
     assert first is not None
     assert second is not None
@@ -31,29 +33,31 @@ def test_pools_give_each_slot_and_ring_once_without_overlap() -> None:
     assert slots.take() is None
     slots.give_back(first)
     assert slots.take() == first
-    one, two = rings.take(), rings.take()
-    assert one is not None
-    assert two is not None
-    assert rings.take() is None
-    addresses = sorted(ring.slot(n) for ring in (one, two) for n in range(SHAPE.num_slots))
-    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(addresses))
-    assert addresses[0] >= rings.memory.region.address
-    assert addresses[-1] + SHAPE.slot_nbytes <= rings.memory.region.address + rings.memory.region.nbytes
+    taken = sorted(address for _ in range(3) if (address := lent.take()) is not None)
+    assert lent.take() is None
+    assert lent.num_free == 0
+    assert all(after - before >= SHAPE.slot_nbytes for before, after in itertools.pairwise(taken))
+    region = lent.memory.region
+    assert region.address <= taken[0]
+    assert taken[-1] + SHAPE.slot_nbytes <= region.address + region.nbytes
+    lent.give_back(taken[1])
+    assert lent.take() == taken[1]
 
 
-def test_rings_after_the_whole_rings_are_smaller_and_the_largest_free_ring_is_taken() -> None:
-    shape = StagingShape(slot_nbytes=512, num_slots=8, num_rings=8, whole_rings=2)
-    assert shape.ring_slots() == (8, 8, 4, 4, 2, 2, 1, 1)
-    rings = RingPool(shape)
-    assert rings.memory.region.nbytes >= 512 * 30
-    all_rings = [rings.take() for _ in range(8)]
-    assert [ring.num_slots for ring in all_rings if ring is not None] == [8, 8, 4, 4, 2, 2, 1, 1]
-    addresses = sorted(ring.slot(n) for ring in all_rings if ring is not None for n in range(ring.num_slots))
-    assert all(after - before >= 512 for before, after in itertools.pairwise(addresses))
-    for ring in (all_rings[4], all_rings[2], all_rings[6]):
-        assert ring is not None
-        rings.give_back(ring)
-    assert rings.take() == all_rings[2]
+def test_slots_that_may_be_written_for_ever_are_replaced_and_their_pages_go_back() -> None:
+    shape = StagingShape(slot_nbytes=2 << 20, window=1, num_lent=1, address_space=3)
+    lent = LentSlots(shape)
+    seen = set()
+    for left in (2, 1, 0):
+        address = lent.take()
+        assert address is not None
+        assert address not in seen
+        assert lent.memory.region.address <= address < lent.memory.region.address + lent.memory.region.nbytes
+        seen.add(address)
+        ctypes.memset(address, 7, shape.slot_nbytes)
+        assert lent.replace(address) is (left > 0)
+        assert ctypes.string_at(address, 1) == (b"\0" if left else b"\7"), "mapped still, and read as zeros if replaced"
+        assert lent.num_free == (1 if left else 0)
 
 
 def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
@@ -62,7 +66,7 @@ def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
     spares = []
     while slots.replace():
         spares.append(slots.take())
-    assert len({*held, *spares}) == SHAPE.num_slots + SHAPE.spares
+    assert len({*held, *spares}) == SHAPE.window + SHAPE.spares
     assert all(
         slots.memory.region.address <= spare < slots.memory.region.address + slots.memory.region.nbytes
         for spare in spares
@@ -76,29 +80,49 @@ def test_spare_slots_replace_slots_that_are_held_for_long() -> None:
     assert slots.take() == held[1]
 
 
-def test_only_the_credit_of_its_latest_use_frees_a_remote_slot() -> None:
-    ring = RemoteRing(Ring(4096, 512, 1), (RemoteRegion(4096, 512),))
-    use = ring.take()
-    assert use == (0, 1)
-    assert ring.take() is None
-    assert not ring.credit(0, 7)
-    assert not ring.credit(5, 1)
-    assert ring.credit(0, 1)
-    assert not ring.credit(0, 1), "a duplicate credit frees no slot"
-    assert ring.take() == (0, 2)
-    assert not ring.credit(0, 1), "an old credit does not free a newer use"
+REGION = (RemoteRegion(4096, 4096),)
 
 
-def test_uses_of_a_ring_are_numbered_on_after_the_last_number() -> None:
-    first = 3 * NUM_USES
-    ring = RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1024),), first=first)
-    ring._sequence = first + NUM_USES - 2
-    taken = [ring.take() for _ in range(2)]
-    assert taken == [(0, first + NUM_USES - 1), (1, first)]
-    assert all(ring.credit(*use) for use in taken if use is not None)
-    assert ring.take() == (0, first + 1)
+def test_each_loan_is_used_once_whatever_is_listed_again() -> None:
+    loans = Loans(512, 10, REGION)
+    assert loans.listed(((9, 4096), (10, 4608)), 10) == (), "loans of earlier connections"
+    assert loans.take() is None
+    assert loans.listed(((11, 4096), (12, 4608)), 12) == ()
+    assert loans.take() == (11, 4096)
+    assert loans.listed(((11, 4096), (12, 4608)), 12) == ()
+    assert loans.take() == (12, 4608)
+    assert loans.take() is None
+    assert loans.listed((), 12) == (), "both have arrived"
+    assert loans.listed(((12, 4608),), 12) == (12,), "an overtaken list: giving it back twice does no harm"
+    assert loans.take() is None
+    assert loans.seen == 12
 
 
-def test_a_ring_outside_the_peers_regions_is_refused() -> None:
+def test_what_was_given_back_is_given_back_again_if_it_is_listed() -> None:
+    loans = Loans(512, 0, REGION)
+    loans.listed(((1, 4096), (2, 4608)), 2)
+    assert loans.give_back() == (1, 2)
+    assert loans.give_back() == ()
+    assert loans.listed(((1, 4096), (2, 4608), (3, 5120)), 3) == (1, 2)
+    assert loans.take() == (3, 5120)
+    loans.put_back(3, 5120)
+    assert loans.take() == (3, 5120), "nothing was written"
+
+
+def test_slots_are_wanted_beside_those_that_are_free() -> None:
+    loans = Loans(512, 0, REGION)
+    loans.want(3)
+    assert loans.wanted == 3
+    loans.listed(((1, 4096),), 1)
+    assert (loans.wanted, loans.num_free) == (2, 1)
+    loans.take()
+    assert loans.wanted == 2
+    loans.want(-2)
+    assert loans.wanted == 0
+
+
+def test_a_slot_outside_the_peers_regions_is_refused() -> None:
+    loans = Loans(512, 0, (RemoteRegion(4096, 1023),))
     with pytest.raises(RemoteProtocolError, match="in no region that the peer has registered"):
-        RemoteRing(Ring(4096, 512, 2), (RemoteRegion(4096, 1023),))
+        loans.listed(((1, 4096), (2, 4608)), 2)
+    assert loans.take() is None

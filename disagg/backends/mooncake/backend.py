@@ -37,6 +37,7 @@ own switch, `MC_INTRANODE_NVLINK` or `MC_INTRA_NVLINK`, is in the environment.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -46,7 +47,7 @@ import msgspec
 import numpy as np
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import (
     Engine,
@@ -114,11 +115,12 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
     @staticmethod
     def staging_for(_: BackendOptions) -> StagingShape:
         """A piece costs about 14 us over TCP: break-even with packing is about 64 KiB."""
-        return StagingShape(pack_below=64 << 10, slot_nbytes=2 << 20, num_slots=8)
+        return StagingShape(pack_below=64 << 10)
 
     @property
     def staging(self) -> StagingShape:
-        return self.staging_for(BackendOptions())
+        shape = self.staging_for(BackendOptions())
+        return dataclasses.replace(shape, address_space=ADDRESS_SPACE) if self._protocol == "tcp" else shape
 
     @property
     def transport(self) -> str:

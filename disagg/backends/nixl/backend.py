@@ -37,6 +37,7 @@ thread and without the GIL; other calls into this engine wait meanwhile. Backend
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
@@ -50,7 +51,17 @@ import msgspec
 import numpy as np
 
 from disagg.backends.adapter import Adapter
-from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus, Transport, check_rdma
+from disagg.backends.base import (
+    ADDRESS_SPACE,
+    BackendOptions,
+    Fence,
+    Op,
+    RemotePeer,
+    StagingShape,
+    TransferStatus,
+    Transport,
+    check_rdma,
+)
 from disagg.backends.nixl.bindings import Bindings, has_gpu
 from disagg.backends.nixl.requests import NixlPeer, NixlTransfer, Requests
 from disagg.backends.nixl.ucx import CERTAIN, conflicts, has_rdma, ucx_settings
@@ -148,11 +159,12 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
     def staging_for(options: BackendOptions) -> StagingShape:
         """Break-even with single pieces is at about 32 KiB over shared memory and 64 KiB over TCP."""
         pack_below = (32 if options.stays_on_host else 64) << 10
-        return StagingShape(pack_below=pack_below, slot_nbytes=2 << 20, num_slots=8)
+        return StagingShape(pack_below=pack_below)
 
     @property
     def staging(self) -> StagingShape:
-        return self.staging_for(self._options)
+        shape = self.staging_for(self._options)
+        return dataclasses.replace(shape, address_space=ADDRESS_SPACE) if self._by_sockets else shape
 
     @property
     def transport(self) -> str:
@@ -336,10 +348,14 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         )
 
     @property
+    def _by_sockets(self) -> bool:
+        """Whether bytes of the host move only by sockets and copies between processes: no NIC, no UCX setting of the user's."""
+        return (self._options.wanted in (Transport.TCP, Transport.SHM) or not self._rdma) and "UCX_TLS" not in os.environ
+
+    @property
     def _provable(self) -> bool:
-        """Whether bytes move only by sockets and copies between processes: no NIC, no GPU, no UCX setting of the user's."""
-        by_sockets = self._options.wanted in (Transport.TCP, Transport.SHM) or not self._rdma
-        return by_sockets and "UCX_TLS" not in os.environ and all(r.device == CPU for r in self.index.regions)
+        """Whether all bytes move so: no memory is a GPU's."""
+        return self._by_sockets and all(r.device == CPU for r in self.index.regions)
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 

@@ -1,15 +1,16 @@
-"""Simulated transfers through staging rings: faults of messages, losses, and broken versions of the credits."""
+"""Simulated transfers through lent slots: faults of messages, losses, and broken versions of the loans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from disagg.protocol.credits import Credits, GrantedRing
+from disagg.protocol.loans import Account, Borrower, Lender
 from disagg.protocol.messages import Filled
 from disagg.protocol.types import PeerRank
+from disagg.transfer.staging import Loans
 from harness.simulator.faults import Behaviour, FixedFaults, TransferResult
 from harness.simulator.model import Violation
 from harness.simulator.scenario import Loss, Piece, Script
@@ -17,14 +18,14 @@ from tests.protocol.test_simulator import CHUNKS, D0, MESSAGE_FAULTS, P0, outcom
 
 PACKED = frozenset(range(8))
 LONG = Script(prompt=8, pieces=(Piece(0.0, (0, 8)), Piece(0.3, state=True)), finish_after_s=0.6)
-"""Its first transfer takes more slots than a ring has."""
+"""Its first transfer takes more slots than one writer may hold."""
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_packed_transfers_succeed(ranks: tuple[int, int]) -> None:
     simulation = run(LONG, FixedFaults(packed_transfers=PACKED), num_senders=ranks[0], num_receivers=ranks[1])
     assert set(outcomes(simulation).values()) == {True}
-    used = [use for host in simulation.hosts.values() for use in host.rings.memory.values()]
+    used = [use for host in simulation.hosts.values() for use in host.slots.memory.values()]
     assert used, "the slots were written"
 
 
@@ -60,59 +61,58 @@ def test_a_loss_during_packed_transfers(at: float, rank: PeerRank, other: str | 
         run((LONG, Script(reserve_at=2.0, send_at=2.0)), FixedFaults(packed_transfers=PACKED), losses=(loss,))
 
 
-# --------------------------------------------------------------------------------------------- credits broken on purpose
+# ---------------------------------------------------------------------------------------------- loans broken on purpose
 
 
-def credit_before_unpacking(patch: pytest.MonkeyPatch) -> None:
-    on_filled = Credits.on_filled
+def free_before_unpacking(patch: pytest.MonkeyPatch) -> None:
+    on_filled = Lender.on_filled
 
-    def broken(self: Credits, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+    def broken(self: Lender, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+        account = self._accounts.get(peer)
+        address = account.unfilled.get(filled.loan) if account is not None else None
         on_filled(self, peer, filled, begin)
-        self._credit(peer, filled)
+        if address is not None and self._slots is not None:
+            self._slots.give_back(address)
 
-    patch.setattr(Credits, "on_filled", broken)
-
-
-def unpack_every_report(patch: pytest.MonkeyPatch) -> None:
-    on_filled = Credits.on_filled
-
-    def broken(self: Credits, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
-        granted = self._find(peer, filled.ring)
-        if granted is not None:
-            granted.uses.clear()
-        on_filled(self, peer, filled, begin)
-
-    patch.setattr(Credits, "on_filled", broken)
+    patch.setattr(Lender, "on_filled", broken)
 
 
-def give_rings_back_at_a_loss(patch: pytest.MonkeyPatch) -> None:
-    peer_lost = Credits.peer_lost
+def free_at_a_loss(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Lender, _peer: PeerRank, account: Account) -> None:
+        assert self._slots is not None
+        for address in account.unfilled.values():
+            self._slots.give_back(address)
+        account.unfilled.clear()
 
-    def broken(self: Credits, peer: PeerRank) -> None:
-        peer_lost(self, peer)
-        granted: GrantedRing | None = self._granted.pop(peer, None)
-        if granted is not None:
-            assert self._rings is not None
-            self._rings.give_back(granted.ring)
+    patch.setattr(Lender, "_retire", broken)
 
-    patch.setattr(Credits, "peer_lost", broken)
+
+def take_every_listed_loan(patch: pytest.MonkeyPatch) -> None:
+    listed = Loans.listed
+
+    def broken(self: Loans, loans: Sequence[tuple[int, int]], newest: int) -> tuple[int, ...]:
+        found = listed(self, loans, newest)
+        self._free.update(loans)
+        return found
+
+    patch.setattr(Loans, "listed", broken)
 
 
 def no_reports_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Credits, "tick", lambda _self, _now: None)
+    patch.setattr(Borrower, "tick", lambda _self, _now: None)
 
 
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [
-        (credit_before_unpacking, "overwritten before it was unpacked|was unpacked into"),
-        (unpack_every_report, "overwritten before it was unpacked|was unpacked into|without"),
-        (give_rings_back_at_a_loss, "that was given back|overwritten before it was unpacked"),
+        (free_before_unpacking, "not lent to it any more|overwritten before it was unpacked|slots:"),
+        (free_at_a_loss, "not lent to it any more|overwritten before it was unpacked"),
+        (take_every_listed_loan, "not lent to it any more|overwritten before it was unpacked|without"),
         (no_reports_again, "still reports filled slots|after its deadline|never reported|quarantine"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_broken_credits_are_caught(
+def test_broken_loans_are_caught(
     mutation: Callable[[pytest.MonkeyPatch], None], violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)

@@ -1,0 +1,327 @@
+"""Loans of staging slots: which slots of a receiver each of its writers may fill now.
+
+Slots belong to the receiver, and to no peer. Each loan of a slot has a number of its own and is used once: the writer fills the
+slot and reports it until the receiver says that it knows; the receiver unpacks the slot, which is then free for anybody. A
+`Lend` lists every loan to a writer that the receiver takes for unfilled, so it may be lost, repeated and overtaken. What the
+receiver does not list any more has arrived.
+
+A writer gets a slot while it holds fewer than are free, and at most a window of them. So one alone gets a window, many share
+evenly, and what a writer never returns costs the others no more than that. Writers that wait are served in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from disagg.protocol.messages import Borrow, Filled, Lend, Lending, RequestMessage, SlotsFilled
+from disagg.protocol.timers import back_off
+from disagg.protocol.types import (
+    NEVER,
+    Effect,
+    Limits,
+    PeerRank,
+    RequestKey,
+    SendMessage,
+    TakeLoans,
+    UnpackSlot,
+    ids,
+)
+
+NUMBERS_OF_PROCESS = 1 << 32
+"""Loans are numbered from a random multiple of this on, so that a number of another process is not taken for one's own."""
+
+
+class Slots(Protocol):
+    """The slots that a receiver lends."""
+
+    slot_nbytes: int
+    window: int
+    total: int
+
+    @property
+    def num_free(self) -> int: ...
+    def take(self) -> int | None:
+        """The address of a free slot, or `None`."""
+
+    def give_back(self, address: int, /) -> None:
+        """Nobody writes to a slot any more."""
+
+    def replace(self, address: int, /) -> bool:
+        """A slot may be written for ever: let another address take its place. Returns whether there is one."""
+
+
+@dataclass
+class Account:
+    """The loans to one connection of a peer: by number, `unfilled` ones and those that are being `unpacked`. Numbers before
+    `first` are of earlier connections, and `newest` is the last. `wants`: how many more it could fill. `provable`: once the
+    peer has ended, that can be proved.
+    """
+
+    epoch: int
+    generation: int
+    provable: bool
+    first: int
+    newest: int
+    unfilled: dict[int, int] = field(default_factory=dict)
+    unpacked: dict[int, int] = field(default_factory=dict)
+    wants: int = 0
+
+    @property
+    def num_held(self) -> int:
+        return len(self.unfilled) + len(self.unpacked)
+
+
+class Lender:
+    """The receiver's side of one rank. `draw` returns that many random bits. Nothing is sent before `flush`."""
+
+    def __init__(
+        self, *, effects: deque[Effect], slots: Slots | None = None, draw: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        self._effects = effects
+        self._slots = slots
+        self._numbers = itertools.count(draw(30) * NUMBERS_OF_PROCESS + 1)
+        self._accounts: dict[PeerRank, Account] = {}
+        self._waiting: deque[PeerRank] = deque()
+        self._changed: dict[PeerRank, None] = {}
+        self._lost: dict[tuple[PeerRank, int], list[int]] = {}
+
+    @property
+    def num_lent(self) -> int:
+        """Slots that writers hold, filled or not."""
+        return sum(account.num_held for account in tuple(self._accounts.values()))
+
+    @property
+    def num_lost(self) -> int:
+        """Slots of lost writers that are not proved quiet."""
+        return sum(map(len, tuple(self._lost.values())))
+
+    def open(self, peer: PeerRank, epoch: int, generation: int, *, provable: bool = True) -> Lending | None:
+        """The terms for a connection, or `None` if this rank lends nothing. Loans to an earlier connection are void: its late
+        writes may still come. `provable`: see `Account`.
+        """
+        if self._slots is None:
+            return None
+        account = self._accounts.get(peer)
+        if account is None or (account.epoch, account.generation) != (epoch, generation):
+            if account is not None:
+                self._retire(peer, account)
+            number = next(self._numbers)
+            account = self._accounts[peer] = Account(epoch, generation, provable, number, number)
+        return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
+
+    def ahead(self, peer: PeerRank, count: int) -> None:
+        """Lend up to `count` slots to a writer that has been asked for bytes, if it holds none, while most are free."""
+        account = self._accounts.get(peer)
+        if account is None or self._slots is None or account.num_held:
+            return
+        if self._slots.num_free > self._slots.total // 2:
+            self._lend(peer, account, count)
+
+    def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
+        """A writer could fill `wanted` slots more than those that it had seen, and gives others back."""
+        account = self._accounts.get(peer)
+        if account is None or self._slots is None:
+            return
+        for number in message.returned:
+            address = account.unfilled.pop(number, None)
+            if address is not None:
+                self._slots.give_back(address)
+        unseen = sum(number > message.seen for number in account.unfilled)
+        account.wants = max(0, message.wanted - unseen)
+        if account.wants and peer not in self._waiting:
+            self._waiting.append(peer)
+        if message.wanted:
+            self._changed[peer] = None  # what was lent may have been lost
+        self._serve()
+
+    def on_filled(self, peer: PeerRank, filled: Filled, begin: Callable[[], Any]) -> None:
+        """Unpack a slot into the session that `begin` returns, or free it at once if that is `None`. A loan that was reported
+        before, or that the writer does not have, changes nothing.
+        """
+        account = self._accounts.get(peer)
+        if account is None or self._slots is None:
+            return
+        address = account.unfilled.pop(filled.loan, None)
+        if address is None:
+            if filled.loan not in account.unpacked:
+                self._changed[peer] = None  # it does not know yet that this has arrived
+            return
+        session = begin() if 0 < filled.nbytes <= self._slots.slot_nbytes else None
+        if session is None:
+            self._slots.give_back(address)
+            self._changed[peer] = None
+            self._serve()
+            return
+        account.unpacked[filled.loan] = address
+        self._effects.append(UnpackSlot(peer, session, filled, address, account))
+
+    def unpacked(self, slot: UnpackSlot) -> None:
+        """A slot was unpacked, or could not be: it is free."""
+        assert self._slots is not None
+        account: Account = slot.account
+        self._slots.give_back(account.unpacked.pop(slot.filled.loan))
+        if self._accounts.get(slot.peer) is account:
+            self._changed[slot.peer] = None
+        self._serve()
+
+    def _serve(self) -> None:
+        """Lend to the writers that wait, in turn."""
+        assert self._slots is not None
+        for _ in range(len(self._waiting)):
+            if not self._slots.num_free:
+                break
+            peer = self._waiting.popleft()
+            account = self._accounts.get(peer)
+            if account is None:
+                continue
+            account.wants -= self._lend(peer, account, account.wants)
+            if account.wants:
+                self._waiting.append(peer)
+
+    def _lend(self, peer: PeerRank, account: Account, count: int) -> int:
+        """Lend up to `count` slots. Returns how many."""
+        slots, lent = self._slots, 0
+        assert slots is not None
+        while lent < count and account.num_held < min(slots.window, slots.num_free):
+            address = slots.take()
+            if address is None:
+                break
+            account.newest = next(self._numbers)
+            account.unfilled[account.newest] = address
+            lent += 1
+        if lent:
+            self._changed[peer] = None
+        return lent
+
+    def peer_lost(self, peer: PeerRank, epoch: int, *, renewed: bool = False) -> None:
+        """A rank at that epoch is gone. If it has `renewed` its connection, only loans to the earlier one are, which `open` has
+        seen to.
+        """
+        account = self._accounts.get(peer)
+        if account is not None and account.epoch == epoch and not renewed:
+            del self._accounts[peer]
+            self._retire(peer, account)
+
+    def _retire(self, peer: PeerRank, account: Account) -> None:
+        """Slots that a connection may still write to are not lent again before `peer_quiet`. Where no proof will come, other
+        addresses take their place, as long as there are any.
+        """
+        assert self._slots is not None
+        self._changed.pop(peer, None)
+        replace = self._slots.replace
+        lost = [address for address in account.unfilled.values() if account.provable or not replace(address)]
+        account.unfilled.clear()
+        if lost:
+            self._lost.setdefault((peer, account.epoch), []).extend(lost)
+        self._serve()
+
+    def peer_quiet(self, peer: PeerRank, epoch: int) -> None:
+        """A rank that was lost at that epoch is proved to write no more."""
+        for address in self._lost.pop((peer, epoch), ()):
+            assert self._slots is not None
+            self._slots.give_back(address)
+        if self._slots is not None:
+            self._serve()
+
+    def flush(self) -> None:
+        """Tell each writer whose loans have changed."""
+        changed, self._changed = self._changed, {}
+        for peer in changed:
+            account = self._accounts.get(peer)
+            if account is not None:
+                loans = tuple(account.unfilled.items())
+                self._effects.append(SendMessage(peer, Lend(loans=loans, newest=account.newest)))
+
+
+@dataclass
+class _Repeated:
+    """A message that is sent again until it is answered."""
+
+    message: SlotsFilled | Borrow
+    retry_at: float = 0.0
+    retry_s: float = 0.0
+
+
+class Borrower:
+    """The writer's side of one rank. Nothing is sent before `flush`."""
+
+    def __init__(self, *, limits: Limits, effects: deque[Effect]) -> None:
+        self._limits = limits
+        self._effects = effects
+        self._outbox: list[tuple[PeerRank, SlotsFilled | Borrow]] = []
+        self._reported: dict[PeerRank, dict[int, _Repeated]] = {}
+        self._asked: dict[PeerRank, _Repeated] = {}
+
+    def report(self, peer: PeerRank, key: RequestKey, nonce: int, filled: Filled, now: float) -> None:
+        """Report a filled slot to its receiver, until that lists its loan no more."""
+        message = SlotsFilled(**ids(key), nonce=nonce, slots=(filled,))
+        repeated = self._reported.setdefault(peer, {})[filled.loan] = _Repeated(message)
+        back_off(repeated, self._limits, now)
+        self._outbox.append((peer, message))
+
+    def ask(self, peer: PeerRank, *, wanted: int, seen: int, now: float) -> None:
+        """Ask for `wanted` loans after the one of number `seen`, until some come."""
+        message = Borrow(wanted=wanted, seen=seen)
+        repeated = self._asked[peer] = _Repeated(message)
+        back_off(repeated, self._limits, now)
+        self._outbox.append((peer, message))
+
+    def give_back(self, peer: PeerRank, *, seen: int, numbers: tuple[int, ...]) -> None:
+        """Return loans that are not used, and want no more."""
+        self._asked.pop(peer, None)
+        self._outbox.append((peer, Borrow(wanted=0, seen=seen, returned=numbers)))
+
+    def on_lend(self, peer: PeerRank, message: Lend) -> None:
+        """The loans of a receiver, of which some may be new. Filled ones that it does not list have arrived."""
+        reported = self._reported.get(peer)
+        if reported:
+            listed = {number for number, _ in message.loans}
+            for number in [each for each in reported if each <= message.newest and each not in listed]:
+                del reported[number]
+            if not reported:
+                del self._reported[peer]
+        asked = self._asked.get(peer)
+        if asked is not None and isinstance(asked.message, Borrow) and message.newest > asked.message.seen:
+            del self._asked[peer]
+        self._effects.append(TakeLoans(peer, message.loans, message.newest))
+
+    def peer_lost(self, peer: PeerRank) -> None:
+        """A rank is gone: nothing more is sent to it."""
+        self._reported.pop(peer, None)
+        self._asked.pop(peer, None)
+
+    def _repeated(self) -> list[tuple[PeerRank, _Repeated]]:
+        reported = [(peer, each) for peer, found in self._reported.items() for each in found.values()]
+        return [*reported, *self._asked.items()]
+
+    def tick(self, now: float) -> None:
+        """Send again what was not answered."""
+        for peer, repeated in self._repeated():
+            if now >= repeated.retry_at:
+                back_off(repeated, self._limits, now)
+                self._outbox.append((peer, repeated.message))
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` next has something to do."""
+        return min((repeated.retry_at for _, repeated in self._repeated()), default=NEVER)
+
+    def flush(self) -> None:
+        """Send what has come together since the last call: filled slots in one message for each request and peer."""
+        if not self._outbox:
+            return
+        slots: dict[tuple[PeerRank, RequestKey, int], list[Filled]] = {}
+        outbox, self._outbox = self._outbox, []
+        for peer, message in outbox:
+            if isinstance(message, RequestMessage):
+                key = RequestKey(message.request_id, message.attempt)
+                slots.setdefault((peer, key, message.nonce), []).extend(message.slots)
+            else:
+                self._effects.append(SendMessage(peer, message))
+        for (peer, key, nonce), filled in slots.items():
+            self._effects.append(SendMessage(peer, SlotsFilled(**ids(key), nonce=nonce, slots=tuple(filled))))

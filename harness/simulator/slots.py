@@ -1,0 +1,49 @@
+"""The staging slots of one simulated rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from disagg.protocol.types import Ticket
+
+SLOT_CELLS = 3
+"""Cells in one slot."""
+
+
+class SlotContent(NamedTuple):
+    """What a slot holds: by which loan and transfer it was filled, and `(row, cell, value)` of each cell."""
+
+    ticket: Ticket
+    loan: int
+    cells: list[tuple[int, int, int]]
+
+
+class SlotPool:
+    """Few slots, so that writers wait for them. `memory` has the content of each by address."""
+
+    slot_nbytes = SLOT_CELLS
+    window = 2
+    total = 5
+
+    def __init__(self) -> None:
+        self.free = [4096 * (number + 1) for number in range(self.total)]
+        self.memory: dict[int, SlotContent] = {}
+        self._unused = 1 << 20
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def take(self) -> int | None:
+        """A free slot, the one given back last."""
+        return self.free.pop() if self.free else None
+
+    def give_back(self, address: int) -> None:
+        """The slot may be lent to another writer."""
+        self.free.append(address)
+
+    def replace(self, address: int) -> bool:  # noqa: ARG002
+        """An address that was never used takes the place of another."""
+        self._unused += 4096
+        self.free.append(self._unused)
+        return True

@@ -1,0 +1,340 @@
+"""Loans of slots: who gets how many, what is listed, and what lost, repeated and late messages change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from disagg.protocol.loans import Borrower, Lender
+from disagg.protocol.messages import Borrow, Filled, Lend, Lending, Part, SlotsFilled
+from disagg.protocol.receive_session import ReceiveSession
+from disagg.protocol.types import Effect, Limits, PeerRank, RequestKey, SendMessage, TakeLoans, UnpackSlot
+
+PEER, SIBLING = PeerRank("prefill-0", 0), PeerRank("prefill-0", 1)
+KEY = RequestKey(bytes(16), 0)
+NEVER = float("inf")
+
+
+class Pool:
+    """Slots of 512 bytes; `spare` of them can be replaced."""
+
+    slot_nbytes = 512
+
+    def __init__(self, total: int = 12, window: int = 4, spare: int = 0) -> None:
+        self.total, self.window, self.spare = total, window, spare
+        self.free = [4096 * number for number in range(1, total + 1)]
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def take(self) -> int | None:
+        return self.free.pop(0) if self.free else None
+
+    def give_back(self, address: int) -> None:
+        assert address not in self.free
+        self.free.append(address)
+
+    def replace(self, address: int) -> bool:
+        if not self.spare:
+            return False
+        self.spare -= 1
+        self.free.append((1 << 20) + 4096 * self.spare)
+        return True
+
+
+def make(pool: Pool, *peers: PeerRank, provable: bool = True) -> Lender:
+    """A lender with an account for each peer at epoch 7. Its first loan after them has number 1 + the number of peers."""
+    lender = Lender(effects=deque[Effect](), slots=pool, draw=lambda _: 0)
+    for peer in peers:
+        lender.open(peer, 7, 0, provable=provable)
+    return lender
+
+
+def told(lender: Lender | Borrower) -> list[tuple[PeerRank, object]]:
+    """The messages since the last call, which must be the only effects."""
+    lender.flush()
+    effects = list(lender._effects)
+    lender._effects.clear()
+    assert all(isinstance(effect, SendMessage) for effect in effects)
+    return [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendMessage)]
+
+
+def listed(lender: Lender) -> dict[PeerRank, tuple[tuple[int, int], ...]]:
+    """The loans that each peer was told of since the last call."""
+    return {peer: message.loans for peer, message in told(lender) if isinstance(message, Lend)}
+
+
+def wants(lender: Lender, peer: PeerRank, wanted: int, *, seen: int = 0, returned: Iterable[int] = ()) -> None:
+    lender.on_borrow(peer, Borrow(wanted=wanted, seen=seen, returned=tuple(returned)))
+
+
+def session() -> ReceiveSession:
+    return ReceiveSession(KEY, "prefill-0", 5, 0, 0, {}, {}, {}, 1.0, None)
+
+
+def filled(loan: int, nbytes: int = 100) -> Filled:
+    return Filled(loan, 0, (Part("kv", (0,), None, 0, 4),), 0, nbytes)
+
+
+def unpack_of(
+    lender: Lender, found: Filled, begin: Callable[[], ReceiveSession | None] = session, peer: PeerRank = PEER
+) -> UnpackSlot | None:
+    """The unpacking that a filled slot starts, or None."""
+    lender.on_filled(peer, found, begin)
+    effects = [lender._effects.pop() for _ in range(len(lender._effects))]
+    assert len(effects) <= 1
+    assert all(isinstance(effect, UnpackSlot) for effect in effects)
+    return next((effect for effect in effects if isinstance(effect, UnpackSlot)), None)
+
+
+def test_a_connection_keeps_its_terms_and_a_new_one_gets_others() -> None:
+    lender = make(Pool())
+    first = lender.open(PEER, 7, 0)
+    assert first == Lending(slot_nbytes=512, first=1)
+    assert lender.open(PEER, 7, 0) == first
+    assert lender.open(PEER, 7, 1) == Lending(slot_nbytes=512, first=2)
+    assert Lender(effects=deque()).open(PEER, 7, 0) is None
+
+
+def test_one_writer_gets_a_window_and_others_a_part_of_what_is_left() -> None:
+    pool = Pool(total=12, window=4)
+    alone = make(pool, PEER)
+    wants(alone, PEER, 100)
+    assert len(listed(alone)[PEER]) == 4
+    pool = Pool(total=12, window=8)
+    peers = [PeerRank(f"prefill-{number}", 0) for number in range(5)]
+    lender = make(pool, *peers)
+    for peer in peers:
+        wants(lender, peer, 100)
+    held = [len(loans) for loans in listed(lender).values()]
+    assert held == [6, 3, 2, 1, 0], "each holds no more than are left; the last is told that it waits"
+
+
+def test_what_one_writer_never_returns_costs_the_others_no_more_than_a_share() -> None:
+    pool = Pool(total=12, window=12)
+    lender = make(pool, PEER, SIBLING)
+    wants(lender, PEER, 100)
+    assert pool.num_free == 6
+    for _ in range(20):
+        wants(lender, SIBLING, 2, seen=lender._accounts[SIBLING].newest)
+        ((number, _), *others) = listed(lender)[SIBLING]
+        wants(lender, PEER, 100)
+        for each in (number, *(other for other, _ in others)):
+            unpack = unpack_of(lender, filled(each), peer=SIBLING)
+            assert unpack is not None
+            lender.unpacked(unpack)
+        assert len(lender._accounts[PEER].unfilled) == 6
+
+
+def test_writers_that_wait_are_served_in_turn() -> None:
+    pool = Pool(total=1, window=1)
+    peers = [PeerRank(f"prefill-{number}", 0) for number in range(3)]
+    lender = make(pool, *peers)
+    for peer in peers:
+        wants(lender, peer, 5)
+    served = []
+    for _ in range(7):
+        ((peer, loans),) = ((peer, loans) for peer, loans in listed(lender).items() if loans)
+        served.append(peer)
+        unpack = unpack_of(lender, filled(loans[0][0]), peer=peer)
+        assert unpack is not None
+        lender.unpacked(unpack)
+    assert served[1:] == [*peers, *peers], "the first had asked before the others"
+
+
+def test_slots_go_ahead_to_a_writer_without_loans_while_most_are_free() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER, SIBLING)
+    lender.ahead(PEER, 2)
+    lender.ahead(PEER, 2)
+    assert len(listed(lender)[PEER]) == 2
+    lender.ahead(SIBLING, 1)
+    assert listed(lender) == {}, "half of them serve who asks"
+    lender.ahead(PeerRank("unknown", 0), 1)
+    wants(lender, SIBLING, 1)
+    assert len(listed(lender)[SIBLING]) == 1
+
+
+def test_a_request_for_slots_counts_what_the_writer_has_not_seen() -> None:
+    lender = make(Pool(total=40, window=20), PEER)
+    wants(lender, PEER, 3, seen=1)
+    assert [number for number, _ in listed(lender)[PEER]] == [2, 3, 4]
+    wants(lender, PEER, 3, seen=1)
+    assert len(listed(lender)[PEER]) == 3, "the answer was lost or is late: nothing more is lent, and it is sent again"
+    wants(lender, PEER, 3, seen=4)
+    assert len(listed(lender)[PEER]) == 6
+
+
+def test_returned_loans_are_free_again() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER, SIBLING)
+    wants(lender, PEER, 2)
+    numbers = [number for number, _ in listed(lender)[PEER]]
+    wants(lender, SIBLING, 0, returned=numbers)
+    assert pool.num_free == 2, "they are not its own"
+    wants(lender, PEER, 0, seen=numbers[-1], returned=[*numbers, 77])
+    wants(lender, PEER, 0, seen=numbers[-1], returned=numbers)
+    assert pool.num_free == 4
+    assert unpack_of(lender, filled(numbers[0])) is None
+
+
+def test_a_slot_is_unpacked_once_and_told_at_every_report() -> None:
+    pool = Pool(total=4, window=2)
+    lender, calls = make(pool, PEER), []
+    wants(lender, PEER, 1)
+    ((number, address),) = listed(lender)[PEER]
+
+    def begin() -> ReceiveSession:
+        calls.append(1)
+        return session()
+
+    unpack = unpack_of(lender, filled(number), begin)
+    assert unpack is not None
+    assert unpack.address == address
+    assert unpack_of(lender, filled(number), begin) is None
+    assert listed(lender) == {}, "nothing is told before the slot is unpacked"
+    lender.unpacked(unpack)
+    assert told(lender) == [(PEER, Lend(loans=(), newest=number))]
+    assert unpack_of(lender, filled(number), begin) is None
+    assert told(lender) == [(PEER, Lend(loans=(), newest=number))], "the first message may have been lost"
+    assert len(calls) == 1
+    assert pool.num_free == 4
+
+
+def test_a_slot_of_an_ended_request_is_free_without_unpacking() -> None:
+    pool = Pool(total=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 1)
+    ((number, _),) = listed(lender)[PEER]
+    assert unpack_of(lender, filled(number), lambda: None) is None
+    assert told(lender) == [(PEER, Lend(loans=(), newest=number))]
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize("nbytes", [0, 513])
+def test_a_slot_with_an_impossible_length_is_not_unpacked(nbytes: int) -> None:
+    lender = make(Pool(), PEER)
+    wants(lender, PEER, 1)
+    ((number, _),) = listed(lender)[PEER]
+    assert unpack_of(lender, filled(number, nbytes)) is None
+
+
+def test_slots_that_were_not_lent_to_a_writer_are_not_unpacked() -> None:
+    pool = Pool()
+    lender = make(pool, PEER, SIBLING)
+    assert unpack_of(lender, filled(1), peer=PeerRank("unknown", 0)) is None
+    wants(lender, SIBLING, 1)
+    ((number, _),) = listed(lender)[SIBLING]
+    assert unpack_of(lender, filled(number)) is None
+    assert unpack_of(lender, filled(number + 1)) is None
+    assert unpack_of(lender, filled(number), peer=SIBLING) is not None
+
+
+def test_loans_of_a_lost_writer_come_back_with_the_proof() -> None:
+    pool = Pool(total=4, window=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 2)
+    (first, _), _ = listed(lender)[PEER]
+    unpack = unpack_of(lender, filled(first))
+    assert unpack is not None
+    lender.peer_lost(PEER, 6)
+    assert lender.num_lost == 0, "another process"
+    lender.peer_lost(PEER, 7)
+    lender.unpacked(unpack)
+    assert (pool.num_free, lender.num_lost, lender.num_lent) == (3, 1, 0)
+    assert told(lender) == []
+    lender.open(PEER, 8, 0)
+    assert unpack_of(lender, filled(first + 1)) is None, "a late report of the process that has ended"
+    lender.peer_quiet(PEER, 8)
+    assert pool.num_free == 3
+    lender.peer_quiet(PEER, 7)
+    lender.peer_quiet(PEER, 7)
+    assert (pool.num_free, lender.num_lost) == (4, 0)
+
+
+def test_loans_without_a_proof_are_replaced_as_long_as_there_are_addresses() -> None:
+    pool = Pool(total=4, window=4, spare=1)
+    lender = make(pool, PEER, provable=False)
+    wants(lender, PEER, 2)
+    lent = {address for _, address in listed(lender)[PEER]}
+    lender.peer_lost(PEER, 7)
+    assert (pool.num_free, lender.num_lost) == (3, 1)
+    assert not lent & set(pool.free)
+
+
+def test_a_renewed_connection_keeps_its_own_loans() -> None:
+    pool = Pool(total=8, window=4)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 2)
+    old = listed(lender)[PEER]
+    lender.open(PEER, 7, 1)
+    wants(lender, PEER, 1)
+    lender.peer_lost(PEER, 7, renewed=True)
+    assert (pool.num_free, lender.num_lost, lender.num_lent) == (5, 2, 1)
+    assert unpack_of(lender, filled(old[0][0])) is None
+    lender.peer_quiet(PEER, 7)
+    assert (pool.num_free, lender.num_lost, lender.num_lent) == (7, 0, 1)
+
+
+# -- the writer's side -----------------------------------------------------------------------------------------------
+
+
+def borrower() -> Borrower:
+    return Borrower(limits=Limits(retry_s=1.0, max_retry_s=2.0), effects=deque[Effect]())
+
+
+def lend(writer: Borrower, *loans: int, newest: int) -> None:
+    """Take a list of loans, and check that it is passed on."""
+    found = tuple((number, 4096 * number) for number in loans)
+    writer.on_lend(PEER, Lend(loans=found, newest=newest))
+    assert writer._effects.pop() == TakeLoans(PEER, found, newest)
+
+
+def test_a_filled_slot_is_reported_until_it_is_listed_no_more() -> None:
+    writer = borrower()
+    slot = Filled(4, 3, (), 0, 64)
+    writer.report(PEER, KEY, 9, slot, 0.0)
+    assert told(writer) == [(PEER, SlotsFilled(request_id=KEY.request_id, attempt=0, nonce=9, slots=(slot,)))]
+    assert writer.next_tick == 1.0
+    for now, expected in ((0.5, 0), (1.0, 1), (2.0, 0), (3.0, 1)):
+        writer.tick(now)
+        assert len(told(writer)) == expected
+    lend(writer, newest=3)  # overtaken: it knows nothing of loan 4
+    lend(writer, 4, 5, newest=5)
+    assert writer.next_tick < NEVER
+    lend(writer, 5, newest=5)
+    assert writer.next_tick == NEVER
+    writer.report(PEER, KEY, 9, Filled(5, 3, (), 0, 64), 9.0)
+    writer.peer_lost(PEER)
+    assert writer.next_tick == NEVER
+
+
+def test_slots_are_asked_for_until_some_come() -> None:
+    writer = borrower()
+    writer.ask(PEER, wanted=3, seen=4, now=0.0)
+    assert told(writer) == [(PEER, Borrow(wanted=3, seen=4))]
+    lend(writer, newest=4)
+    writer.tick(1.0)
+    assert told(writer) == [(PEER, Borrow(wanted=3, seen=4))]
+    lend(writer, 5, newest=5)
+    assert writer.next_tick == NEVER
+    writer.ask(PEER, wanted=3, seen=5, now=0.0)
+    writer.give_back(PEER, seen=5, numbers=(5,))
+    assert writer.next_tick == NEVER
+    assert [message for _, message in told(writer)][-1] == Borrow(wanted=0, seen=5, returned=(5,))
+    writer.ask(PEER, wanted=3, seen=5, now=0.0)
+    writer.peer_lost(PEER)
+    assert writer.next_tick == NEVER
+
+
+def test_slots_of_one_request_share_a_message() -> None:
+    writer = borrower()
+    keys = [RequestKey(bytes([i]) * 16, 0) for i in range(2)]
+    for number, key in enumerate((keys[0], keys[1], keys[0])):
+        writer.report(PEER, key, 9, Filled(number, 0, (), 0, 64), 0.0)
+    messages = [message for _, message in told(writer)]
+    assert [[slot.loan for slot in m.slots] for m in messages if isinstance(m, SlotsFilled)] == [[0, 2], [1]]
+    assert told(writer) == []
