@@ -61,7 +61,7 @@ class Links:
 
     def open(self, instance: PeerInstance, address: str, rank: int, now: float) -> None:
         """Connect to a rank of an instance. If this rank has closed a connection to the same process, another generation
-        begins, so that the process ends the earlier one as well, with its ring.
+        begins, so that the process ends the earlier one as well, with its loans.
         """
         epoch, generation = self._closed.pop(PeerRank(instance.name, rank), (0, 0))
         link = PeerConnection(instance.name, address, rank, next(self._dials), generation, epoch=epoch, hello_at=now)

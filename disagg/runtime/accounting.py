@@ -59,7 +59,7 @@ class Stats(Work, kw_only=True):
 
     @property
     def nbytes_by_way(self) -> dict[str, int]:
-        """Bytes written directly, and packed through the peer's ring."""
+        """Bytes written directly, and packed through slots of the peer."""
         return {"direct": self.nbytes - self.nbytes_packed, "packed": self.nbytes_packed}
 
     def add(self, settled: Settled) -> None:

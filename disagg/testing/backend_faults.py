@@ -256,7 +256,7 @@ def _half(copies: CopyBatch) -> CopyBatch:
 def inject(
     backend: str | Callable[[BackendOptions], Backend], faults: BackendFaults, *, staging: StagingShape | None = None
 ) -> Callable[[BackendOptions], Backend]:
-    """A `backend` for `KVManager`: that one, with faults, and with rings of shape `staging` if given."""
+    """A `backend` for `KVManager`: that one, with faults, and with staging of the shape `staging` if given."""
 
     def make(options: BackendOptions) -> Backend:
         inner = backend(options) if callable(backend) else backends.load(backend, options)
