@@ -45,6 +45,9 @@ class Links:
         """When one of them next has something to do; it may be earlier."""
         return self._timers.next
 
+    def __len__(self) -> int:
+        return len(self._by_dial)
+
     def all(self) -> list[PeerConnection]:
         return list(self._by_dial.values())
 

@@ -199,6 +199,11 @@ class PeerTable:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that this one connects to."""
+        return len(self._links)
+
     def expected_at(self, dial: int) -> PeerRank | None:
         """The rank that a connection leads to; `None` if the connection is not known any more."""
         link = self._links.get(dial)
