@@ -15,6 +15,7 @@ What answers at a configured address has the name in any case.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Set
 
@@ -374,10 +375,9 @@ class PeerTable:
         instance = self._instance_of(link)
         if link.is_ready and instance is not self._siblings:
             is_leader = link.address == instance.address
-            later_s = self._renew_s(link)
+            link.hello_at = now + ASK_AGAIN_S if link.ended else self._renew_at(link, now)
             if is_leader and not instance.ready:
-                later_s = min(later_s, limits.max_hello_retry_s)
-            link.hello_at = now + (ASK_AGAIN_S if link.ended else later_s)
+                link.hello_at = min(link.hello_at, now + limits.max_hello_retry_s)
             if link.is_welcome and not link.ended:
                 link.heard = False
                 self.effects.append(SendTo(link.dial, Renew()))
@@ -393,8 +393,11 @@ class PeerTable:
         link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.ended and link.is_ready))
 
-    def _renew_s(self, link: PeerConnection) -> float:
-        return self._limits.renew_s * (1 - link.dial % NUM_PHASES / (2 * NUM_PHASES))
+    def _renew_at(self, link: PeerConnection, now: float) -> float:
+        """When a connection is renewed next: a few together, so that this rank wakes up less often."""
+        together_s = self._limits.heartbeat_s / 4
+        later_s = self._limits.renew_s * (1 - link.dial % NUM_PHASES / (2 * NUM_PHASES))
+        return math.ceil((now + later_s) / together_s) * together_s
 
     def _instance_of(self, link: PeerConnection) -> PeerInstance:
         siblings = self._siblings
