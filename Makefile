@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos turns fuzz test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos turns fuzz soak test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +29,10 @@ turns: setup ## Compare 10,000 answers of vLLM and of SGLang in long conversatio
 
 fuzz: setup ## Feed damaged inputs to decoders and live ranks for some minutes (FUZZ_ARGS=... for the program)
 	@$(BIN)/python -m harness.fuzz --inputs 1000000 --port 1000000 --jobs 2 $(FUZZ_ARGS)
+
+soak: setup ## Run pairs of vLLM and of SGLang servers for an hour each, and fail if a process grows (SOAK_ARGS="--minutes 10")
+	@$$(scripts/vllm_env.sh) -W ignore -m harness.soak_servers --engine vllm $(SOAK_ARGS)
+	@python=$$(scripts/sglang_env.sh) && $$python -W ignore -m harness.soak_servers --engine sglang $(SOAK_ARGS)
 
 test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly and not chaos" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)

@@ -133,6 +133,10 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def log(self, *, length: int = 6000) -> str:
         """The end of what the process has written, of at most `length` characters."""
         return Path(self._log.name).read_text(errors="replace")[-length:]

@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 NEEDED = 32
 """Descriptors that must be free before an engine connects: more than one connection of any engine takes."""
+PER_RANK = 8
+"""Descriptors that a connected rank may take: 5 with `cma`, 8 with NIXL over TCP."""
+FOR_SERVER = 256
+"""Descriptors that are left to the model server."""
+
+
+def soft_limit() -> int:
+    """How many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def too_many_ranks(num_ranks: int) -> str:
+    """Why so many ranks may take more descriptors than this process may have; empty if not."""
+    limit, wanted = soft_limit(), num_ranks * PER_RANK + FOR_SERVER
+    if limit in (resource.RLIM_INFINITY, -1) or wanted <= limit:
+        return ""
+    return (
+        f"{num_ranks} ranks of peers may take {num_ranks * PER_RANK} descriptors, and this process may have {limit} in all: "
+        f"raise the soft limit (ulimit -n {1 << (wanted - 1).bit_length()}; for a service: LimitNOFILE=)"
+    )
 
 
 def shortage(needed: int = NEEDED) -> str:

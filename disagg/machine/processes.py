@@ -1,7 +1,7 @@
 """Which process is at the other end, whether it has ended, whether bytes that it sent may still arrive, and copies from it.
 
-**Who.** A process listens on an `IdentitySocket`; nothing is ever sent there. Another process connects to it, and the kernel
-says who listens (`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed: neither a
+**Who.** A process listens on an `IdentitySocket`. Another process connects to it, and the kernel says who listens
+(`SO_PEERPIDFD`, or `SO_PEERCRED` and `pidfd_open`). Nothing that the peer claims is believed: neither a
 process id nor a machine's name, which clones of a virtual machine share. The name of the socket is bound to the identity that
 the peer has proved on its control channel, so that a peer cannot pass on the socket of somebody else.
 
@@ -15,7 +15,8 @@ memory. The new program has its stack elsewhere, which `/proc` shows to those wh
 memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
 process had bytes to read, and an engine closes its socket once it has read that end. So nothing of a dead process can arrive
 any more once this process has no socket of its engine that was reset or has a far end without an owner. A child of the process
-may hold the same connections, and then also holds the identity socket.
+may hold the same connections, and then also holds the datagram socket of the `IdentitySocket`: whoever is connected to that
+learns from the kernel whether anybody holds it, without a descriptor at the other end.
 
 Only the engine applies bytes to memory, so only its sockets count: those accepted on a port on which it listens, and those
 opened to a port on which the peer's engine listened. A connection has one of both at each end, whoever opened it. Others may
@@ -31,12 +32,10 @@ import errno
 import functools
 import os
 import secrets
-import select
 import socket
 import struct
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,8 +64,6 @@ _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 4096
 """Connections that wait until they are taken."""
-_MAX_WATCHERS = 1024
-"""Connections of processes that watch this one."""
 _NOT_ACCEPTED = (SYN_RECV, ESTABLISHED, CLOSE_WAIT)
 _NO_OWNER = "0"
 """The inode of a socket that no process owns: not accepted yet, or closed and not finished."""
@@ -90,64 +87,57 @@ class Credentials(NamedTuple):
 
 
 class IdentitySocket:
-    """An abstract Unix socket of this process, by which the kernel tells others of this network namespace who listens.
+    """Two abstract Unix sockets of this process. By one the kernel tells others of this network namespace who listens. The
+    other is inherited by every child, as the sockets of engines may be: it is there until nobody holds what the process held.
 
-    It and its connections are inherited by every child, as the sockets of engines may be: a connection ends when nobody holds
-    what the process held. Raises `OSError` if another process has a socket of that name.
+    Raises `OSError` if another process has a socket of that name.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or f"disagg-process-{secrets.token_hex(16)}"
+        self._held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
+            self._held.bind(_held_name(self.name))  # first: whoever listens has both
             self._socket.bind(f"\0{self.name}")
             self._socket.listen(_BACKLOG)
-            self._socket.set_inheritable(True)
+            self._held.set_inheritable(True)
         except OSError:
-            self._socket.close()
+            self.close()
             raise
-        self._watchers: list[tuple[socket.socket, int]] = []
 
     def prune(self) -> None:
-        """Take the connections out of the backlog, and drop those that have ended. Call it now and then: the backlog is full
-        otherwise, which any process of this host can bring about. Of too many, those of the user with the most are dropped.
+        """Take the connections out of the backlog. Call it now and then: the backlog is full otherwise, which any process of
+        this host can bring about. Those who connect have learned all by then.
         """
         while True:
             try:
                 found, _ = self._socket.accept()
             except OSError:  # none is left, or no descriptor
-                break
-            found.set_inheritable(True)
-            self._watchers.append((found, peer_credentials(found).user))
-        for each in [watcher for watcher in self._watchers if _is_closed(watcher[0])]:
-            self._drop(each)
-        while len(self._watchers) > _MAX_WATCHERS:
-            most = Counter(user for _, user in self._watchers).most_common(1)[0][0]
-            self._drop(next(watcher for watcher in self._watchers if watcher[1] == most))
-
-    def _drop(self, watcher: tuple[socket.socket, int]) -> None:
-        self._watchers.remove(watcher)
-        watcher[0].close()
+                return
+            found.close()
 
     def close(self) -> None:
         """A second call does nothing."""
         self._socket.close()
-        for watcher, _ in self._watchers:
-            watcher.close()
-        self._watchers.clear()
+        self._held.close()
+
+
+def _held_name(name: str) -> str:
+    return f"\0{name}-held"
 
 
 class ProcessWatch:
     """A process that the kernel has attested: `pid` in this process's namespace, 0 if it is not visible there.
 
-    `descriptor` is its pidfd, and `connection` leads to its identity socket; the watch owns both. Cheap to ask repeatedly.
-    Thread-safe.
+    `descriptor` is its pidfd, and `held` is connected to the datagram socket of its identity; the watch owns both. Cheap to ask
+    repeatedly. Thread-safe.
     """
 
-    def __init__(self, pid: int, descriptor: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int, descriptor: int, held: socket.socket) -> None:
         self.pid = pid
         self._descriptor: int | None = descriptor
-        self._connection = connection
+        self._held = held
         self._lock = threading.RLock()
         self._ended = self._gone = False
         self._stack = _stack_of(pid)
@@ -157,18 +147,18 @@ class ProcessWatch:
         """The process that listens on the identity socket `name`. `None` if this process cannot reach it, for instance because
         it is on another host, or if the kernel has no pidfds.
         """
+        held: socket.socket | None = None
         try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        except OSError as error:  # no descriptor is left
+            held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as connection:
+                connection.connect(f"\0{name}")
+                held.connect(_held_name(name))
+                pid = peer_credentials(connection).pid
+                return cls(pid, _pidfd_of(connection, pid, held), held)
+        except (OSError, ValueError) as error:  # also where no descriptor is left
             logger.debug("no process is attested at %r: %s", name, error)
-            return None
-        try:
-            connection.connect(f"\0{name}")
-            pid = peer_credentials(connection).pid
-            return cls(pid, _pidfd_of(connection, pid), connection)
-        except (OSError, ValueError) as error:
-            logger.debug("no process is attested at %r: %s", name, error)
-            connection.close()
+            if held is not None:
+                held.close()
             return None
 
     def fileno(self) -> int:
@@ -191,8 +181,8 @@ class ProcessWatch:
     def is_gone(self) -> bool:
         """Whether it has ended, and no child of it holds what it held."""
         with self._lock:
-            if not self._gone and self.has_ended() and self._connection.fileno() >= 0:
-                self._gone = _is_closed(self._connection)
+            if not self._gone and self.has_ended() and self._held.fileno() >= 0:
+                self._gone = not _is_held(self._held)
             return self._gone
 
     def is_quiet(self, sockets: EngineSockets = ANY_SOCKET) -> bool:
@@ -209,7 +199,7 @@ class ProcessWatch:
         """A second call does nothing."""
         with self._lock:
             self.is_gone()
-            self._connection.close()
+            self._held.close()
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
                 os.close(descriptor)
@@ -227,15 +217,17 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     return Credentials(*_CREDENTIALS.unpack(found))
 
 
-def _pidfd_of(connection: socket.socket, pid: int) -> int:
-    """A pidfd of the process at the other end. Raises `OSError` where there is none."""
+def _pidfd_of(connection: socket.socket, pid: int, held: socket.socket) -> int:
+    """A pidfd of the process at the other end, to whose datagram socket `held` is connected. Raises `OSError` where there is
+    none.
+    """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:  # the process has ended
             raise
     descriptor = os.pidfd_open(pid)  # Linux before 6.5; raises for 0, a process that is not visible here
-    if _is_closed(connection):  # it ended before, so this may be another process of the same number
+    if not _is_held(held):  # it ended before, so this may be another process of the same number
         os.close(descriptor)
         raise ProcessLookupError(f"process {pid} has ended")
     return descriptor
@@ -250,11 +242,17 @@ def _stack_of(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[_STACK_FIELD]) or None
 
 
-def _is_closed(connection: socket.socket) -> bool:
-    """Whether nobody holds the other end any more."""
-    poller = select.poll()
-    poller.register(connection, 0)
-    return bool(poller.poll(0))
+def _is_held(connected: socket.socket) -> bool:
+    """Whether any process holds the datagram socket at the other end. Nobody reads it: what is sent is empty, and the kernel
+    keeps a bounded number of them.
+    """
+    try:
+        connected.send(b"")
+    except (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError):
+        return False
+    except OSError as error:  # full: it is there. `ENOTCONN`: it was refused before
+        return error.errno != errno.ENOTCONN
+    return True
 
 
 def copy_refusal(pid: int, address: int) -> str | None:

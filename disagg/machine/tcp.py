@@ -8,13 +8,15 @@ in seconds takes their place. On older kernels nothing is changed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -127,6 +129,24 @@ def duplicate(descriptor: int) -> socket.socket:
         raise
 
 
+@functools.cache
+def _getsockopt() -> Callable[..., int]:
+    """The C library's function, without a release of the GIL."""
+    found: Callable[..., int] = ctypes.PyDLL(None).getsockopt
+    return found
+
+
+_INFO_NBYTES, _RECEIVED_AT = 136, 128
+"""Of `struct tcp_info`: up to `tcpi_bytes_received` (Linux 4.1), and where that is."""
+
+
+def num_received(descriptor: int) -> int | None:
+    """How many bytes a TCP socket has received so far; `None` if the descriptor is none. Costs about 2 us."""
+    info, nbytes = (ctypes.c_uint64 * (_INFO_NBYTES // 8))(), ctypes.c_uint32(_INFO_NBYTES)
+    failed = _getsockopt()(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(nbytes))
+    return None if failed else info[_RECEIVED_AT // 8]
+
+
 def complete(ports: Collection[int]) -> Collection[int] | None:
     """What `ports_of` returned, or `None` if it may have left some out."""
     return ports if 0 < len(ports) < MAX_PORTS else None
@@ -167,10 +187,29 @@ class EngineConnections:
     def __init__(self) -> None:
         self._ports: set[int] = set()
         self._not_before = 0.0
+        self._lock = threading.Lock()
+        self._num_connecting = 0
 
     def add(self, ports: Collection[int]) -> None:
         """The engine of another peer listens on these."""
         self._ports.update(ports)
+
+    @contextlib.contextmanager
+    def connecting(self, ports: Collection[int]) -> Iterator[None]:
+        """The engine connects to a peer at these ports within the block. The last of those that connect at a time looks for
+        what they all have opened.
+        """
+        with self._lock:
+            self._num_connecting += 1
+            self._ports.update(ports)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_connecting -= 1
+                is_last = not self._num_connecting
+            if is_last:
+                self.retransmit_soon()
 
     def note_progress(self, moved_at: float) -> None:
         """Bytes of a transfer that is under way have last moved then, as far as is known. If that is long ago, the link may be

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.core.errors import DisaggError, LayoutError, RemoteProtocolError
-from disagg.protocol.inbound import InboundConnections
+from disagg.protocol.inbound import Accepted, InboundConnections
 from disagg.protocol.links import Links
 from disagg.protocol.members import Members
-from disagg.protocol.messages import PROTOCOL_VERSION, Busy, Hello, Member, Reject, Welcome
-from disagg.protocol.peer_state import Identity, PeerEffect, ReplyOn, Undecided
+from disagg.protocol.messages import PROTOCOL_VERSION, Busy, Hello, Member, Reject, Renew, Welcome
+from disagg.protocol.peer_state import Identity, PeerConnection, PeerEffect, ReplyOn, Undecided
 from disagg.protocol.types import PeerRank
 
 GREET_AGAIN_S = 5.0
@@ -66,7 +66,7 @@ class Admission:
                 self._members.join(connection, user, hello)
             else:
                 self._admit(user, hello, now)
-                self._greet_again(hello, now)
+                self._greet_again(PeerRank(hello.instance, hello.rank), now)
                 if missing := self._members.missing():
                     self._effects.append(ReplyOn(connection, Busy(reason=missing, retry_after_s=self._hello_retry_s)))
                     return
@@ -90,7 +90,7 @@ class Admission:
             self._expel(hello.instance)
             return
         if hello.instance != self._identity.instance:
-            self._inbound.accept(connection, hello)
+            self._inbound.accept(connection, hello, members=self._members.num_changes)
             self._on_accepted(hello, now)
         self._effects.append(ReplyOn(connection, welcome))  # last: the peer connects its engine once it gets this
 
@@ -124,9 +124,21 @@ class Admission:
                 f"another process has the name {peer} and is connected to {self._identity}: end it, or choose another name"
             )
 
-    def _greet_again(self, hello: Hello, now: float) -> None:
+    def on_renew(self, connection: bytes, accepted: Accepted, now: float) -> None:
+        """Answer a peer whose hello on this connection was accepted, and still holds."""
+        if accepted.members != self._members.num_changes:
+            reason = f"the ranks of {self._identity.instance!r} have changed: send hello"
+            self._effects.append(ReplyOn(connection, Reject(field="members", reason=reason, hello_first=True)))
+            return
+        self._greet_again(accepted.peer, now)
+        link = self._links.to(accepted.peer)
+        if link is not None and link.epoch == accepted.epoch:
+            self._confirm(link, now)
+        self._effects.append(ReplyOn(connection, Renew()))
+
+    def _greet_again(self, peer: PeerRank, now: float) -> None:
         """A peer that had refused this rank for a reason that may pass says hello: ask it again, whatever it gets itself."""
-        link = self._links.to(PeerRank(hello.instance, hello.rank))
+        link = self._links.to(peer)
         if link is None:
             return
         link.heard = True
@@ -145,11 +157,17 @@ class Admission:
         elif hello.generation > link.generation:
             self._links.drop(link, "the peer has given the connection up", renewed=True)
             link.generation = hello.generation
+        if is_new:
+            link.refused = False
+        self._confirm(link, now)
+        if link.is_ready and hello.again:
+            self._links.greet_soon(link, now)
+
+    def _confirm(self, link: PeerConnection, now: float) -> None:
+        """A connection that the peer opened is there: it is not lost, or it is greeted in return."""
         if link.is_ready:
             link.confirm()
-            if hello.again:
-                link.greet_soon(now)
-        elif is_new or not link.refused:
+        elif not link.refused:
             link.greet_soon(now)
         self._links.arm(link)
 

@@ -10,11 +10,14 @@ from disagg.protocol.types import PeerRank
 
 
 class Accepted(NamedTuple):
-    """The rank at the other end of a connection whose hello was accepted, and the hello's `epoch` and `dial`."""
+    """The rank at the other end of a connection whose hello was accepted, and the hello's `epoch` and `dial`. `members` is
+    `Members.num_changes` as of the welcome.
+    """
 
     peer: PeerRank
     epoch: int
     dial: int = 0
+    members: int = 0
 
 
 class InboundConnections:
@@ -31,12 +34,12 @@ class InboundConnections:
         """The connection of a rank."""
         return self._accepted.get(self._newest.get(peer, b""))
 
-    def accept(self, connection: bytes, hello: Hello) -> Accepted:
+    def accept(self, connection: bytes, hello: Hello, *, members: int = 0) -> Accepted:
         """Record a connection whose hello was accepted, in place of its rank's earlier one."""
         peer = PeerRank(hello.instance, hello.rank)
         for earlier in {connection, self._newest.get(peer, connection)} & self._accepted.keys():
             self.forget(earlier)
-        accepted = self._accepted[connection] = Accepted(peer, hello.epoch, hello.dial)
+        accepted = self._accepted[connection] = Accepted(peer, hello.epoch, hello.dial, members)
         self._newest[peer] = connection
         return accepted
 

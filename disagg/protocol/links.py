@@ -16,6 +16,7 @@ from disagg.protocol.peer_state import (
     PeerInstance,
     Unanswered,
 )
+from disagg.protocol.timers import Timers
 from disagg.protocol.types import NEVER, PeerRank
 
 NUM_NEWEST = 8
@@ -37,8 +38,15 @@ class Links:
         self._dials = itertools.count()
         self._found: dict[PeerRank, PeerConnection] = {}
         self._closed: OrderedDict[PeerRank, tuple[int, int]] = OrderedDict()  # epoch and generation
-        self.next_tick = NEVER
+        self._timers = Timers()
+
+    @property
+    def next_tick(self) -> float:
         """When one of them next has something to do; it may be earlier."""
+        return self._timers.next
+
+    def __len__(self) -> int:
+        return len(self._by_dial)
 
     def all(self) -> list[PeerConnection]:
         return list(self._by_dial.values())
@@ -99,6 +107,7 @@ class Links:
 
     def _forget(self, link: PeerConnection) -> None:
         del self._by_dial[link.dial]
+        self._timers.disarm(link)
         self._effects.append(Disconnect(link.dial))
 
     def drop(self, link: PeerConnection, cause: str, *, announced: bool = False, renewed: bool = False) -> None:
@@ -107,8 +116,17 @@ class Links:
             return
         link.state, link.lost_at, link.problem = ConnectionState.GREETING, NEVER, cause
         link.generation += 1
+        self._ask_leader(link)
         if link.instance != self._own:
             self._effects.append(Lost(link.peer, link.epoch, cause, announced, renewed))
+
+    def _ask_leader(self, link: PeerConnection) -> None:
+        """A rank is not connected any more: its leader may know of another one in its place."""
+        instance = self.instances.get(link.instance)
+        leader = instance.links.get(instance.address) if instance is not None else None
+        if leader is not None and leader is not link and leader.is_ready:
+            leader.hello_at = 0.0
+            self.arm(leader)
 
     def lose(self, link: PeerConnection, cause: str, now: float) -> None:
         """Drop a connection, and greet again at once."""
@@ -122,8 +140,12 @@ class Links:
 
     def arm(self, link: PeerConnection) -> None:
         """Note that a connection's times have changed."""
-        self.next_tick = min(self.next_tick, link.due)
+        self._timers.arm(link)
 
-    def arm_all(self) -> None:
-        """Find out when the next has something to do."""
-        self.next_tick = min((link.due for link in self._by_dial.values()), default=NEVER)
+    def take_due(self, now: float) -> list[PeerConnection]:
+        """The connections that have something to do, to be armed again."""
+        due = list[PeerConnection]()
+        while (link := self._timers.pop(now)) is not None:
+            assert isinstance(link, PeerConnection)
+            due.append(link)
+        return sorted(due, key=lambda each: each.dial)

@@ -19,6 +19,8 @@ class Members:
         self.own_key = own_key
         self.by_rank = {identity.rank: Member(identity.rank, identity.address, identity.epoch)}
         self._connections: dict[int, bytes] = {}  # of ranks that are connected
+        self.num_changes = 0
+        """How often what `named` returns has changed."""
 
     def named(self) -> tuple[Member, ...]:
         """The ranks that have joined, in order."""
@@ -52,7 +54,9 @@ class Members:
                 "or start this one as another rank"
             )
         self._connections[hello.rank] = connection
-        self.by_rank[hello.rank] = Member(hello.rank, hello.address, hello.epoch)
+        member = Member(hello.rank, hello.address, hello.epoch)
+        self.num_changes += member != known
+        self.by_rank[hello.rank] = member
 
     def leave(self, connection: bytes) -> None:
         """A connection has ended. Its rank stays named, but another process may take its place."""

@@ -123,6 +123,12 @@ class Writing(Message, frozen=True, tag="writing", kw_only=True):
     generation: Small = 0
 
 
+class Renew(Message, frozen=True, tag="renew", kw_only=True):
+    """What the sender's last hello on this connection said still holds. Sent now and then while nothing changes, and answered
+    with the same, or with a `reject` that asks for a hello if the answer to a hello would be another now.
+    """
+
+
 class Reject(Message, frozen=True, tag="reject", kw_only=True):
     """A refusal: the field, both values, and the reason. `hello_first` asks for a new hello on this connection. `final`: the
     reason will not pass before one of the two processes is started anew.
@@ -298,6 +304,7 @@ class Goodbye(Message, frozen=True, tag="goodbye", kw_only=True):
 AnyMessage = (
     Hello
     | Welcome
+    | Renew
     | Writing
     | Reject
     | Reserve

@@ -31,18 +31,24 @@ MAX_HEARTBEAT_S = 1_000_000
 class ConnectionLimits:
     """Times of the handshake and of liveness; seconds.
 
-    Every `heartbeat_s` libzmq pings each peer, and this rank renews its hello. A peer whose libzmq does not answer for
-    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An
-    instance that was admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`, and at once
-    if its host refuses connections to its address, or is not known, and no connection of it is there.
+    Every `heartbeat_s` libzmq pings each peer. This rank renews its hello every `renew_s`, and at least every
+    `max_hello_retry_s` while ranks of the peer's instance are not ready. A peer whose libzmq does not answer for
+    `heartbeat_timeout_s` is lost. A peer that was refused gets a hello again after `refused_retry_s`. An instance that was
+    admitted, or named by a request only, is forgotten when it has not been ready for `forget_s`, and at once if its host
+    refuses connections to its address, or is not known, and no connection of it is there.
     """
 
     hello_retry_s: float = 0.2
     max_hello_retry_s: float = 2.0
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 4.0
     heartbeat_timeout_s: float = 8.0
     refused_retry_s: float = 30.0
     forget_s: float = 60.0
+
+    @property
+    def renew_s(self) -> float:
+        """How often a hello is renewed while nothing changes: what it tells has come by other ways by then."""
+        return 8 * self.heartbeat_s
 
     @property
     def connect_back_s(self) -> float:
@@ -177,7 +183,8 @@ class PeerConnection:
     `dial` is the number of the connection. `epoch` is that of the peer's process, 0 until it is known. A side that gives a
     connection up starts a new `generation` and names it in its next hello, so that both sides end the old one; a new process
     starts at generation 0. `asked` counts the hellos whose welcome may still come. `heard`: the peer has said hello since this
-    side last did. The peer is lost at `lost_at`, unless a connection that it opened is there by then.
+    side last did. The peer is lost at `lost_at`, unless a connection that it opened is there by then. `is_welcome`: the last
+    hello was answered with a welcome, and nothing has called for another hello since. `armed_at` is when it is looked at next.
     """
 
     instance: str
@@ -197,6 +204,8 @@ class PeerConnection:
     asked: int = 0
     heard: bool = False
     lending: Lending | None = None
+    is_welcome: bool = False
+    armed_at: float = NEVER
 
     @property
     def peer(self) -> PeerRank:
@@ -213,7 +222,7 @@ class PeerConnection:
 
     def greet_soon(self, now: float) -> None:
         """Send a hello at the next tick."""
-        self.hello_at, self.hello_retry_s, self.refused = now, 0.0, False
+        self.hello_at, self.hello_retry_s, self.refused, self.is_welcome = now, 0.0, False, False
 
     def refuse(self, problem: str, retry_at: float, *, final: bool) -> None:
         """The other side cannot be used. `final`: for a reason that will not pass by itself."""

@@ -15,6 +15,7 @@ What answers at a configured address has the name in any case.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Set
 
@@ -24,7 +25,7 @@ from disagg.protocol.following import Following
 from disagg.protocol.inbound import Accepted, InboundConnections
 from disagg.protocol.links import Links
 from disagg.protocol.members import Members, check_dialable
-from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Reject, Welcome
+from disagg.protocol.messages import AnyMessage, Busy, Goodbye, Hello, Reject, Renew, Welcome
 from disagg.protocol.peer_state import (
     LEADER,
     ConnectionLimits,
@@ -53,6 +54,10 @@ CLOSED_GRACE_S = 0.5
 """How long a peer may take to connect again after its connection has ended."""
 ASK_AGAIN_S = 0.1
 """How often it is asked for that: what is sent on a connection that has ended as well, unnoticed, is lost."""
+FORGET_CHECK_S = 0.5
+"""How often absent instances are looked for."""
+NUM_PHASES = 16
+"""Renewals of connections differ in their period, so that those of a thousand peers do not come at once."""
 MAX_ADMITTED = 1024
 """Instances that are not configured for good, before no more are admitted."""
 Admit = Callable[[str, str, str], bool]
@@ -83,6 +88,7 @@ class PeerTable:
         self._limits = limits or ConnectionLimits()
         self._inbound = InboundConnections()
         self.instances: dict[str, PeerInstance] = {}
+        self._forget_at = 0.0
         self._links = Links(identity.instance, self.instances, self.effects)
         self._following = Following(self._links)
         self._admission = Admission(
@@ -194,6 +200,11 @@ class PeerTable:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that this one connects to."""
+        return len(self._links)
+
     def expected_at(self, dial: int) -> PeerRank | None:
         """The rank that a connection leads to; `None` if the connection is not known any more."""
         link = self._links.get(dial)
@@ -222,6 +233,9 @@ class PeerTable:
         accepted = self._inbound.get(connection)
         if accepted is None:
             self.effects.append(ReplyOn(connection, Reject(field="connection", reason="send hello first", hello_first=True)))
+            return None
+        if isinstance(message, Renew):
+            self._admission.on_renew(connection, accepted, now)
             return None
         if isinstance(message, Goodbye):
             self._inbound.forget(connection)
@@ -318,6 +332,7 @@ class PeerTable:
         link.lending = welcome.lending if first else link.lending
         link.state, link.problem, link.refused = ConnectionState.READY, "", False
         link.hello_retry_s, link.hello_at = 0.0, now + (ASK_AGAIN_S if link.ended else self._limits.heartbeat_s)
+        link.is_welcome = not siblings
         if siblings:
             return
         instance = self.instances[link.instance]
@@ -339,14 +354,16 @@ class PeerTable:
         self._following.tick(now)
         if now < self._links.next_tick:
             return
-        for link in self._links.all():
+        for link in self._links.take_due(now):
             if link.is_ready and now >= link.lost_at:
                 silence = f"it has not connected to {self.identity} within {self._limits.connect_back_s:g} s"
                 self._links.lose(link, "its connection has ended" if link.ended else silence, now)
             if now >= link.hello_at:
                 self._greet(link, now)
-        self._forget_absent(now)
-        self._links.arm_all()
+            self._links.arm(link)
+        if now >= self._forget_at:
+            self._forget_at = now + min(FORGET_CHECK_S, self._limits.forget_s)
+            self._forget_absent(now)
 
     def next_tick(self) -> float:
         """When `tick` next has something to do; it may be earlier."""
@@ -358,8 +375,13 @@ class PeerTable:
         instance = self._instance_of(link)
         if link.is_ready and instance is not self._siblings:
             is_leader = link.address == instance.address
-            later_s = limits.heartbeat_s if is_leader else limits.heartbeat_timeout_s
-            link.hello_at = now + (ASK_AGAIN_S if link.ended else later_s)
+            link.hello_at = now + ASK_AGAIN_S if link.ended else self._renew_at(link, now)
+            if is_leader and not instance.ready:
+                link.hello_at = min(link.hello_at, now + limits.max_hello_retry_s)
+            if link.is_welcome and not link.ended:
+                link.heard = False
+                self.effects.append(SendTo(link.dial, Renew()))
+                return
         else:
             link.hello_retry_s = min(link.hello_retry_s * 2 or limits.hello_retry_s, limits.max_hello_retry_s)
             link.hello_at = now + (limits.heartbeat_s if link.is_ready else link.hello_retry_s)
@@ -370,6 +392,12 @@ class PeerTable:
             link.unanswered += 1
         link.asked, link.heard = min(link.asked + 1, MAX_ASKED), False
         self.effects.append(SendHello(link.dial, link.generation, link.epoch, again=link.ended and link.is_ready))
+
+    def _renew_at(self, link: PeerConnection, now: float) -> float:
+        """When a connection is renewed next: a few together, so that this rank wakes up less often."""
+        together_s = self._limits.heartbeat_s / 4
+        later_s = self._limits.renew_s * (1 - link.dial % NUM_PHASES / (2 * NUM_PHASES))
+        return math.ceil((now + later_s) / together_s) * together_s
 
     def _instance_of(self, link: PeerConnection) -> PeerInstance:
         siblings = self._siblings

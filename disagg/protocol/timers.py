@@ -28,19 +28,25 @@ class Tombstone(msgspec.Struct, frozen=True):
 
 
 class Tombstones:
-    """The newest `limit` tombstones of each peer instance."""
+    """The newest tombstones, at most `limit` for all peer instances together. Once there are as many, an instance takes the
+    place of its own oldest, or of the oldest of the instance with the most if it has less than an equal share.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_instance: dict[str, OrderedDict[Hashable, Tombstone]] = {}
+        self._count = 0
 
     def put(self, peer: str | PeerRank, key: RequestKey, tombstone: Tombstone) -> None:
         """Record how an attempt of an instance, or of one of its ranks, has ended."""
         found = self._by_instance.setdefault(_instance(peer), OrderedDict())
+        self._count += (peer, key) not in found
         found[peer, key] = msgspec.structs.replace(tombstone, reason=tombstone.reason[:MAX_KEPT_REASON])
         found.move_to_end((peer, key))
-        while len(found) > self._limit:
-            found.popitem(last=False)
+        if self._count > self._limit:
+            has_share = len(found) * len(self._by_instance) > self._limit
+            (found if has_share else max(self._by_instance.values(), key=len)).popitem(last=False)
+            self._count -= 1
 
     def get(self, peer: str | PeerRank, key: RequestKey) -> Tombstone | None:
         found = self._by_instance.get(_instance(peer))
@@ -48,10 +54,10 @@ class Tombstones:
 
     def forget(self, instance: str) -> None:
         """Forget the attempts of an instance."""
-        self._by_instance.pop(instance, None)
+        self._count -= len(self._by_instance.pop(instance, ()))
 
     def __len__(self) -> int:
-        return sum(len(found) for found in self._by_instance.values())
+        return self._count
 
 
 def _instance(peer: str | PeerRank) -> str:

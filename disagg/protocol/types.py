@@ -56,8 +56,8 @@ def check_seconds(given: object, what: str, *, most: float = NEVER) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but
-    `max_quarantined` is per manager. Raises `ConfigError` for a time that is not above 0, and a negative count.
+    """Bounds and times of the protocol; seconds. Counts and bytes are per peer instance, but `max_quarantined` and
+    `max_tombstones` are for all of them. Raises `ConfigError` for a time that is not above 0, and a negative count.
     """
 
     max_parked_reserves: int = 16384

@@ -4,17 +4,21 @@ The channel does not decode messages. Messages for one connection leave together
 called from any thread.
 
 libzmq's own threads ping every peer, so a connection ends when the peer's process does not answer or has ended, and stays when
-the peer's interpreter is busy. The ROUTER's monitor tells which connection has ended.
+the peer's interpreter is busy. The ROUTER's monitor tells which connection has ended. Only the ROUTER pings: every pair of
+ranks has a connection in each direction, and a ping also tells the DEALER how long it may be silent.
+
+A poll costs the same for any number of idle peers: the kernel names the sockets on which something has happened. libzmq tells
+that once, and any other call may take the news, so a socket that was written to or read from is looked at again.
 """
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 import zmq.auth.thread
 
@@ -34,6 +38,8 @@ FAILED_PAUSE_S = 0.01
 """Pause after an error of the system, which may last."""
 MAX_SOCKETS = 16384
 """Sockets of a manager, one for each peer rank; libzmq's own limit is 1,023."""
+MAX_SILENCE_MS = 6_553_500
+"""The most that a ping can tell its receiver: tenths of a second in 16 bits."""
 
 
 @dataclass
@@ -41,6 +47,7 @@ class _Peer:
     """A connection that this side opened, and the messages to send."""
 
     socket: zmq.Socket[bytes]
+    descriptor: int
     unsent: list[bytes] = field(default_factory=list)
 
 
@@ -69,19 +76,24 @@ class Channel:
                 f"listen: {listen!r} can be reached from other hosts, so it needs keys (disagg keygen), or insecure=True"
             )
         self._keys = keys
-        self._heartbeat_ms = max(1, round(heartbeat_s * 1e3)), max(1, round(heartbeat_timeout_s * 1e3))
         self._warnings = RateLimitedLog(logger, repeat_s=10.0)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._alarm = _native.Alarm()
-        self._poller = zmq.Poller()
+        self._epoll = select.epoll()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by the descriptor that libzmq signals
+        self._unread: set[int] = set()  # descriptors of sockets that may have messages
+        self._watched = np.array([self._alarm.fileno(), self._epoll.fileno()], np.int32)
         self._peers: dict[int, _Peer] = {}
+        self._dials: dict[int, int] = {}  # by descriptor
+        self._unsent: dict[int, _Peer] = {}
         try:
             if keys is not None:
                 self._authenticator = authenticator(self._context, allow)
             self._router = self._socket(zmq.ROUTER)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._set_heartbeats(heartbeat_s, heartbeat_timeout_s)
             self._monitor = Monitor(self._context, self._router)
             if keys is not None:
                 self._router.curve_server = True
@@ -94,18 +106,27 @@ class Channel:
             raise ConfigError(f"listen: cannot bind {listen!r}: {error}") from error
         self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.address = f"tcp://{bracketed(host)}:{self._port}"
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._monitor.socket, zmq.POLLIN)
-        self._descriptors: npt.NDArray[np.int32] | None = None  # cached until sockets change
+        self._router_descriptor, self._monitor_descriptor = self._watch(self._router), self._watch(self._monitor.socket)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
-        interval_ms, timeout_ms = self._heartbeat_ms
-        socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
         return socket
+
+    def _set_heartbeats(self, interval_s: float, timeout_s: float) -> None:
+        timeout_ms = max(1, round(timeout_s * 1e3))
+        self._router.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(interval_s * 1e3)))
+        self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+        self._router.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_SILENCE_MS))
+
+    def _watch(self, socket: zmq.Socket[bytes]) -> int:
+        """Have `poll` look at a socket. Returns the descriptor that libzmq signals."""
+        descriptor = int(socket.getsockopt(zmq.FD))
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._sockets[descriptor] = socket
+        self._unread.add(descriptor)
+        return descriptor
 
     def connect(self, dial: int, address: str, *, public_key: str | None = None) -> None:
         """Connect to `address`, as connection `dial`. ZeroMQ reconnects by itself.
@@ -115,9 +136,8 @@ class Channel:
         host, _ = parse_address(address, what="peer address")
         try:
             self._connect(dial, address, public_key, ipv6=":" in host)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             raise PeerUnreachable(f"{address}: cannot be dialled: {error}") from error
-        self._descriptors = None
 
     def _connect(self, dial: int, address: str, public_key: str | None, *, ipv6: bool) -> None:
         if self._keys is not None and public_key is None:
@@ -126,11 +146,12 @@ class Channel:
         try:
             self._set_up(socket, public_key, ipv6=ipv6)
             socket.connect(address)
+            descriptor = self._watch(socket)
         except BaseException:
             socket.close(0)
             raise
-        self._peers[dial] = _Peer(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        self._peers[dial] = _Peer(socket, descriptor)
+        self._dials[descriptor] = dial
 
     def _set_up(self, socket: zmq.Socket[bytes], public_key: str | None, *, ipv6: bool) -> None:
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -145,9 +166,11 @@ class Channel:
         """Drop the connection and its unsent messages."""
         peer = self._peers.pop(dial, None)
         if peer is not None:
-            self._poller.unregister(peer.socket)
+            self._unsent.pop(dial, None)
+            self._epoll.unregister(peer.descriptor)
+            self._unread.discard(peer.descriptor)
+            del self._sockets[peer.descriptor], self._dials[peer.descriptor]
             peer.socket.close(0)
-            self._descriptors = None
 
     def send(self, dial: int, data: bytes) -> bool:
         """Queue `data` for a connection, to leave with the next `poll` or `flush`. Returns whether there is that connection.
@@ -157,10 +180,12 @@ class Channel:
         if peer is None:
             return False
         peer.unsent.append(data)
+        self._unsent[dial] = peer
         return True
 
     def reply(self, connection: bytes, data: bytes) -> bool:
         """Send `data` on a connection that a peer opened. Returns whether the connection is still there and had room."""
+        self._unread.add(self._router_descriptor)
         return _send(self._router, [connection, data])
 
     @property
@@ -185,36 +210,37 @@ class Channel:
     def _poll(self, timeout_s: float) -> Iterator[Arrival]:
         woken = self._alarm.clear()
         self.flush()
-        ready = dict(self._poller.poll(0))
-        if timeout_s > 0 and not ready and not woken:
-            self._alarm.wait(timeout_s, self._watched())
-            ready = dict(self._poller.poll(0))
-        if ready.pop(self._monitor.socket, None):
+        readable = self._readable()
+        if timeout_s > 0 and not readable and not woken:
+            self._alarm.wait(timeout_s, self._watched)
+            readable = self._readable()
+        if self._monitor_descriptor in readable:
             yield from self._ended()
-        if ready.pop(self._router, None):
+        if self._router_descriptor in readable:
             yield from self._inbound()
         self._monitor.end_endless(self._port)
-        for dial, peer in list(self._peers.items()) if ready else ():
-            if peer.socket in ready:
-                yield from self._replies(dial, peer)
+        for descriptor in readable:
+            dial = self._dials.get(descriptor)
+            if dial is not None:
+                yield from self._replies(dial, self._peers[dial])
+
+    def _readable(self) -> list[int]:
+        """The descriptors of the sockets that have messages."""
+        self._unread.update(descriptor for descriptor, _ in self._epoll.poll(0))
+        readable = [each for each in self._unread if int(self._sockets[each].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
+        self._unread = set(readable)
+        return readable
 
     def busy_poll(self, seconds: float, completions: list[_native.Completion]) -> bool:
         """Poll without a sleep, right after `poll` has found nothing. Returns whether there is a message or a completion."""
-        return _native.busy_poll(seconds, self._watched(), completions)
-
-    def _watched(self) -> npt.NDArray[np.int32]:
-        """Every descriptor on which something may arrive, right after `poll` has found nothing there."""
-        if self._descriptors is None:
-            sockets = self._router, self._monitor.socket, *(peer.socket for peer in self._peers.values())
-            self._descriptors = np.array([self._alarm.fileno(), *(each.get(zmq.FD) for each in sockets)], np.int32)
-        return self._descriptors
+        return _native.busy_poll(seconds, self._watched, completions)
 
     def flush(self) -> None:
         """Send what was queued. The messages for one connection leave together."""
-        for peer in self._peers.values():
-            if not peer.unsent:
-                continue
+        unsent, self._unsent = self._unsent, {}
+        for peer in unsent.values():
             messages, peer.unsent = peer.unsent, []
+            self._unread.add(peer.descriptor)
             for batch in _batches(messages):
                 _send(peer.socket, batch)
 
@@ -258,6 +284,7 @@ class Channel:
             self._router.close()
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._epoll.close()
         self._context.term()
 
 

@@ -105,15 +105,18 @@ class Connections:
         self._processes.prune()
         for fencing in self._fencing.values():
             fencing.check(now)
-        for peer, rank in self._handshake.connected():
-            if rank.process is not None and rank.process.has_ended():
-                self._peers.on_ended(peer, rank.epoch, now)
+        for peer, rank in self._handshake.connected() if self._processes.have_ended() else ():
+            self._check_process(peer, rank, now)
         try:
             due = renewal_due(self._backend)
         except BaseException as error:  # noqa: BLE001 (an engine of a third party's)
             due = f"the engine cannot say whether that is so: {type(error).__name__}: {error}"
         if due:
             self._warnings.warning("%s: this manager must be closed and built anew: %s", self._handshake.me, due)
+
+    def _check_process(self, peer: PeerRank, rank: RemoteRank, now: float) -> None:
+        if rank.process is not None and rank.process.has_ended():
+            self._peers.on_ended(peer, rank.epoch, now)
 
     def check_soon(self) -> None:
         """Look for processes that have ended with the next `tick`."""
@@ -168,7 +171,7 @@ class Connections:
             self._peers.refuse(ready.peer, problem, now)
             return
         self._handshake.add(ready.peer, rank)
-        self.check_soon()
+        self._check_process(ready.peer, rank, now)
         if (ready.peer, ready.epoch) in self._lost:
             del self._lost[ready.peer, ready.epoch]
             self._fencing.pop((ready.peer, ready.epoch), None)

@@ -11,7 +11,7 @@ from disagg.core.events import ReadyEvent
 from disagg.core.leases import quarantine, release
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
-from disagg.machine.descriptors import shortage
+from disagg.machine.descriptors import shortage, too_many_ranks
 from disagg.protocol.messages import (
     Complete,
     Message,
@@ -106,6 +106,7 @@ class Dispatch:
         self._on_forgotten = on_forgotten
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
         self._short, self._short_until = "", 0.0
+        self._has_warned_of_limit = False
         self.not_ready: list[tuple[ReceiveSession, ReadyEvent]] = []
         """Receives whose rows wait for their event."""
         self._ended: list[Event] = []
@@ -253,6 +254,7 @@ class Dispatch:
                 raise PeerUnreachable(f"{address}: {short}")
             self.channel.connect(dial, resolved, public_key=public_key)
             self._probes.add(dial, resolved)
+            self._warn_of_limit()
         except DisaggError as error:
             self._warnings.warning("%s: %s", self._handshake.me, error)
             self._peers.cannot_dial(dial, str(error))
@@ -261,6 +263,12 @@ class Dispatch:
         else:
             if resolved != address:
                 self._peers.dialled(dial, time.monotonic())
+
+    def _warn_of_limit(self) -> None:
+        """Warn once that the ranks of the peers may need more descriptors than there can be."""
+        if not self._has_warned_of_limit and (problem := too_many_ranks(self._peers.num_ranks)):
+            self._has_warned_of_limit = True
+            logger.warning("%s: %s", self._handshake.me, problem)
 
     def _shortage(self) -> str:
         """Why no connection may be opened now. If there are too few descriptors, that is asked again a little later."""

@@ -6,14 +6,14 @@ may connect could fill this process's memory. The kernel knows how much a connec
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import struct
 import time
 from collections.abc import Iterable
 
 from disagg.core.rate_limited_log import RateLimitedLog
 from disagg.core.thread_log import ThreadLog
-from disagg.machine.tcp import duplicate
+from disagg.machine.tcp import duplicate, num_received
 from disagg.protocol.messages import MAX_MESSAGE_NBYTES
 
 logger = ThreadLog(__name__)
@@ -21,8 +21,6 @@ logger = ThreadLog(__name__)
 CHECK_S = 0.25
 MAX_NBYTES = 2 * MAX_MESSAGE_NBYTES
 """A connection that has received more than this since its last message is ended. Messages that leave together have half."""
-_RECEIVED = struct.Struct("=128xQ")
-"""Of `struct tcp_info`: `tcpi_bytes_received` (Linux 4.1)."""
 
 
 class EndlessMessages:
@@ -47,18 +45,18 @@ class EndlessMessages:
             return
         before, self._since = self._since, {}
         for descriptor in opened:
-            try:
-                with duplicate(descriptor) as connection:
-                    if connection.getsockname()[1] != port:
-                        continue
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
-                    (received,) = _RECEIVED.unpack(info.ljust(_RECEIVED.size, b"\0"))
-                    since = received if descriptor in self._heard else min(received, before.get(descriptor, received))
-                    self._since[descriptor] = since
-                    if received - since > MAX_NBYTES:
-                        connection.shutdown(socket.SHUT_RDWR)
-                        self._warnings.warning("ended a connection to port %d: its message does not end", port)
-            except (OSError, IndexError):  # it has ended, or is no TCP socket
+            received = num_received(descriptor)
+            if received is None:  # it has ended, or is no TCP socket
                 continue
+            since = received if descriptor in self._heard else min(received, before.get(descriptor, received))
+            self._since[descriptor] = since
+            if received - since > MAX_NBYTES:
+                self._end(descriptor, port)
         self._heard.clear()
         self._check_at = now + max(CHECK_S, 20 * (time.monotonic() - now))  # at most 5% of the time
+
+    def _end(self, descriptor: int, port: int) -> None:
+        with contextlib.suppress(OSError, IndexError), duplicate(descriptor) as connection:
+            if connection.getsockname()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+                self._warnings.warning("ended a connection to port %d: its message does not end", port)

@@ -38,7 +38,7 @@ class Monitor:
         self.socket.setsockopt(zmq.RCVHWM, 0)  # libzmq's thread would wait for room, and answer no ping meanwhile
         self.socket.connect(endpoint)
         self.num_refused = 0
-        self._warnings = RateLimitedLog(logger)
+        self._warnings = RateLimitedLog(logger, repeat_s=60.0)  # hundreds of peers may start and connect again at a time
         self._open: set[int] = set()
         self._by_descriptor: dict[int, bytes] = {}
         self._known: dict[bytes, int] = {}

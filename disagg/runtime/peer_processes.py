@@ -7,6 +7,7 @@ peer has proved these on its control channel, so it cannot pass off the process 
 from __future__ import annotations
 
 import hashlib
+import select
 import threading
 
 from disagg.core.thread_log import ThreadLog
@@ -27,6 +28,7 @@ class PeerProcesses:
     def __init__(self, instance: str, rank: int, epoch: int) -> None:
         self._lock = threading.Lock()
         self._watches: dict[str, ProcessWatch] = {}
+        self._epoll = select.epoll()
         self._socket: IdentitySocket | None = None
         try:
             self._socket = IdentitySocket(socket_name(instance, rank, epoch))
@@ -43,9 +45,15 @@ class PeerProcesses:
                     del self._watches[each]
             known = self._watches.get(name)
             found = known if known is not None and not known.has_ended() else ProcessWatch.attest(name)
-            if found is not None:
+            if found is not None and found is not known:
                 self._watches[name] = found
+                self._epoll.register(found.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
             return found
+
+    def have_ended(self) -> bool:
+        """Whether any of the processes has ended since the last call. Costs the same for any number of them."""
+        with self._lock:
+            return not self._epoll.closed and bool(self._epoll.poll(0))
 
     def prune(self) -> None:
         """Keep room for peers that attest this process. Call it now and then."""
@@ -62,3 +70,4 @@ class PeerProcesses:
             for watch in self._watches.values():
                 watch.close()
             self._watches.clear()
+            self._epoll.close()

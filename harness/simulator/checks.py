@@ -38,7 +38,7 @@ def check_host(host: Host, limits: Limits, *, num_instances: int) -> None:
     sends, receives = host.sessions.sends, host.sessions.receives
     if len(sends.parked) > limits.max_parked_reserves * num_instances:
         raise Violation(f"{host.name} has {len(sends.parked)} parked reserves")
-    if max(len(sends.table.ended), len(receives._ended)) > limits.max_tombstones * num_instances:
+    if max(len(sends.table.ended), len(receives._ended)) > limits.max_tombstones:
         raise Violation(f"{host.name} has {len(sends.table.ended)} and {len(receives._ended)} tombstones")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from disagg.commands.doctor import children, engines, network
 from disagg.commands.doctor.environment import environment
 from disagg.commands.doctor.examination import examine, worst
-from disagg.commands.doctor.machine import congestion, gpus, ptrace, retransmission, shared_memory
+from disagg.commands.doctor.machine import congestion, descriptors, gpus, ptrace, retransmission, shared_memory
 from disagg.core.errors import ConfigError
 from disagg.machine.findings import Finding, Level, Machine
 from disagg.machine.rdma import memlock, rdma, rdma_refusal
@@ -309,6 +310,18 @@ def test_a_tiny_shared_memory_mount_is_an_error(tmp_path: Path) -> None:
     assert "SIGBUS" in finding.consequence
     assert f"remount,size=8g {mount}" in finding.fix
     assert shared_memory(Machine(shm=tmp_path / "nowhere")).level is Level.ERROR
+
+
+@pytest.mark.parametrize(
+    ("limit", "level", "ranks"), [(1024, Level.WARNING, 96), (65536, Level.OK, 8160), (100, Level.WARNING, 0)]
+)
+def test_the_limit_of_descriptors_says_for_how_many_peers_it_is_enough(
+    limit: int, level: Level, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    finding = descriptors()
+    assert finding.level is level
+    assert finding.cause == f"at most {limit} descriptors (ulimit -n), enough for {ranks} ranks of peers"
 
 
 def test_ptrace_scope_and_congestion_control(tmp_path: Path) -> None:

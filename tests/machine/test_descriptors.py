@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 
-from disagg.machine.descriptors import shortage
+import pytest
+
+from disagg.machine.descriptors import shortage, too_many_ranks
 
 
 def test_a_shortage_says_how_many_are_left() -> None:
@@ -26,3 +28,14 @@ def test_a_shortage_says_how_many_are_left() -> None:
         for each in held:
             os.close(each)
     assert shortage() == ""
+
+
+def test_ranks_that_the_limit_may_not_do_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert too_many_ranks(96) == ""
+    assert too_many_ranks(97) == (
+        "97 ranks of peers may take 776 descriptors, and this process may have 1024 in all: "
+        "raise the soft limit (ulimit -n 2048; for a service: LimitNOFILE=)"
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert too_many_ranks(100_000) == ""

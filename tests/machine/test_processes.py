@@ -374,25 +374,41 @@ def test_a_process_is_not_gone_while_a_program_that_it_started_holds_what_it_hel
         time.sleep(0.01)
 
 
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_a_full_backlog_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that have ended stay in a backlog, and any process of the host may make them."""
+    """Connections that have ended stay in a backlog, and any process of the host may make them. Watches need none."""
     monkeypatch.setattr(processes, "_BACKLOG", 8)
-    monkeypatch.setattr(processes, "_MAX_WATCHERS", 4)
     identity = IdentitySocket()
     watches = []
     while (watch := ProcessWatch.attest(identity.name)) is not None:
         watches.append(watch)
     assert 0 < len(watches) < 20
+    before = num_descriptors()
     identity.prune()
-    assert sum(not processes._is_closed(watch._connection) for watch in watches) == 4
+    assert num_descriptors() == before
     again = ProcessWatch.attest(identity.name)
     assert again is not None
-    identity.prune()
     for watch in (*watches, again):
-        watch.close()
-    identity.prune()
-    assert not identity._watchers
+        assert processes._is_held(watch._held)
     identity.close()
+    for watch in (*watches, again):
+        assert not processes._is_held(watch._held)
+        assert not processes._is_held(watch._held), "the second answer is the same"
+        watch.close()
+
+
+def test_a_socket_that_is_asked_often_is_held() -> None:
+    """Nobody reads it, so it is full at some time."""
+    identity = IdentitySocket()
+    watch = ProcessWatch.attest(identity.name)
+    assert watch is not None
+    assert all(processes._is_held(watch._held) for _ in range(2000))
+    identity.close()
+    assert not processes._is_held(watch._held)
+    watch.close()
 
 
 def test_tables_that_cannot_be_read_prove_nothing(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:

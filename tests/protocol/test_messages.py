@@ -36,6 +36,7 @@ from disagg.protocol.messages import (
     PagesRow,
     Part,
     Reject,
+    Renew,
     Reserve,
     SlotRow,
     SlotsFilled,
@@ -106,6 +107,7 @@ SAMPLES: dict[str, Message] = {
     "borrow": Borrow(wanted=3, seen=10, returned=(9,)),
     "goodbye": Goodbye(reason="closing"),
     "writing": Writing(engine="cma", epoch=5, generation=1),
+    "renew": Renew(),
 }
 MAPS: dict[str, dict[str, Any]] = {
     "reserve": {

@@ -271,7 +271,7 @@ def test_two_senders_may_serve_the_same_request_to_two_instances() -> None:
 
 
 def test_bounds_hold_for_each_instance_separately() -> None:
-    """The bounds on parked reserves and on tombstones."""
+    """The bound on parked reserves; and an instance with many ended attempts drops its own before those of others."""
     sessions = Sessions(limits=Limits(max_parked_reserves=3, max_tombstones=3))
     sessions.on_message(E0, reserve(numbered(99)), 0.0)
     sessions.on_message(E0, abort(numbered(98)), 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disagg.core.errors import ConfigError
-from disagg.protocol.messages import Busy, Goodbye, Hello, Lending, Member, Reject, Welcome, decode, encode
+from disagg.protocol.messages import Busy, Goodbye, Hello, Lending, Member, Reject, Renew, Welcome, decode, encode
 from disagg.protocol.peer_state import (
     Connect,
     ConnectionLimits,
@@ -23,7 +23,7 @@ from disagg.protocol.peer_state import (
     Unanswered,
 )
 from disagg.protocol.peers import ASK_AGAIN_S, CLOSED_GRACE_S, PeerTable
-from disagg.protocol.types import NEVER, Limits
+from disagg.protocol.types import NEVER, Limits, PeerRank
 from harness.simulator.connections import welcome
 from tests.protocol.peer_table import (
     DECODE,
@@ -343,19 +343,90 @@ def deliver(
     return lost
 
 
-def test_every_rank_gets_hellos_again_and_leaders_more_often() -> None:
+def ready_pair() -> PeerTable:
+    """A table that is connected to both ranks of `decode-0`, as they are to it."""
     table = peer_table(peer_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
     reply(table, LEADER, welcome(members=(Member(0, LEADER, 7), Member(1, SECOND, 8))), 0.0)
     reply(table, SECOND, welcome(rank=1, epoch=8), 0.0)
     table.on_inbound(b"c1", "", hello(), 0.0)
     table.on_inbound(b"c2", "", hello(rank=1, epoch=8), 0.0)
-    sent = []
-    for now in range(1, 27):
-        take_effects(table)
+    take_effects(table)
+    return table
+
+
+def test_hellos_are_renewed_and_seldom_while_all_ranks_are_ready() -> None:
+    table, sent = ready_pair(), []
+    for now in range(1, 50):
         table.tick(float(now))
-        sent += [(now, effect.dial) for effect in take_effects(table) if isinstance(effect, SendHello)]
-    assert sent == [(5, 0), (5, 1), (10, 0), (15, 0), (20, 0), (25, 0), (25, 1)]
+        sent += [(now, *effect) for effect in take_effects(table)]
+    renew = Renew()
+    assert sent == [(5, 0, renew), (5, 1, renew), (44, 1, renew), (45, 0, renew)]
+
+
+def test_a_leader_is_asked_at_once_and_often_while_a_rank_of_it_is_lost() -> None:
+    table = ready_pair()
+    table.tick(5.0)
+    take_effects(table)
+    table.on_unreachable(PeerRank("decode-0", 1), "the link is down", 6.0)
+    sent = []
+    for now in range(6, 18):
+        table.tick(float(now))
+        sent += [(now, effect.dial) for effect in take_effects(table) if isinstance(effect, SendTo)]
+    assert sent == [(6, 0), (10, 0), (14, 0)]
+
+
+def test_a_renewed_hello_is_answered_while_the_answer_is_the_same() -> None:
+    table = peer_table(num_ranks=2)
+    table.add_peer("decode-0", LEADER, None, 0.0)
+    sibling = {"instance": "prefill-0", "rank": 1}
+    table.on_inbound(b"c0", "", hello(**sibling, epoch=3, address=SECOND), 0.0)
+    table.on_inbound(b"c1", "", Renew(), 0.0)
+    take_effects(table)
+    table.on_inbound(b"c1", "", Renew(), 0.0)
+    found = take_reply(table)
+    assert isinstance(found, Reject)
+    assert found.hello_first  # no hello has come on this connection
+    table.on_inbound(b"c1", "", hello(), 0.0)
+    assert isinstance(take_reply(table), Welcome)
+    table.on_inbound(b"c1", "", Renew(), 1.0)
+    assert take_reply(table) == Renew()
+    table.on_inbound(b"c0", "", hello(**sibling, epoch=3, address=SECOND), 1.0)  # as before
+    take_effects(table)
+    table.on_inbound(b"c1", "", Renew(), 1.0)
+    assert take_reply(table) == Renew()
+    table.on_closed(b"c0", 2.0)
+    table.on_inbound(b"c3", "", hello(**sibling, epoch=4, address=SECOND), 3.0)  # another process has taken its place
+    take_effects(table)
+    table.on_inbound(b"c1", "", Renew(), 3.0)
+    found = take_reply(table)
+    assert isinstance(found, Reject)
+    assert found.hello_first
+    table.on_inbound(b"c1", "", hello(), 3.1)
+    found = take_reply(table)
+    assert isinstance(found, Welcome)
+    assert Member(1, SECOND, 4) in found.members
+
+
+def test_a_renewal_that_is_rejected_is_followed_by_a_hello() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.tick(5.0)
+    assert take_effects(table) == [SendTo(0, Renew())]
+    reply(table, LEADER, Renew(), 5.0)
+    reply(table, LEADER, Reject(field="members", reason="changed", hello_first=True), 5.1)
+    table.tick(5.1)
+    assert take_effects(table) == [SendHello(0, 0, 7)]
+
+
+def test_a_renewal_confirms_a_peer_whose_connection_had_ended() -> None:
+    table = peer_table()
+    make_ready(table)
+    table.on_inbound(b"c2", "", hello(dial=1), 0.5)
+    table.on_closed(b"c1", 1.0)
+    table.on_inbound(b"c2", "", Renew(), 1.1)
+    table.tick(9.0)
+    assert not any(isinstance(effect, Lost) for effect in take_effects(table))
 
 
 def test_a_goodbye_ends_the_connection_at_once_as_announced() -> None:
@@ -408,7 +479,7 @@ def test_a_peer_that_was_given_up_and_started_anew_is_ready_and_stays_so() -> No
     table.tick(14.0)
     effects = take_effects(table)
     assert not any(isinstance(effect, Lost) for effect in effects)
-    assert SendHello(0, 0, 8) in effects
+    assert SendTo(0, Renew()) in effects
     assert table.link(DECODE) is not None
 
 

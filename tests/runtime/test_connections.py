@@ -30,7 +30,14 @@ class Fences:
         self.now = 0.0
         self.quiet: list[PeerRank] = []
         self.answers: dict[PeerRank, Fence | OSError] = {}
-        nothing: Any = SimpleNamespace(me="decode/0", connected=list, prune=lambda: None, peer_lost=lambda *_, **__: None)
+        nothing: Any = SimpleNamespace(
+            me="decode/0",
+            connected=list,
+            prune=lambda: None,
+            have_ended=lambda: False,
+            is_direct=lambda *_: False,
+            peer_lost=lambda *_, **__: None,
+        )
         nothing.disconnect = lambda peer, _: SimpleNamespace(engine=peer, process=process)
         nothing.peer_quiet = lambda peer, **_: self.quiet.append(peer)
         self.connections = Connections(

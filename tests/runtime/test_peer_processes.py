@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import secrets
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,14 @@ from disagg.runtime.peer_processes import PeerProcesses, socket_name
 
 EPOCH = secrets.randbits(62)
 """Names of identity sockets count for the whole host: other tests may run at the same time."""
+
+LISTENS = """
+import sys, time
+from disagg.runtime.peer_processes import PeerProcesses
+processes = PeerProcesses("other", 0, int(sys.argv[1]))
+print("listens", flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_process_is_found_under_its_own_name_only() -> None:
@@ -58,3 +68,21 @@ def test_a_name_that_is_taken_is_said_and_costs_the_proof_only(caplog: pytest.Lo
     caplog.set_level(logging.WARNING)
     with contextlib.closing(PeerProcesses("me", 0, EPOCH)), contextlib.closing(PeerProcesses("me", 0, EPOCH)):
         assert "peers of this host cannot attest this process" in caplog.text
+
+
+def test_an_end_of_any_process_is_reported_once() -> None:
+    with contextlib.closing(PeerProcesses("me", 0, EPOCH)) as mine, contextlib.closing(PeerProcesses("here", 0, EPOCH)):
+        assert mine.attest("here", 0, EPOCH) is not None
+        process = subprocess.Popen([sys.executable, "-c", LISTENS, str(EPOCH)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            watch = mine.attest("other", 0, EPOCH)
+            assert watch is not None
+            assert not mine.have_ended()
+            process.kill()
+            process.wait()
+        assert watch.has_ended()
+        assert mine.have_ended()
+        assert not mine.have_ended()
+    assert not mine.have_ended()

@@ -208,16 +208,14 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         peer = NixlPeer(descriptor.agent, process, self._connections, regions, epoch=epoch)
         known, ports = self._neighbours.get(process, frozenset()), complete(descriptor.ports)
         self._neighbours[process] = None if known is None or ports is None else known.union(ports)
-        self._connections.add(descriptor.ports)
-        self._load(descriptor)
-        try:
-            transport = self._infer(peer)
-            self._warm_up(peer)
-        except BaseException:
-            self.disconnect(peer)
-            raise
-        finally:  # UCX also answers the peer's writes by them, when nobody here waits for anything
-            self._connections.retransmit_soon()
+        with self._connections.connecting(descriptor.ports):  # UCX also answers by them, when nobody here waits for anything
+            self._load(descriptor)
+            try:
+                transport = self._infer(peer)
+                self._warm_up(peer)
+            except BaseException:
+                self.disconnect(peer)
+                raise
         self._transports.add(transport)
         return peer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from disagg.commands.doctor import engines, network
 from disagg.commands.doctor.environment import environment
-from disagg.commands.doctor.machine import congestion, gpus, ptrace, retransmission, shared_memory
+from disagg.commands.doctor.machine import congestion, descriptors, gpus, ptrace, retransmission, shared_memory
 from disagg.machine.findings import Finding, Level, Machine
 from disagg.machine.rdma import memlock, rdma, watch
 
@@ -30,6 +30,7 @@ def examine(
         yield from watch(machine, watch_s)
     yield from gpus(machine)
     yield shared_memory(machine)
+    yield descriptors()
     yield congestion(machine)
     yield retransmission(machine)
     yield from environment(machine)

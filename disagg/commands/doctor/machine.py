@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from disagg.machine.descriptors import FOR_SERVER, PER_RANK, soft_limit
 from disagg.machine.findings import Finding, Level, Machine, ok
 from disagg.machine.tcp import LONGEST_WAIT_S, SILENCE_S
 
 SMALL_SHM = 64 << 20
 """The default of containers, which is too small for sharing memory by files."""
 TINY_SHM = 16 << 20
+FEW_DESCRIPTORS = 4096
+"""Below this the limit of descriptors is worth a warning."""
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -84,6 +87,24 @@ def cma_refused(why: str) -> Finding:
         "cma", Level.WARNING, f"processes here may not copy each other's memory: {why}",
         "backend 'cma' cannot be used: processes of this host use a network engine, at a fraction of the speed",
         "sysctl -w kernel.yama.ptrace_scope=0; for containers: --cap-add SYS_PTRACE and a shared PID namespace",
+    )  # fmt: skip
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+
+def descriptors() -> Finding:
+    """How many ranks of peers the limit of descriptors is enough for."""
+    limit = soft_limit()
+    if limit < 0:
+        return ok("descriptors", "any number of descriptors")
+    room = max(0, limit - FOR_SERVER) // PER_RANK
+    found = f"at most {limit} descriptors (ulimit -n), enough for {room} ranks of peers"
+    if limit >= FEW_DESCRIPTORS:
+        return ok("descriptors", found)
+    return Finding(
+        "descriptors", Level.WARNING, found, "peers beyond that wait until others have left",
+        "ulimit -n 65536; for a service: LimitNOFILE=65536; for a container: --ulimit nofile=65536",
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         if now < self._collect_at:
             return
         for event in self.transfers.events():
-            owner = event.tag
+            owner = event.tag()
             if owner is not None and self._is_live(owner):
                 owner.ended(event)
         read, self.read = self.read, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class DisaggKVReceiver(Owner, CommonKVReceiver):  # type: ignore[misc]
                 rows=rows,
                 need=needs(rows, num_tokens=num_tokens, prefix=prefix, facts=mgr.facts),
                 deadline_s=None,
-                tag=self,
+                tag=weakref.ref(self),
                 label=f"room {self.bootstrap_room}",
             )
         except DisaggError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         label = f"room {bootstrap_room}"
         try:
             self.handle = mgr.transfers.sender(
-                request_id(bootstrap_room), peer=None, attempt=None, deadline_s=None, tag=self, label=label
+                request_id(bootstrap_room), peer=None, attempt=None, deadline_s=None, tag=weakref.ref(self), label=label
             )
         except DisaggError as error:
             mgr.fail(bootstrap_room, error)

@@ -6,6 +6,7 @@ import logging
 import math
 import select
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -174,10 +175,11 @@ class WorkerHalf:
             poll.register(manager, select.POLLIN)
             poll.poll(IDLE_WAIT_S * 1000)
         for event in manager.events():
-            if isinstance(event.tag, Send):
-                self._sent(event.tag, event)
-            else:
-                self._received(event.tag, event)
+            transfer = event.tag()
+            if isinstance(transfer, Send):
+                self._sent(transfer, event)
+            elif transfer is not None:
+                self._received(transfer, event)
         results, self._results = self._results, TransferResults()
         return results
 
@@ -225,7 +227,7 @@ class WorkerHalf:
             self._abort(part.req_id)
             self._sends[part.req_id] = send = Send(part.req_id, part.attempt)
             send.handle = self._running().sender(
-                part.request_id, peer=None, attempt=part.attempt, deadline_s=None, tag=send, label=part.req_id
+                part.request_id, peer=None, attempt=part.attempt, deadline_s=None, tag=weakref.ref(send), label=part.req_id
             )
         return send
 
@@ -298,7 +300,7 @@ class WorkerHalf:
             need={cache.name: load.needs[cache.group.index] for cache in self._caches},
             ready=_recorded_event() if self._is_cuda and self._clears_blocks else None,  # vLLM clears them on the stream
             deadline_s=self._options.load_timeout_s,
-            tag=receive,
+            tag=weakref.ref(receive),
             label=load.req_id,
         )
 
