@@ -109,24 +109,21 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if event.ok and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
-            self.kv_mgr.read.append((self, event.lease, event.error or "the request ended before it was sent"))
+            self.kv_mgr.fail(self.bootstrap_room, event.error or "the request ended before it was sent")
 
     def abort(self) -> None:
-        """End the request. Once all has been posted, this rank says so only when no copy reads its pages any more. SGLang frees
-        the pages of all ranks of a group when the first of them says so.
-
-        Before, the room is free at once: SGLang does not clear every sender that it aborts.
-        """
-        mgr, room = self.kv_mgr, self.bootstrap_room
-        if not mgr.rooms.owns(room, self):
+        """End the request and free its room: SGLang does not clear every sender that it aborts."""
+        if not self.kv_mgr.rooms.owns(self.bootstrap_room, self):
             return
         self._end("aborted by prefill's scheduler")
-        if self.handle is None or mgr.request_status.get(room) != KVPoll.Transferring:
-            if self.conclude_state != KVPoll.Failed:
-                super().abort()
-            self.clear()
+        if self.conclude_state != KVPoll.Failed:
+            super().abort()
+        self.clear()
 
     def clear(self) -> None:
+        """Forget the request. SGLang then uses its pages again, on all ranks, although copies may still read them: decode takes
+        nothing that is read after `_end`.
+        """
         if self.kv_mgr.leave(self):
             super().clear()
             self.kv_mgr.waiting.pop(self.bootstrap_room, None)
