@@ -63,6 +63,13 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if handle.readers and all(need is None for need in found.values()):
             return
         del mgr.waiting[room]
+        num_tokens = max((need[1] for need in found.values() if need), default=0)
+        if num_tokens > self.prompt.num_tokens:
+            # If decode has cached more than this prompt, SGLang would never send the last chunk.
+            reason = f"prompt: expected {num_tokens} tokens, as on decode, found {self.prompt.num_tokens} on prefill"
+            mgr.fail(room, reason)
+            self._end(reason)
+            return
         full = {mgr.facts.kv_name(layer) for layer in mgr.facts.kv.layers} if mgr.facts.kv is not None else set()
         first_token = min((need[0] for name, need in found.items() if need and name in full), default=0)
         mgr.req_to_decode_prefix_len[room] = first_token // mgr.kv_args.page_size * mgr.kv_args.page_size
