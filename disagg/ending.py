@@ -13,13 +13,10 @@ from disagg.protocol.types import Event
 
 logger = ThreadLog(__name__)
 
-COPY_BEGUN_SPIN_S = 20e-3
-"""How long a thread that waits for a request polls without a sleep once a long copy for it has begun."""
-
 
 class Ending:
-    """The manager's half of a request's handle. Thread-safe. The manager calls `begin` once a copy has begun, then `end`,
-    `wake` and `yield_to_waiter`, each once. `event` is `None` until `end`.
+    """The manager's half of a request's handle. Thread-safe. The manager calls `end`, `wake` and `yield_to_waiter`, each once.
+    `event` is `None` until `end`.
 
     A thread that waits polls for `spin_s` seconds without a sleep. `is_awaited`: a task awaits the request, or has awaited it,
     so `KVManager.events` leaves its event out.
@@ -36,13 +33,6 @@ class Ending:
         )  # held until the request has ended; a `threading.Event` takes ten times as long to make
         self._pending.acquire()
         self._callbacks: list[Callable[[Event], None]] = []
-
-    def begin(self) -> None:
-        """The request will end soon: threads that wait for it stay awake."""
-        self.moments.begun_at = self.moments.begun_at or time.monotonic()
-        if self._spin_s:
-            self._spin_s = COPY_BEGUN_SPIN_S
-            self._release()
 
     def end(self, event: Event) -> None:
         """The request has ended."""

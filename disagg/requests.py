@@ -26,7 +26,7 @@ from disagg.arguments import (
 from disagg.core import _native
 from disagg.core.errors import DisaggError, LocalProtocolError, RequestAborted
 from disagg.core.events import ReadyEvent
-from disagg.core.leases import Lease
+from disagg.core.leases import Lease, withdraw
 from disagg.core.rows import Rows, TokenRange, token_range
 from disagg.core.timeline import Timeline
 from disagg.ending import Ending
@@ -182,11 +182,13 @@ class RequestHandle:
         return self.lease.released
 
     def abort(self, reason: str) -> None:
-        """End the request towards every rank of the other side. Its rows stay leased until nothing touches them. Raises
-        `LocalProtocolError` for a reason that is not a text.
+        """End the request towards every rank of the other side. Its rows stay leased until nothing touches them. No receiver
+        takes bytes that are read of a sender's rows after this call. Raises `LocalProtocolError` for a reason that is not a
+        text.
         """
         check_text(reason, "reason")
         check_process(self._control)
+        withdraw(self.lease)
 
         def abort(now: float) -> None:
             if self.session is None:

@@ -32,6 +32,7 @@ class Lease:
         self._lock = threading.Lock()
         self._status = LeaseState.HELD, ""
         self._callbacks: list[Callable[[], None]] = []
+        self._withdrawn = False
 
     @property
     def status(self) -> tuple[LeaseState, str]:
@@ -51,6 +52,11 @@ class Lease:
     def released(self) -> bool:
         return self.state is LeaseState.RELEASED
 
+    @property
+    def withdrawn(self) -> bool:
+        """Whether the server has aborted the request. What is read of its rows from now on may be of another one."""
+        return self._withdrawn
+
     def on_release(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the rows are safe to reuse. If they already are, call it now, in this thread."""
         with self._lock:
@@ -58,6 +64,11 @@ class Lease:
                 self._callbacks.append(callback)
                 return
         callback()
+
+
+def withdraw(lease: Lease) -> None:
+    """Record that the server has aborted the request."""
+    lease._withdrawn = True
 
 
 def quarantine(lease: Lease, reason: str) -> None:

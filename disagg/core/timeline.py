@@ -52,15 +52,15 @@ PHASES = tuple(field.removesuffix("_s") for field in Timeline.__struct_fields__[
 class Moments:
     """Times noted while a request is under way, by `time.monotonic`. The manager's thread notes all but `taken_at`.
 
-    `begun_at`: a long copy for a receive has begun. `landed_at`: the transfer that ended last has ended, or the writer has said
-    so; it took `transfer` seconds: binding, packing, posting, and the rest.
+    `landed_at`: the transfer that ended last has ended, or the writer has said so. It took `transfer` seconds: binding,
+    packing, posting, and the rest.
     """
 
-    __slots__ = ("begun_at", "ended_at", "landed_at", "opened_at", "taken_at", "transfer", "unpacked_at")
+    __slots__ = ("ended_at", "landed_at", "opened_at", "taken_at", "transfer", "unpacked_at")
 
     def __init__(self) -> None:
         self.opened_at = time.monotonic()
-        self.begun_at = self.landed_at = self.unpacked_at = self.ended_at = self.taken_at = NOT_YET
+        self.landed_at = self.unpacked_at = self.ended_at = self.taken_at = NOT_YET
         self.transfer: Sequence[float] = ()
 
     def land(self, at: float, transfer: Sequence[float]) -> None:
@@ -77,8 +77,6 @@ class Moments:
         landed = self.landed_at or ended
         spent = landed - self.opened_at
         bind, pack, post, wire = self.transfer if len(self.transfer) == 4 else (0.0,) * 4
-        if not self.transfer and self.begun_at and self.landed_at:
-            wire = landed - self.begun_at
         share = spent / max(bind + pack + post + wire, spent, 1e-9)
         bind, pack, post, wire = (share * each for each in (bind, pack, post, wire))
         unpacked = max(landed, self.unpacked_at)

@@ -9,7 +9,9 @@ the peer has proved on its control channel, so that a peer cannot pass on the so
 and it works for processes of other users and where `/proc` hides them. What this process cannot see has not ended.
 
 **Left.** A program that executes another (`exec`) goes on as the same process, with its sockets, but without its threads and
-memory. The new program has its stack elsewhere, which `/proc` shows to those who may read the process's memory.
+memory. The new program has its stack elsewhere, which `/proc` shows to those who may read the process's memory. It keeps the
+engine's connections open, so they never end by themselves. This process then shuts its own ends down: its engine reads what
+is left, and closes them as those of a dead process. Connections that the new program opens are others.
 
 **Quiet.** The bytes that a killed process had sent wait in socket buffers, its own and the receiver's, and are applied to
 memory long after the process has ended. The kernel ends each of its connections behind the last byte, or resets it if the
@@ -36,6 +38,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,9 +53,11 @@ from disagg.machine.tcp import (
     LISTEN,
     SYN_RECV,
     EngineSockets,
+    TcpSocket,
     duplicate,
     own_sockets,
     port_of,
+    sockets_of,
     tcp_sockets,
 )
 
@@ -141,6 +146,7 @@ class ProcessWatch:
         self._lock = threading.RLock()
         self._ended = self._gone = False
         self._stack = _stack_of(pid)
+        self._inherited: set[tuple[str, str]] | None = None
 
     @classmethod
     def attest(cls, name: str) -> ProcessWatch | None:
@@ -186,14 +192,42 @@ class ProcessWatch:
             return self._gone
 
     def is_quiet(self, sockets: EngineSockets = ANY_SOCKET) -> bool:
-        """Whether it is gone and nothing that it sent over TCP can arrive here any more, by `sockets` of this process. `False`
-        where the kernel's tables cannot be read.
+        """Whether it is gone, or its program has executed another one, and nothing that it sent over TCP can arrive here any
+        more, by `sockets` of this process. `False` where the kernel's tables cannot be read.
         """
         try:
-            return self.is_gone() and not _has_orphans(sockets)
+            if self.has_ended():
+                return self.is_gone() and not _has_orphans(sockets)
+            return self.has_left() and self._is_cut_off(sockets) and not _has_orphans(sockets)
         except OSError as error:
             logger.warning("process %d has ended, but not whether its bytes have arrived: %s", self.pid, error)
             return False
+
+    def _is_cut_off(self, engine: EngineSockets) -> bool:
+        """Whether the engine here has closed its connections with a program that has executed another one; those that are left
+        are shut down. `False` if the engine's ports are not known, since its connections are not told from others then.
+        """
+        with self._lock:
+            if engine.accepted is None or engine.opened is None:
+                return False
+            sockets, own = tcp_sockets(), own_sockets()
+            if self._inherited is None:
+                held = sockets_of(self.pid)
+                name = os.fsdecode(self._connection.getpeername())[1:]
+                if not _is_closed(self._connection) and _unix_sockets(name).isdisjoint(held):
+                    return False  # a child has the identity socket, and may have the engine's
+                self._inherited = _connected_to(sockets, held)
+            is_cut = True
+            for row in sockets:
+                was_accepted, was_opened = port_of(row.local) in engine.accepted, port_of(row.remote) in engine.opened
+                waits = was_accepted and row.inode == _NO_OWNER and row.state in _NOT_ACCEPTED
+                is_open = waits or (row.inode in own and (was_accepted or was_opened))
+                if is_open and (row.local, row.remote) in self._inherited:
+                    is_cut = False
+                    if row.inode in own:
+                        with contextlib.suppress(OSError), duplicate(own[row.inode]) as found:
+                            found.shutdown(socket.SHUT_RDWR)
+            return is_cut
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -272,6 +306,24 @@ def machine_identity() -> str:
     with contextlib.suppress(OSError):
         return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     return ""
+
+
+def _unix_sockets(name: str) -> set[str]:
+    """The inodes of the abstract Unix sockets of this name: the one that listens, and those that it has accepted."""
+    rows = (line.split() for line in (_PROC / "self" / "net" / "unix").read_text().splitlines()[1:])
+    return {row[6] for row in rows if row[7:] == [f"@{name}"]}
+
+
+def _connected_to(sockets: Iterable[TcpSocket], held: Collection[str]) -> set[tuple[str, str]]:
+    """Both addresses of each connection whose far end is among the sockets `held`, or waits to be accepted by one of them."""
+    rows = {(row.local, row.remote): row.inode for row in sockets}
+    listening = {port_of(row.local) for row in sockets if row.state == LISTEN and row.inode in held}
+    found = set()
+    for row in sockets:
+        far = rows.get((row.remote, row.local))
+        if far in held or (far == _NO_OWNER and port_of(row.remote) in listening):
+            found.add((row.local, row.remote))
+    return found
 
 
 def _has_orphans(engine: EngineSockets) -> bool:

@@ -64,8 +64,13 @@ ANY_SOCKET = EngineSockets()
 
 def own_sockets() -> dict[str, int]:
     """Descriptors of this process's sockets, by their inodes."""
+    return sockets_of("self")
+
+
+def sockets_of(process: int | str) -> dict[str, int]:
+    """Descriptors of a process's sockets, by their inodes. Raises `OSError` if this process may not know."""
     found = dict[str, int]()
-    for entry in (_PROC / "self" / "fd").iterdir():
+    for entry in (_PROC / str(process) / "fd").iterdir():
         try:
             target = str(entry.readlink())
         except FileNotFoundError:

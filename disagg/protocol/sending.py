@@ -325,8 +325,13 @@ class Sends:
                 self._effects.append(StartTransfer(ticket, chunk, destination.reserve, written))
 
     def _progress(self, session: SendSession, peer: PeerRank, destination: Destination, now: float) -> None:
-        """Tell the destination that all has landed, or that nothing is in flight after a failure."""
-        if destination.state is SendState.ACTIVE and session.finished and destination.quiet:
+        """Tell the destination that all has landed, or that nothing is in flight after a failure.
+
+        What has landed is not told once the server has aborted the request: the last bytes may be those of another one. Its
+        abort follows.
+        """
+        has_landed = session.finished and destination.quiet and not session.lease.withdrawn
+        if destination.state is SendState.ACTIVE and has_landed:
             destination.step(SendStep.LANDED)
             self._send_message(session, peer, destination, session.complete(destination), now)
         elif destination.state is SendState.ABORTING and destination.quiet:

@@ -175,12 +175,6 @@ class RequestTable:
         request = self._requests.get(session.lease)
         return Moments() if request is None else request.ending.moments
 
-    def begin(self, session: Session) -> None:
-        """A copy for a received request has begun: wake its waiting threads."""
-        request = self._requests.get(session.lease)
-        if request is not None:
-            request.ending.begin()
-
     def end(self, events: Sequence[Event]) -> None:
         """Requests have ended: log and count them, then wake the threads that wait, which may take the GIL."""
         ended: list[Ending] = []

@@ -111,14 +111,12 @@ CASES = {
         tolerance=0.1,
         prefill={"block_size": 64},
         decode={"block_size": 128},
-        common={"dtype": "bfloat16"},
     ),
     "deepseek-v2": VllmCase(
         model="deepseek-v2",
         habits=Habits(ways=WAYS, unit=16),
         tolerance=TOLERANCE,
         decode={"tensor_parallel_size": 2},
-        common={"attention_backend": "CPU_MLA"},  # that of CPUs with AMX takes bfloat16 only
         num_blocks=(128, 80),
     ),
 }
@@ -148,10 +146,9 @@ class VllmServers:
 
     def __init__(self, case: VllmCase, folder: Path, stack: ExitStack) -> None:
         os.environ.update(ENVIRONMENT)  # before vLLM is imported
-        import torch
         import vllm  # noqa: F401  (engines are forked from this process)
 
-        from harness.vllm.models import write_adapter, write_model
+        from harness.vllm.models import OPTIONS, write_adapter, write_model
 
         torch.set_num_threads(1)  # a process that is forked while torch has threads waits for them
         self.case = case
@@ -167,7 +164,7 @@ class VllmServers:
             }
             for side in range(2)
         ]
-        common = {**COMMON, **case.common}
+        common = {**COMMON, **OPTIONS.get(case.model, {}), **case.common}
         undivided = {name: value for name, value in case.decode.items() if name != "tensor_parallel_size"}
         blocks, options = (*case.num_blocks, 512), (case.prefill, case.decode, undivided)
         self._engines = [
@@ -321,7 +318,7 @@ def missing(case: VllmCase) -> str:
     """What this machine lacks for a case, empty if nothing."""
     from harness.vllm import models
 
-    return models.missing(case.common.get("dtype", "float32"))
+    return models.missing(models.OPTIONS.get(case.model, {}).get("dtype", "float32"))
 
 
 def start(case: VllmCase, folder: Path, stack: ExitStack) -> VllmServers:

@@ -100,6 +100,74 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; print('executed', 
     assert not watch.is_gone(), "the new program holds the identity socket, and may hold others"
 
 
+LEAVES = f"""{IMPORTS}
+import os
+connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
+listening = socket.create_server(("127.0.0.1", 0))
+for each in (*connections, listening):
+    each.set_inheritable(sys.argv[2] == "inherited")
+connections[0].setblocking(False)
+try:
+    while True:
+        connections[0].send(bytes(65536))
+except BlockingIOError:
+    pass
+identity = IdentitySocket()
+print(identity.name, flush=True)
+print(listening.getsockname()[1], flush=True)
+sys.stdin.readline()
+os.execv(sys.executable, [sys.executable, "-c", f'''
+import socket, time
+connection = socket.create_connection(("127.0.0.1", {{sys.argv[1]}}))
+print("executed", flush=True)
+time.sleep(600)
+'''])
+"""
+
+
+@pytest.mark.parametrize("inheritance", ["inherited", "closed"])
+def test_a_program_that_executes_another_is_quiet_once_all_that_it_sent_was_read(inheritance: str, stack: ExitStack) -> None:
+    """The new program holds the old connections, and the one that nobody has accepted. Its own ones go on."""
+    listening = listener(stack)
+    port = listening.getsockname()[1]
+    process = stack.enter_context(
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(port), inheritance], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    )
+    stack.callback(process.kill)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    watch = watch_from(process.stdout, stack)
+    their_port = int(process.stdout.readline())
+    engine = EngineSockets(accepted={port}, opened={their_port})
+    waiting = stack.enter_context(socket.create_connection(("127.0.0.1", their_port)))
+    old = [stack.enter_context(listening.accept()[0]) for _ in range(2)]
+    assert not watch.is_quiet(engine)
+    waiting.send(b"nothing was shut down")
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    assert not watch.is_quiet(EngineSockets())
+    while not watch.has_left():
+        time.sleep(0.001)
+    assert not watch.is_quiet(engine)
+    assert process.stdout.readline() == "executed\n"
+    new = stack.enter_context(listening.accept()[0])
+    waiting.close()
+    for each in old:
+        with suppress(ConnectionResetError):
+            while each.recv(1 << 20):
+                assert not watch.is_quiet(engine)
+        assert not watch.is_quiet(engine)
+        each.close()
+    assert watch.is_quiet(engine)
+    assert not watch.is_quiet(EngineSockets(opened=())), "not without the engine's ports"
+    new.send(b"this connection goes on")
+    new.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        new.recv(1)
+
+
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
 def test_a_dead_process_is_quiet_once_all_that_it_sent_was_read(
     family: socket.AddressFamily, host: str, stack: ExitStack

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disagg import KVManager, LocalProtocolError, ModelId, Topology, new_request_id
+from disagg import KVManager, LocalProtocolError, ModelId, Pages, Topology, new_request_id
 from disagg.core.leases import LeaseState
 from disagg.protocol.types import ReleaseLease
 from disagg.runtime.metrics_server import MetricsServer
@@ -16,7 +16,7 @@ from disagg.state import paged
 from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
-from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
+from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
 
 
 def test_rows_of_quiescent_writers_are_released_although_the_thread_fails() -> None:
@@ -53,6 +53,46 @@ def test_an_ended_attempt_cannot_be_used_again_while_its_rows_are_leased() -> No
         with pytest.raises(LocalProtocolError, match="this attempt was already used; use a new attempt number"):
             receive(instances.decode[0], request, PageList((3, 4, 5)), need=(0, 12))
         assert manager.health().ok
+
+
+def test_no_receiver_takes_rows_that_were_read_after_abort() -> None:
+    """The server uses the rows again at once. The control thread is busy: it hears of the copy before it hears of the abort."""
+    with cluster(Side(), Side()) as instances:
+        rank, request, pages, rows = instances.prefill[0], new_request_id(), PageList((0, 1, 2)), Rows()
+        receiver = receive(instances.decode[0], request, pages, need=(0, 12))
+        sender = rank.manager.sender(request, peer="decode-0")
+        sender.send({"kv": Pages(pages.ids)}, tokens=(0, 12), ready=rows)
+        sender.finish()
+        until(lambda: rows.is_asked)
+        is_busy, go_on = threading.Event(), threading.Event()
+
+        def be_busy(_: float) -> None:
+            is_busy.set()
+            go_on.wait(DEADLINE_S)
+
+        rank.manager._runtime.command(be_busy)
+        assert is_busy.wait(DEADLINE_S)
+        sender.abort("the rows are those of another request from now on")
+        clear(rank.pools)
+        rows.are_there = True
+        until(lambda: rank.manager._runtime.worker.has_reports)
+        go_on.set()
+        event = receiver.wait(timeout_s=DEADLINE_S)
+        assert "the rows are those of another request" in str(event.error)
+        until(lambda: sender.lease.released and receiver.lease.released)
+
+
+class Rows:
+    """A ready event that passes once `are_there`."""
+
+    is_asked = are_there = False
+
+    def query(self) -> bool:
+        self.is_asked = True
+        return self.are_there
+
+    def synchronize(self) -> None:
+        raise AssertionError
 
 
 def test_two_threads_that_end_a_request_report_it_once() -> None:

@@ -61,21 +61,26 @@ def test_a_killed_process_is_noticed_long_before_it_would_count_as_silent(engine
     assert statistics.median(times) < SHARE * LIMITS.heartbeat_timeout_s, times
 
 
-def execute_another(pipe: Connection, address: str, request: bytes) -> None:
+def execute_another(pipe: Connection, engine: str, address: str, request: bytes) -> None:
     """A writer whose reader has reserved rows, until it executes another program."""
-    with manager(name="writer", backend="cma", connection_limits=LIMITS, peers={"reader": address}) as writer:
+    with manager(name="writer", backend=engine, connection_limits=LIMITS, peers={"reader": address}) as writer:
         pipe.send(writer.address)
         sender = writer.sender(request, peer="reader")
         until(lambda: sender.needed("kv") is not None)
         os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
 
 
-def test_rows_come_back_when_their_writer_executes_another_program() -> None:
-    """The process lives on, so that its end never comes; nothing of the program that may have written does."""
+@pytest.mark.parametrize("engine", ["cma", "nixl"])
+def test_rows_come_back_when_their_writer_executes_another_program(engine: str) -> None:
+    """The process lives on, so that its end never comes; nothing of the program that may have written does. NIXL's sockets stay
+    open in the next one.
+    """
+    if engine in ENGINES:
+        require_engine(*ENGINES[engine])
     context, request = multiprocessing.get_context("spawn"), new_request_id()
-    with manager(name="reader", backend="cma", connection_limits=LIMITS) as reader, ExitStack() as stack:
+    with manager(name="reader", backend=engine, connection_limits=LIMITS) as reader, ExitStack() as stack:
         pipe, theirs = context.Pipe()
-        child = context.Process(target=execute_another, args=(theirs, reader.address, request))
+        child = context.Process(target=execute_another, args=(theirs, engine, reader.address, request))
         child.start()
         stack.callback(child.kill)
         assert pipe.poll(3 * DEADLINE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.core.errors import DisaggError, RequestTimeout
-from disagg.core.leases import LeaseState
+from disagg.core.leases import LeaseState, withdraw
 from disagg.protocol.messages import (
     Abort,
     Complete,
@@ -80,6 +80,18 @@ def test_an_abort_during_writes_is_sent_at_once_and_rows_are_released_when_the_w
     sessions.on_message(D0, Outcome(**IDS, ok=False), 1.0)
     assert take_effects(sessions) == []
     assert sessions.sends.sessions == {}
+
+
+def test_what_lands_after_the_server_has_aborted_completes_nothing() -> None:
+    """The rows may have changed before they were read. The abort itself comes a moment later."""
+    sessions = Sessions()
+    session = sending(sessions)
+    withdraw(session.lease)
+    settle(sessions)
+    assert take_kinds(sessions) == []
+    sessions.sends.abort(session, FAILED, 1.1)
+    assert take_kinds(sessions) == ["Event", "Abort", "Drained"]
+    assert session.lease.released
 
 
 def test_an_abort_of_the_receiver_is_acknowledged_only_when_the_writes_have_settled() -> None:

@@ -19,6 +19,7 @@ peer's process is a proof: what it had sent waits in this side's socket buffers 
 it. So `fence` is `QUIET` only if both hold: the process has ended, by the pidfd that was taken when connecting, and no socket
 between the two engines was reset or has a far end without an owner (`disagg.machine.processes`). Then nothing that was sent is
 unread, and nothing is being sent to the process either. UCX may use a connection in both directions, whoever has opened it.
+A process that executes another program keeps UCX's sockets, which this side then ends.
 `fence` is `UNKNOWN` for peers on other hosts, and wherever a NIC or a GPU may move bytes.
 
 The transport. NIXL does not report which one UCX chose. `tcp` and `rdma` allow no other, so they are certain. `shm` has to
@@ -328,13 +329,13 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     def is_quiet_when_closed(self) -> bool:
         """Over TCP: closing the engine closes its connections and joins the thread that reads them. Other processes of this
-        host, which may copy into this one by themselves (CMA), must have ended as well.
+        host, which may copy into this one by themselves (CMA), must have left as well.
         """
         if not self._provable:
             return False
         if not self._options.stays_on_host:
             return True
-        return all(process is not None and process.has_ended() for process in self._neighbours)
+        return all(process is not None and process.has_left() for process in self._neighbours)
 
     def renewal_due(self) -> str:
         """UCX closes the socket on which it accepts peers if this process has no free descriptor when one connects."""

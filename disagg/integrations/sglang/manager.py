@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from disagg.core.address import parse_address
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable
-from disagg.core.leases import Lease, LeaseState
+from disagg.core.leases import Lease
 from disagg.core.topology import Topology
 from disagg.integrations.options import ServerConfig
 from disagg.integrations.sglang.bootstrap import BootstrapServers, Prefill, Served, control_address, name_of, named
@@ -73,8 +73,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
         self.rooms = Rooms()
         self.waiting: dict[int, Any] = {}
         self.held: dict[int, list[Lease]] = {}
-        self.read: list[tuple[Any, Lease, DisaggError | str]] = []
-        """Senders that have failed while a copy still reads their pages, which SGLang frees once it knows."""
         self.bootstrap = BootstrapServers()
         self._served: dict[str, Served] = {}
         self._misses: dict[str, int] = {}
@@ -151,12 +149,6 @@ class DisaggKVManager(CommonKVManager):  # type: ignore[misc]
             owner = event.tag()
             if owner is not None and self._is_live(owner):
                 owner.ended(event)
-        read, self.read = self.read, []
-        for failed, lease, error in read:
-            if lease.state is LeaseState.HELD:
-                self.read.append((failed, lease, error))
-            elif self._is_live(failed):
-                self.fail(failed.bootstrap_room, error)
         for sender in list(self.waiting.values()):
             sender.look()
         self._watch()

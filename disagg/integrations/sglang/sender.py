@@ -64,6 +64,13 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if handle.readers and all(need is None for need in found.values()):
             return
         del mgr.waiting[room]
+        num_tokens = max((need[1] for need in found.values() if need), default=0)
+        if num_tokens > self.prompt.num_tokens:
+            # If decode has cached more than this prompt, SGLang would never send the last chunk.
+            reason = f"prompt: expected {num_tokens} tokens, as on decode, found {self.prompt.num_tokens} on prefill"
+            mgr.fail(room, reason)
+            self._end(reason)
+            return
         full = {mgr.facts.kv_name(layer) for layer in mgr.facts.kv.layers} if mgr.facts.kv is not None else set()
         first_token = min((need[0] for name, need in found.items() if need and name in full), default=0)
         mgr.req_to_decode_prefix_len[room] = first_token // mgr.kv_args.page_size * mgr.kv_args.page_size
@@ -110,24 +117,21 @@ class DisaggKVSender(Owner, CommonKVSender):  # type: ignore[misc]
         if event.ok and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Transferring:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
-            self.kv_mgr.read.append((self, event.lease, event.error or "the request ended before it was sent"))
+            self.kv_mgr.fail(self.bootstrap_room, event.error or "the request ended before it was sent")
 
     def abort(self) -> None:
-        """End the request. Once all has been posted, this rank says so only when no copy reads its pages any more. SGLang frees
-        the pages of all ranks of a group when the first of them says so.
-
-        Before, the room is free at once: SGLang does not clear every sender that it aborts.
-        """
-        mgr, room = self.kv_mgr, self.bootstrap_room
-        if not mgr.rooms.owns(room, self):
+        """End the request and free its room: SGLang does not clear every sender that it aborts."""
+        if not self.kv_mgr.rooms.owns(self.bootstrap_room, self):
             return
         self._end("aborted by prefill's scheduler")
-        if self.handle is None or mgr.request_status.get(room) != KVPoll.Transferring:
-            if self.conclude_state != KVPoll.Failed:
-                super().abort()
-            self.clear()
+        if self.conclude_state != KVPoll.Failed:
+            super().abort()
+        self.clear()
 
     def clear(self) -> None:
+        """Forget the request. SGLang then uses its pages again, on all ranks, although copies may still read them: decode takes
+        nothing that is read after `_end`.
+        """
         if self.kv_mgr.leave(self):
             super().clear()
             self.kv_mgr.waiting.pop(self.bootstrap_room, None)

@@ -220,6 +220,8 @@ class RankProcess:
         sender, request, size = started.sender, started.request, self.memory.page_size
         last = not started.chunks
         stop = stop if last else stop // size * size
+        if stop < started.next_token:
+            return  # as SGLang's scheduler, also for the last chunk
         start, started.next_token = started.next_token, stop
         started.sent_s = started.sent_s or time.monotonic()
         if started.event is not None and not started.event.has_passed:

@@ -72,6 +72,20 @@ def test_state_of_another_prompt_is_refused(tmp_path: Path) -> None:
         pair.expect(pair.begin(117))
 
 
+@pytest.mark.parametrize("prefix", [0, 64, 256])
+def test_a_shorter_prompt_on_prefill_fails_at_once(prefix: int, tmp_path: Path) -> None:
+    """Both sides name the reason, although decode has more tokens in its cache than prefill has at all."""
+    with running(tmp_path, MODELS["heads"], Topology(tp=2), Topology(tp=2), page_sizes=(64, 16)) as pair:
+        room = pair.begin(86, decode=False)
+        for rank in pair.decode:
+            rank.call("decode", room, pair.request(rank, 303, prefix), room % 1000)
+        for end in pair.expect(room, status="failed"):
+            assert "prompt: expected 303 tokens, as on decode, found 86 on prefill" in end["reason"]
+        for rank in pair.decode:
+            rank.wait(room=room, released=True)
+        pair.expect(pair.begin(117))
+
+
 class Checked(RankProcess):
     """With SGLang's option for checksums."""
 
