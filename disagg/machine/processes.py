@@ -213,9 +213,9 @@ class ProcessWatch:
             sockets, own = tcp_sockets(), own_sockets()
             if self._inherited is None:
                 held = sockets_of(self.pid)
-                name = os.fsdecode(self._connection.getpeername())[1:]
-                if not _is_closed(self._connection) and _unix_sockets(name).isdisjoint(held):
-                    return False  # a child has the identity socket, and may have the engine's
+                name = os.fsdecode(self._held.getpeername())[1:]
+                if _is_held(self._held) and _unix_sockets(name).isdisjoint(held):
+                    return False  # a child has the identity's socket, and may have the engine's
                 self._inherited = _connected_to(sockets, held)
             is_cut = True
             for row in sockets:
@@ -309,7 +309,7 @@ def machine_identity() -> str:
 
 
 def _unix_sockets(name: str) -> set[str]:
-    """The inodes of the abstract Unix sockets of this name: the one that listens, and those that it has accepted."""
+    """The inodes of the abstract Unix sockets of this name."""
     rows = (line.split() for line in (_PROC / "self" / "net" / "unix").read_text().splitlines()[1:])
     return {row[6] for row in rows if row[7:] == [f"@{name}"]}
 

@@ -379,8 +379,7 @@ def test_a_leader_is_asked_at_once_and_often_while_a_rank_of_it_is_lost() -> Non
 def test_a_renewed_hello_is_answered_while_the_answer_is_the_same() -> None:
     table = peer_table(num_ranks=2)
     table.add_peer("decode-0", LEADER, None, 0.0)
-    sibling = {"instance": "prefill-0", "rank": 1}
-    table.on_inbound(b"c0", "", hello(**sibling, epoch=3, address=SECOND), 0.0)
+    table.on_inbound(b"c0", "", hello("prefill-0", 1, epoch=3, address=SECOND), 0.0)
     table.on_inbound(b"c1", "", Renew(), 0.0)
     take_effects(table)
     table.on_inbound(b"c1", "", Renew(), 0.0)
@@ -391,12 +390,12 @@ def test_a_renewed_hello_is_answered_while_the_answer_is_the_same() -> None:
     assert isinstance(take_reply(table), Welcome)
     table.on_inbound(b"c1", "", Renew(), 1.0)
     assert take_reply(table) == Renew()
-    table.on_inbound(b"c0", "", hello(**sibling, epoch=3, address=SECOND), 1.0)  # as before
+    table.on_inbound(b"c0", "", hello("prefill-0", 1, epoch=3, address=SECOND), 1.0)  # as before
     take_effects(table)
     table.on_inbound(b"c1", "", Renew(), 1.0)
     assert take_reply(table) == Renew()
     table.on_closed(b"c0", 2.0)
-    table.on_inbound(b"c3", "", hello(**sibling, epoch=4, address=SECOND), 3.0)  # another process has taken its place
+    table.on_inbound(b"c3", "", hello("prefill-0", 1, epoch=4, address=SECOND), 3.0)  # another process has taken its place
     take_effects(table)
     table.on_inbound(b"c1", "", Renew(), 3.0)
     found = take_reply(table)
