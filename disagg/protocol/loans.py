@@ -264,17 +264,13 @@ class Borrower:
         back_off(repeated, self._limits, now)
         self._outbox.append((peer, message))
 
-    def ask(self, peer: PeerRank, *, wanted: int, seen: int, now: float) -> None:
-        """Ask for `wanted` loans after the one of number `seen`, until some come."""
-        message = Borrow(wanted=wanted, seen=seen)
-        repeated = self._asked[peer] = _Repeated(message)
-        back_off(repeated, self._limits, now)
-        self._outbox.append((peer, message))
-
-    def give_back(self, peer: PeerRank, *, seen: int, numbers: tuple[int, ...]) -> None:
-        """Return loans that are not used, and want no more."""
+    def ask(self, peer: PeerRank, *, wanted: int, seen: int, returned: tuple[int, ...] = (), now: float) -> None:
+        """Ask for `wanted` loans after the one of number `seen`, until some come, and give back `returned` ones."""
         self._asked.pop(peer, None)
-        self._outbox.append((peer, Borrow(wanted=0, seen=seen, returned=numbers)))
+        if wanted:
+            repeated = self._asked[peer] = _Repeated(Borrow(wanted=wanted, seen=seen))
+            back_off(repeated, self._limits, now)
+        self._outbox.append((peer, Borrow(wanted=wanted, seen=seen, returned=returned)))
 
     def on_lend(self, peer: PeerRank, message: Lend) -> None:
         """The loans of a receiver, of which some may be new. Filled ones that it does not list have arrived."""

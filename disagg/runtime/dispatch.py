@@ -299,9 +299,9 @@ class Dispatch:
             case UnpackSlot() as slot:
                 self._transfers.unpack(slot, now)
             case TakeLoans() as lent:
-                self._transfers.take_loans(lent)
+                self._transfers.take_loans(lent, now)
             case ReturnLoans() as returned:
-                self._transfers.return_loans(returned)
+                self._transfers.return_loans(returned, now)
             case StartVerify() as verify:
                 self._verification.verify(verify)
             case ReleaseLease(lease):

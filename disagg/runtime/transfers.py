@@ -28,6 +28,7 @@ from disagg.runtime.paths import bind_incoming, bind_outgoing, bind_prepared
 from disagg.runtime.request_table import RequestTable
 from disagg.runtime.verification import Verification
 from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, SlotsWanted, Unpack, Unpacked
+from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
 SLOTS_AHEAD = 4
@@ -140,23 +141,29 @@ class Transfers:
         if rank is not None and rank.is_packed:
             self._sessions.lender.ahead(peer, SLOTS_AHEAD)
 
-    def take_loans(self, effect: TakeLoans) -> None:
+    def take_loans(self, effect: TakeLoans, now: float) -> None:
         """The peer has listed its loans. What was given back before is given back again: that message was lost or is late."""
-        rank = self._handshake.rank(effect.peer)
-        if rank is None or rank.loans is None:
-            return
-        forgotten = rank.loans.listed(effect.loans, effect.newest)
+        loans = self._loans_of(effect.peer)
+        forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
         if forgotten:
-            self._sessions.borrower.give_back(effect.peer, seen=rank.loans.seen, numbers=forgotten)
+            self._ask(effect.peer, now, returned=forgotten)
 
-    def return_loans(self, effect: ReturnLoans) -> None:
+    def return_loans(self, effect: ReturnLoans, now: float) -> None:
         """No request is open towards a peer: what it has lent goes back."""
-        rank = self._handshake.rank(effect.peer)
-        if rank is None or rank.loans is None:
-            return
-        numbers = rank.loans.give_back()
-        if numbers:
-            self._sessions.borrower.give_back(effect.peer, seen=rank.loans.seen, numbers=numbers)
+        loans = self._loans_of(effect.peer)
+        unused = loans.give_back() if loans is not None else ()
+        if unused:
+            self._ask(effect.peer, now, returned=unused)
+
+    def _loans_of(self, peer: PeerRank) -> Loans | None:
+        rank = self._handshake.rank(peer)
+        return rank.loans if rank is not None else None
+
+    def _ask(self, peer: PeerRank, now: float, *, returned: tuple[int, ...] = ()) -> None:
+        """Tell a peer how many slots could be filled beside those that it has lent, and which of these are given back."""
+        loans = self._loans_of(peer)
+        if loans is not None and (returned or loans.wanted):
+            self._sessions.borrower.ask(peer, wanted=loans.wanted, seen=loans.seen, returned=returned, now=now)
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
@@ -195,11 +202,6 @@ class Transfers:
             self._ask(ticket.peer, now)
         else:
             self._take_settled(ticket, report, now)
-
-    def _ask(self, peer: PeerRank, now: float) -> None:
-        rank = self._handshake.rank(peer)
-        if rank is not None and rank.loans is not None and rank.loans.wanted:
-            self._sessions.borrower.ask(peer, wanted=rank.loans.wanted, seen=rank.loans.seen, now=now)
 
     def _take_unpacked(self, report: Unpacked, now: float) -> None:
         slot: UnpackSlot = report.token

@@ -165,13 +165,16 @@ class Staging:
         loans = self._of(host, effect.peer)
         forgotten = loans.listed(effect.loans, effect.newest) if loans is not None else ()
         if loans is not None and forgotten:
-            host.sessions.borrower.give_back(effect.peer, seen=loans.seen, numbers=forgotten)
+            self._ask(host, effect.peer, loans, forgotten)
 
     def _return(self, host: Host, effect: ReturnLoans) -> None:
         loans = self._of(host, effect.peer)
         numbers = loans.give_back() if loans is not None else ()
         if loans is not None and numbers:
-            host.sessions.borrower.give_back(effect.peer, seen=loans.seen, numbers=numbers)
+            self._ask(host, effect.peer, loans, numbers)
+
+    def _ask(self, host: Host, peer: PeerRank, loans: Loans, returned: tuple[int, ...]) -> None:
+        host.sessions.borrower.ask(peer, wanted=loans.wanted, seen=loans.seen, returned=returned, now=self.world.now)
 
     def _unpack(self, host: Host, effect: UnpackSlot) -> None:
         self.world.at(self.world.now + self.world.faults.unpack_s(), partial(self._scatter, host, effect), of=host)

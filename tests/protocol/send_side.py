@@ -16,7 +16,7 @@ from disagg.protocol.messages import (
 )
 from disagg.protocol.send_session import SendSession
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import Chunk, PeerRank, RequestKey, SendMessage, Ticket
+from disagg.protocol.types import Chunk, PeerRank, RequestKey, ReturnLoans, SendMessage, Ticket
 
 D0, D1, D2, E0 = PeerRank("D", 0), PeerRank("D", 1), PeerRank("D", 2), PeerRank("E", 0)
 KEY = RequestKey(b"request-that-is!", 3)
@@ -50,8 +50,10 @@ def chunk(number: int, start: int, stop: int, layers: tuple[int, ...] | None = N
 
 
 def take_effects(sessions: Sessions) -> list[Any]:
-    """All effects since the last call, messages as pairs."""
-    found = [(e.peer, e.message) if isinstance(e, SendMessage) else e for e in sessions.effects]
+    """All effects since the last call but those about loans, messages as pairs."""
+    found = [
+        (e.peer, e.message) if isinstance(e, SendMessage) else e for e in sessions.effects if not isinstance(e, ReturnLoans)
+    ]
     sessions.effects.clear()
     return found
 

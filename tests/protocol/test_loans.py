@@ -322,9 +322,14 @@ def test_slots_are_asked_for_until_some_come() -> None:
     lend(writer, 5, newest=5)
     assert writer.next_tick == NEVER
     writer.ask(PEER, wanted=3, seen=5, now=0.0)
-    writer.give_back(PEER, seen=5, numbers=(5,))
+    writer.ask(PEER, wanted=2, seen=5, returned=(5,), now=0.0)
+    assert writer.next_tick < NEVER, "what is given back ends no demand"
+    writer.ask(PEER, wanted=0, seen=5, returned=(5,), now=0.0)
     assert writer.next_tick == NEVER
-    assert [message for _, message in told(writer)][-1] == Borrow(wanted=0, seen=5, returned=(5,))
+    assert [message for _, message in told(writer)][-2:] == [
+        Borrow(wanted=2, seen=5, returned=(5,)),
+        Borrow(wanted=0, seen=5, returned=(5,)),
+    ]
     writer.ask(PEER, wanted=3, seen=5, now=0.0)
     writer.peer_lost(PEER)
     assert writer.next_tick == NEVER

@@ -11,13 +11,15 @@ from disagg.core.rows import Pages
 from disagg.protocol.messages import (
     Complete,
     Outcome,
+    Reserve,
     Written,
     decode,
     encode,
 )
 from disagg.protocol.sessions import Sessions
-from disagg.protocol.types import Chunk, Event, Limits, StartTransfer, Ticket
+from disagg.protocol.types import Chunk, Event, Limits, RequestKey, ReturnLoans, StartTransfer, Ticket
 from tests.protocol.send_side import (
+    ATTEMPT,
     D0,
     D1,
     FAILED,
@@ -216,3 +218,18 @@ def test_complete_is_resent_until_the_outcome_arrives() -> None:
     take_effects(sessions)
     sessions.tick(9.9)
     assert take_effects(sessions) == []
+
+
+def test_loans_go_back_when_the_last_reserved_request_of_a_destination_ends() -> None:
+    sessions = Sessions()
+    first, second = sending(sessions), RequestKey(b"another-request!", 0)
+    other = sessions.sends.open(second, peer="D", expected=frozenset({0}), peer_group_size=1, now=0.0, deadline=9.0)
+    reserved = {**ATTEMPT, "request_id": second.request_id, "attempt": 0}
+    sessions.on_message(D0, Reserve(**reserved, nonce=8, source_group=0, destination_group=0, rows={}, need={}), 0.0)
+    sessions.sends.finish(other, b"", 0.0)
+    sessions.on_message(D0, Outcome(**reserved, nonce=8, ok=True), 1.0)
+    assert ReturnLoans(D0) not in sessions.effects
+    settle(sessions)
+    sessions.on_message(D0, Outcome(**IDS, ok=True), 1.0)
+    assert first.reported
+    assert sessions.effects[-1] == ReturnLoans(D0)
