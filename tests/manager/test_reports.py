@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from disagg import Pages, RequestTimeout, new_request_id
-from disagg.backends.base import Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import RemotePeer, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.leases import LeaseState
 from disagg.runtime import paths
@@ -238,11 +238,11 @@ def test_an_engine_that_raises_costs_its_request_only(broken: str, packed: bool,
         backend, request = instances.prefill[0].manager.backend, new_request_id()
         submit = backend.submit
 
-        def break_once(op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        def break_once(peer: RemotePeer, copies: CopyBatch) -> Any:
             monkeypatch.undo()
             if broken == "submit":
                 raise ZeroDivisionError("a fault of the engine")
-            return RaisingTransfer(submit(op, peer, copies), broken)
+            return RaisingTransfer(submit(peer, copies), broken)
 
         monkeypatch.setattr(backend, "submit", break_once)
         receiver = receive(instances.decode[0], request, PageList((9, 10, 11)), need=(0, 20))

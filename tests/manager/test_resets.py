@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg import PeerUnreachable
-from disagg.backends.base import BackendOptions, Op, RemotePeer
+from disagg.backends.base import BackendOptions, RemotePeer
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.protocol import peers
@@ -60,10 +60,10 @@ class Breaking(LocalBackend):
         super().__init__(options)
         self.broken = list[RemotePeer]()
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         if any(peer is each for each in self.broken):
             raise PeerUnreachable("the connection broke")
-        return super().submit(op, peer, copies)
+        return super().submit(peer, copies)
 
 
 @pytest.mark.parametrize("packed", [False, True])
