@@ -24,6 +24,7 @@ from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Rank, Side, cluster, receive, send
+from tests.support.inside import depth
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
@@ -70,7 +71,7 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
             reference.fill(instances.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
-        until(lambda: all(rank.manager._runtime.worker.depth for rank in instances.prefill))
+        until(lambda: all(depth(rank.manager, "transfers") for rank in instances.prefill))
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
