@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTHON_CODE := disagg harness tests examples benchmarks scripts/generate_docs.py scripts/docs_charts.py scripts/docs_figures.py scripts/docs_pictures.py scripts/docs_site.py scripts/sizes.py
 CXX_CODE = $(shell find csrc -name '*.hpp' -o -name '*.cpp')
 
-.PHONY: help setup demo chaos turns fuzz soak test test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
+.PHONY: help setup demo chaos turns fuzz soak test test-release test-chaos test-models test-vllm demo-vllm test-sglang test-cross test-rdma chaos-rdma check format coverage coverage-report docs docs-shots build wheels wheels-test wheel-test sanitize gpu-test gpu-bench clean distclean
 
 help: ## List all targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,14 +34,19 @@ soak: setup ## Run pairs of vLLM and of SGLang servers for an hour each, and fai
 	@$$(scripts/vllm_env.sh) -W ignore -m harness.soak_servers --engine vllm $(SOAK_ARGS)
 	@python=$$(scripts/sglang_env.sh) && $$python -W ignore -m harness.soak_servers --engine sglang $(SOAK_ARGS)
 
-test: setup ## Run all tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest)
-	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile -m "not nightly and not chaos" --cov --cov-report= --cov-fail-under=0 $(PYTEST_ARGS)
+test: setup ## Run the tests; a missing engine fails instead of skipping (PYTEST_ARGS=... for pytest, COVERAGE=1 measures it)
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "not nightly and not chaos and not release" $(if $(COVERAGE),--cov --cov-report= --cov-fail-under=0) $(PYTEST_ARGS)
+
+test-release: setup ## Test what a release has besides: the site in a browser, wheels, alerts, deployment, third-party engines
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile -m release tests/deploy tests/docs tests/examples $(PYTEST_ARGS)
 
 test-chaos: setup ## Run the tests that kill and replace ranks under load, one after the other
 	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q -m chaos tests/harness $(PYTEST_ARGS)
 
-test-models: setup ## Compare tokens and logits of every described model with the undivided model's (make test: 44 of them)
-	@$(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py tests/examples/test_transformers_pd.py $(PYTEST_ARGS)
+test-models: setup ## Compare tokens and logits of every described model, and move every kind of state between processes
+	@TEST_REQUIRE_ENGINES=1 $(BIN)/pytest -q --numprocesses $(WORKERS) tests/models/test_equal_tokens.py \
+	  tests/examples/test_transformers_pd.py tests/commands/test_bench_processes.py $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the vLLM connector on real engines, in an environment of their own (4 GB, built once)
 	@$$(scripts/vllm_env.sh) -m pytest -c tests/integrations/vllm/pytest.ini --rootdir . --confcutdir tests/integrations tests/integrations/vllm $(PYTEST_ARGS)
@@ -80,7 +85,7 @@ coverage: setup ## Measure branch coverage of the pure core by its own tests
 	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report= --cov-fail-under=0 $(addprefix tests/,core layout models protocol state)
 	@$(BIN)/coverage report
 
-coverage-report: setup ## Report the coverage of the last `make test`
+coverage-report: setup ## Report the coverage of the last `make test COVERAGE=1`
 	@$(BIN)/coverage report
 
 docs: setup ## Build the documentation site in site/; tests/docs checks the pages

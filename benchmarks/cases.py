@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.native import head_plan
 from benchmarks.pair import Pair, Row, medians_s, pair, run_tables
-from disagg.backends.base import BackendOptions, Op, Transport
+from disagg.backends.base import BackendOptions, Transport
 from disagg.commands.bench.driver import run
 from disagg.commands.cases.sides import Side
 from disagg.commands.cases.workload import Case
@@ -238,7 +238,7 @@ def queue() -> Iterator[Row]:
         began = time.perf_counter()
         status = engine.batch_transfer_sync_write(session, *columns)
         failed = time.perf_counter() - began
-        task = engine.batch_transfer_async(session, *(column[:1] for column in columns), both.backend._opcodes[Op.WRITE])
+        task = engine.batch_transfer_async(session, *(column[:1] for column in columns), both.backend._opcodes.write)
         began = time.perf_counter()
         while engine.transfer_check_status(task) == 0 and time.perf_counter() - began < 8:
             time.sleep(1e-3)
@@ -266,7 +266,7 @@ def failed() -> Iterator[Row]:
         status = engine.batch_transfer_sync_write(session, *columns)
         took = time.perf_counter() - began
         began = time.perf_counter()
-        transfer = both.backend.submit(Op.WRITE, both.peer, copies)
+        transfer = both.backend.submit(both.peer, copies)
         while not transfer.poll().settled and time.perf_counter() - began < 30:
             time.sleep(1e-3)
         yield {

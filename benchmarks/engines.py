@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pair import Addresses, Pair, Row, medians_s, pair, run_tables
-from disagg.backends.base import BackendOptions, Op, Transport
+from disagg.backends.base import BackendOptions, Transport
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 
@@ -79,7 +79,7 @@ def submit_table() -> Iterator[Row]:
                 )
     with pair("mooncake", BackendOptions(), nbytes=64 * MIB) as both:
         engine, session = both.backend._engine, both.peer.queue._descriptor.session
-        opcode = both.backend._opcodes[Op.WRITE]
+        opcode = both.backend._opcodes.write
         for count in (1, 2, 4, 8, 64):
             copies = both.pieces(4096, count, RNG)
             columns = [column.tolist() for column in (copies.source, copies.destination, copies.nbytes)]
@@ -219,7 +219,7 @@ def newer_table() -> Iterator[Row]:
         if not hasattr(engine, "submit_scatter_write"):
             yield {"skipped": "the installed version has none of these calls"}
             return
-        opcode = both.backend._opcodes[Op.WRITE]
+        opcode = both.backend._opcodes.write
 
         def ticket(copies: CopyBatch) -> Any:
             offsets = [

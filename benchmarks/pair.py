@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.backends import registry
-from disagg.backends.base import Backend, BackendOptions, Op, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, TransferStatus
 from disagg.backends.nixl import backend as nixl
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import MemoryRegion
@@ -77,7 +77,7 @@ class Pair:
 
     def write(self, copies: CopyBatch, *, pause_s: float = 0.0) -> None:
         """Write until done, with a sleep of `pause_s` between polls."""
-        transfer = self.backend.submit(Op.WRITE, self.peer, copies)
+        transfer = self.backend.submit(self.peer, copies)
         while transfer.poll() is TransferStatus.PENDING:
             time.sleep(pause_s)
         if transfer.poll() is not TransferStatus.DONE:

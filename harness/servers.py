@@ -40,9 +40,10 @@ OURS = {
 """This library's connector, in vLLM's `KVTransferConfig`."""
 
 
-def transfer_config(extra: Mapping[str, Any] | None = None) -> str:
-    """The value of `--kv-transfer-config`."""
-    return json.dumps({**OURS, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": dict(extra or {})})
+def transfer_config(extra: Mapping[str, Any] | None = None, *, module: str = "disagg.integrations.vllm") -> str:
+    """The value of `--kv-transfer-config`. `module` has the connector."""
+    given = {"kv_connector_module_path": module, "kv_connector_extra_config": dict(extra or {})}
+    return json.dumps({**OURS, "kv_load_failure_policy": "recompute", **given})
 
 
 @dataclass

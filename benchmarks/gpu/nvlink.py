@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
+from disagg.backends.base import BackendOptions, Transfer, TransferStatus
 from disagg.backends.cuda.buffers import Buffer, batch_nbytes
 from disagg.backends.cuda.driver import Gpu
 from disagg.backends.cuda.work_list import encode_work_list, work_list_nbytes
@@ -154,13 +153,12 @@ class Bench:
 
     # -- measurements ------------------------------------------------------------------------------------------------
 
-    def plain(self, op: Op, total: int) -> float:
+    def plain(self, total: int) -> float:
         """Seconds of the copy engine for whole layers, `total` bytes altogether."""
 
         def copy() -> None:
             for layer in range(max(1, total // LAYER_NBYTES)):
-                ends = (self.mapped[layer], self.pool.layers[layer])
-                to, of = ends if op is Op.WRITE else ends[::-1]
+                to, of = self.mapped[layer], self.pool.layers[layer]
                 self.gpu.call("cuMemcpyAsync", to, of, min(total, LAYER_NBYTES), self.stream)
 
         return self.timed(copy)
@@ -218,11 +216,10 @@ class Bench:
         memory = self.cupy.cuda.UnownedMemory(address, LAYER_NBYTES, self)
         return self.cupy.ndarray((LAYER_NBYTES,), self.cupy.uint8, self.cupy.cuda.MemoryPointer(memory, 0))
 
-    def fill(self, op: Op) -> None:
+    def fill(self) -> None:
         """Write random bytes to every source layer, and poison to every destination layer."""
         rng = self.cupy.random.default_rng(5)
-        for mine, theirs in zip(self.pool.layers, self.mapped, strict=True):
-            source, destination = (mine, theirs) if op is Op.WRITE else (theirs, mine)
+        for source, destination in zip(self.pool.layers, self.mapped, strict=True):
             self.array(self.scratch).view(self.cupy.uint64)[:] = rng.integers(0, 2**63, LAYER_NBYTES // 8, self.cupy.uint64)
             self._copy(source, self.scratch)
             self.array(self.scratch)[:] = POISON
@@ -234,7 +231,7 @@ class Bench:
             self.gpu.call("cuMemcpy", to, of, LAYER_NBYTES)
             self.gpu.call("cuCtxSynchronize")
 
-    def verify(self, op: Op, batch: Batch) -> bool:
+    def verify(self, batch: Batch) -> bool:
         """Whether every destination layer holds the copied pieces and poison elsewhere."""
         cupy, good = self.cupy, True
         other = self.array(int(self.gpu_scratch()))
@@ -242,8 +239,7 @@ class Bench:
         shapes = [(-1, PAGE, w, batch.piece) for w in batch.wide]
         for layer in range(NUM_LAYERS):
             self._copy(self.scratch, self.mapped[layer])
-            theirs, mine = self.array(self.scratch), self.array(self.pool.layers[layer])
-            source, destination = (mine, theirs) if op is Op.WRITE else (theirs, mine)
+            destination, source = self.array(self.scratch), self.array(self.pool.layers[layer])
             other[:] = POISON
             other.reshape(shapes[1])[to, :, -1] = source.reshape(shapes[0])[of, :, -1]
             good = good and bool((other == destination).all())
@@ -255,40 +251,38 @@ class Bench:
                 self._other = int(self.gpu.call("cuMemAlloc", LAYER_NBYTES))
         return self._other
 
-    def make(
-        self, op: Op, *, piece: int, total: int, offsets: tuple[int, int] = (0, 0), wide: tuple[int, int] = (1, 2)
-    ) -> Batch:
+    def make(self, *, piece: int, total: int, offsets: tuple[int, int] = (0, 0), wide: tuple[int, int] = (1, 2)) -> Batch:
         ends = [layer + offsets[0] for layer in self.pool.layers], [layer + offsets[1] for layer in self.remote_layers]
         runs = make_runs(piece, total, (wide[0] + (offsets[0] > 0), wide[1] + (offsets[1] > 0)))
-        shape = shape_of(*(ends if op is Op.WRITE else ends[::-1]), piece, wide)
+        shape = shape_of(*ends, piece, wide)
         shape = dataclasses.replace(shape, num_rows=(shape.num_rows[0] - 1, shape.num_rows[1] - 1)) if any(offsets) else shape
-        prepared = self.backend.prepare_spans(op, self.peer, (shape,))
+        prepared = self.backend.prepare_spans(self.peer, (shape,))
         spans = SpanBatch(prepared.shapes, (SpanRuns(0, None, runs),))
         return Batch(spans, prepared, columns_of(shape, runs), runs[:, 0], runs[:, 2], piece, wide)
 
 
 def measure_pieces(bench: Bench, pieces: Sequence[int]) -> list[dict[str, Any]]:
-    """Every piece size in both directions, at several numbers of blocks, each next to its plain copy."""
+    """Every piece size, at several numbers of blocks, each next to its plain copy."""
     rows = []
-    for op, piece in itertools.product(Op, pieces):
-        batch = bench.make(op, piece=piece, total=IN_FLIGHT)
+    for piece in pieces:
+        batch = bench.make(piece=piece, total=IN_FLIGHT)
         nbytes = batch.copies.total_nbytes
-        bench.fill(op)
+        bench.fill()
         bench.request(bench.spans(batch), repeat=0)
-        verified = bench.verify(op, batch)
-        plain = [bench.plain(op, IN_FLIGHT)]
+        verified = bench.verify(batch)
+        plain = [bench.plain(IN_FLIGHT)]
         posted, whole = bench.request(bench.spans(batch))
         pipelined = bench.pipelined(bench.spans(batch))
         kernels = {blocks: bench.kernel(batch, max_blocks=blocks) for blocks in BLOCKS}
-        plain.append(bench.plain(op, IN_FLIGHT))
-        _, addresses = bench.request(lambda op=op, batch=batch: bench.backend.submit(op, bench.peer, batch.copies), repeat=3)  # type: ignore[misc]
+        plain.append(bench.plain(IN_FLIGHT))
+        _, addresses = bench.request(lambda batch=batch: bench.backend.submit(bench.peer, batch.copies), repeat=3)  # type: ignore[misc]
         ceiling = IN_FLIGHT / statistics.median(plain) / 1e9
 
         def ratio(seconds: float, nbytes: int = nbytes, ceiling: float = ceiling) -> float:
             return round(nbytes / seconds / 1e9 / ceiling, 3)
 
         row: dict[str, Any] = {
-            "op": op.value,
+            "op": "write",
             "piece": piece,
             "pieces": len(batch.copies),
             "bytes": nbytes,
@@ -309,7 +303,7 @@ def measure_unaligned(bench: Bench) -> list[dict[str, Any]]:
     """Pieces of 4 KiB whose source and destination differ modulo 16."""
     rows = []
     for offset in (8, 4, 2, 1):
-        batch = bench.make(Op.WRITE, piece=4096, total=IN_FLIGHT // 4, offsets=(0, offset))
+        batch = bench.make(piece=4096, total=IN_FLIGHT // 4, offsets=(0, offset))
         seconds = bench.kernel(batch, max_blocks=DEFAULT_BLOCKS)
         rows.append({"piece": 4096, "word": offset, "kernel_gbps": round(batch.copies.total_nbytes / seconds / 1e9, 1)})
         print(rows[-1], flush=True)
@@ -320,12 +314,12 @@ def measure_requests(bench: Bench) -> list[dict[str, Any]]:
     """Single requests, from `submit_spans` to `DONE`."""
     rows = []
     for total, piece in ((64 << 20, 8192), (64 << 20, 512), (1 << 30, 8192), (64 << 20, 65536)):
-        batch = bench.make(Op.WRITE, piece=piece, total=total, wide=(1, 1) if total > IN_FLIGHT else (1, 2))
+        batch = bench.make(piece=piece, total=total, wide=(1, 1) if total > IN_FLIGHT else (1, 2))
         nbytes = batch.copies.total_nbytes
-        plain = [bench.plain(Op.WRITE, nbytes)]
+        plain = [bench.plain(nbytes)]
         posted, done = bench.request(bench.spans(batch), repeat=101)
         kernel = bench.kernel(batch, max_blocks=DEFAULT_BLOCKS)
-        ceiling = statistics.median([*plain, bench.plain(Op.WRITE, nbytes)])
+        ceiling = statistics.median([*plain, bench.plain(nbytes)])
         p50, p99 = np.quantile(done, (0.5, 0.99))
         row = {
             "bytes": nbytes,

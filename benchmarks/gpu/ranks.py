@@ -19,7 +19,7 @@ import numpy as np
 
 from disagg import KVManager, ModelId, Pages, Topology
 from disagg.backends.abilities import PreparedSpans
-from disagg.backends.base import Op, TransferStatus
+from disagg.backends.base import TransferStatus
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.backends.nvlink.engine import NvlinkTransfer
 from disagg.core.copies import CopyBatch
@@ -198,7 +198,7 @@ class Rank:
         found = []
         for _ in range(6):
             started = time.perf_counter()
-            transfer = backend.submit(Op.WRITE, peer, copies)
+            transfer = backend.submit(peer, copies)
             while transfer.poll() is TransferStatus.PENDING:
                 time.sleep(0)
             found.append(time.perf_counter() - started)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -32,9 +33,10 @@ from benchmarks.gpu.vllm_tables import show
 from benchmarks.gpu.vllm_weights import model_writer
 from harness.conditions import conditions
 from harness.ports import free_ports
-from harness.servers import Server
+from harness.servers import ROOT, Server
 
 BACKENDS = ("disagg", "nixl", "undivided")
+OLDER, PLUGIN = "0.5.16", "disagg-older"
 ENGINES = ("nvlink", "nixl", "cma")
 PAGE_SIZE = 16
 GPU_ENVIRONMENT = {
@@ -82,6 +84,20 @@ def wanted(backends: tuple[str, ...], sizes: tuple[int, ...], engine: str, *, st
         yield Wanted(f"{backend} decode", backend, "decode", 1, engine, staged)
 
 
+def plugin(folder: Path) -> dict[str, str]:
+    """The environment in which SGLang 0.5.16 finds the backend, by an entry point of its own. Empty for newer versions."""
+    import sglang
+
+    if sglang.__version__ != OLDER:
+        return {}
+    names = folder / f"plugin/{PLUGIN}-0.dist-info"
+    names.mkdir(parents=True, exist_ok=True)
+    (names / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (names / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = benchmarks.gpu.sglang_older:register\n")
+    path = [str(names.parent), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), "SGLANG_PLUGINS": PLUGIN}
+
+
 def start(one: Wanted, model: Path, gpus: int) -> Server:
     """Start a server."""
     port, nccl_port, bootstrap_port = free_ports(3)
@@ -93,7 +109,7 @@ def start(one: Wanted, model: Path, gpus: int) -> Server:
     if one.mode == "decode":
         options += ["--num-reserved-decode-tokens", "128"]
     if one.backend == "disagg":
-        environ |= {"DISAGG_BACKEND": one.engine, "SGLANG_DISAGG_ANY_VERSION": "1"}
+        environ |= {"DISAGG_BACKEND": one.engine, "SGLANG_DISAGG_ANY_VERSION": "1", **plugin(model.parent)}
     else:
         environ["SGLANG_PLUGINS"] = "none"
     if gpus:

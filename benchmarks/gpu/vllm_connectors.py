@@ -50,7 +50,7 @@ def options(connector: str, *, decodes: bool, side_port: int) -> list[str]:
 
 def _config(connector: str, *, decodes: bool, side_port: int) -> str:
     if connector in OURS:
-        return transfer_config({"backend": connector})
+        return transfer_config({"backend": connector}, module="benchmarks.gpu.vllm_older")
     role = "kv_consumer" if decodes else "kv_producer"
     configs: dict[str, dict[str, Any]] = {
         "nothing": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},

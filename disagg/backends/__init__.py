@@ -17,7 +17,6 @@ from disagg.backends.base import (
     Backend,
     BackendOptions,
     Fence,
-    Op,
     RemotePeer,
     StagingShape,
     Transfer,
@@ -25,7 +24,7 @@ from disagg.backends.base import (
     Transport,
     check_rdma,
 )
-from disagg.backends.endpoint import Endpoint, RegionIndex, decode_endpoint, encode_endpoint, local_and_remote
+from disagg.backends.endpoint import Endpoint, RegionIndex, decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import (
     BackendError,
@@ -56,7 +55,6 @@ __all__ = [
     "LocalProtocolError",
     "MemoryRegion",
     "NotRegistered",
-    "Op",
     "PeerUnreachable",
     "PreparedSpans",
     "ProcessWatch",
@@ -76,6 +74,5 @@ __all__ = [
     "check_rdma",
     "decode_endpoint",
     "encode_endpoint",
-    "local_and_remote",
     "merge_regions",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.base import Backend, BackendOptions, RemotePeer, StagingShape, Transfer
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.machine.processes import ProcessWatch
 
@@ -84,7 +84,7 @@ class PreparedSpans(Protocol):
 class SpanWriter(Protocol):
     """An engine that computes addresses itself: it gets span classes once, and only token runs with each request."""
 
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> PreparedSpans | None:
+    def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> PreparedSpans | None:
         """Prepare everything that stays the same for a pair of ranks. `None` if the engine takes only addresses for this peer.
 
         Raises `NotRegistered` for a pool outside the regions of its side.

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from disagg.backends.base import Op, RemotePeer, TransferStatus
-from disagg.backends.endpoint import RegionIndex, decode_endpoint, encode_endpoint, local_and_remote
-from disagg.core.copies import Addresses, CopyBatch
+from disagg.backends.base import RemotePeer, TransferStatus
+from disagg.backends.endpoint import RegionIndex, decode_endpoint, encode_endpoint
+from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import MemoryRegion, RemoteRegion
 
@@ -108,12 +108,10 @@ class Adapter(Generic[Peer, Descriptor]):
         """`peer` as this backend's own type if it is the peer's instance of `epoch`, connected or not; else `None`."""
         return peer if isinstance(peer, self._peers) and peer.epoch == epoch else None
 
-    def check_copies(self, op: Op, peer: Peer, copies: CopyBatch) -> tuple[Addresses, Addresses]:
-        """The local and the remote addresses of `copies`; raises `NotRegistered` for one outside the regions of its side."""
-        local, remote = local_and_remote(op, copies)
-        self.index.require(local, copies.nbytes, side="local")
-        peer.index.require(remote, copies.nbytes, side="remote")
-        return local, remote
+    def check_copies(self, peer: Peer, copies: CopyBatch) -> None:
+        """Raises `NotRegistered` for an address of `copies` outside the regions of its side."""
+        self.index.require(copies.source, copies.nbytes, side="local")
+        peer.index.require(copies.destination, copies.nbytes, side="remote")
 
 
 def check_closable(status: TransferStatus) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.backends.abilities import Gathering, PreparedSpans, ProvesByProcess, QuietWhenClosed, SpanWriter, renewal_due
-from disagg.backends.base import Backend, Fence, Op, RemotePeer, StagingShape, Transfer
+from disagg.backends.base import Backend, Fence, RemotePeer, StagingShape, Transfer
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
@@ -165,16 +165,16 @@ class AutoBackend:
         own = _own(peer, AutoPeer)
         return own.engine.gathers_from(own.peer) if isinstance(own.engine, Gathering) else None
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
         own = _own(peer, AutoPeer)
-        return own.engine.submit(op, own.peer, copies)
+        return own.engine.submit(own.peer, copies)
 
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> AutoSpans | None:
+    def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> AutoSpans | None:
         """`None` where the engine that reaches the peer takes addresses only."""
         own = _own(peer, AutoPeer)
         if not isinstance(own.engine, SpanWriter):
             return None
-        found = own.engine.prepare_spans(op, own.peer, shapes)
+        found = own.engine.prepare_spans(own.peer, shapes)
         return AutoSpans(own.engine, found) if found is not None else None
 
     def submit_spans(self, prepared: PreparedSpans, batch: SpanBatch) -> Transfer:

@@ -20,13 +20,6 @@ from disagg.machine.processes import ProcessWatch
 from disagg.machine.rdma import rdma_refusal
 
 
-class Op(enum.Enum):
-    """The direction of a transfer. `WRITE`: the source of the copies is local; `READ`: their destination is."""
-
-    WRITE = "write"
-    READ = "read"
-
-
 class TransferStatus(enum.Enum):
     """The status of a transfer. `DONE` and `FAILED` are settled: the engine will touch neither side again."""
 
@@ -184,9 +177,9 @@ class Backend(Protocol):
         cannot be reached. A peer that restarted has another `epoch` and is connected again.
         """
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-        """Post `copies`. Raises, with nothing posted: `NotRegistered` for an address outside the regions of its side,
-        `PeerUnreachable` for a peer that was disconnected. An empty batch is done at once.
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+        """Post `copies` from this side's memory to the peer's. Raises, with nothing posted: `NotRegistered` for an address
+        outside the regions of its side, `PeerUnreachable` for a peer that was disconnected. An empty batch is done at once.
         """
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:

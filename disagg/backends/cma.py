@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus, Transport
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, PeerUnreachable
@@ -169,11 +169,11 @@ class CmaBackend(Adapter[CmaPeer, CmaDescriptor]):
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> CmaTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> CmaTransfer:
         with self._copying(peer) as own:
-            local, remote = self.check_copies(op, own, copies)
+            self.check_copies(own, copies)
             error = _native.copy_between_processes(
-                own.process.pid, local, remote, copies.nbytes, write=op is Op.WRITE, num_threads=COPY_THREADS
+                own.process.pid, copies.source, copies.destination, copies.nbytes, write=True, num_threads=COPY_THREADS
             )
         return CmaTransfer(f"copying: {os.strerror(error)}" if error else None)
 

@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import Op
 from disagg.core import _native
-from disagg.core.copies import Addresses, CopyBatch
+from disagg.core.copies import Addresses
 from disagg.core.errors import ConfigError, NotRegistered, RemoteProtocolError
 from disagg.core.memory import Device, MemoryRegion, RemoteRegion
 
@@ -96,8 +95,3 @@ class RegionIndex:
             f"{side} copy {first} of {len(addresses)}: [{int(addresses[first]):#x}, +{int(nbytes[first])}) is in none "
             f"of the {len(self.regions)} registered regions; nothing was posted"
         )
-
-
-def local_and_remote(op: Op, copies: CopyBatch) -> tuple[Addresses, Addresses]:
-    """The columns of `copies` as (this side, the peer's side)."""
-    return (copies.source, copies.destination) if op is Op.WRITE else (copies.destination, copies.source)

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, PeerUnreachable
@@ -125,9 +125,9 @@ class LocalBackend(Adapter[LocalPeer, LocalDescriptor]):
             raise PeerUnreachable("backend 'local': that engine of this process has been closed")
         return LocalPeer(target, epoch=epoch, generation=target.generation_of(self.token))
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
         own = self.reachable(peer)
-        self.check_copies(op, own, copies)
+        self.check_copies(own, copies)
         # Regions were registered on both sides: neither side may release its memory while it is copied.
         with self.busy(own.target.token), own.target.busy(self.token, generation=own.generation):
             _copy(copies)

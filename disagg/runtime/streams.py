@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.backends.abilities import PreparedSpans, SpanWriter
-from disagg.backends.base import Backend, Op, RemotePeer
+from disagg.backends.base import Backend, RemotePeer
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.layout.binding import BoundRows, Stream, span_shapes
 from disagg.layout.plan import TransferPlan
@@ -35,7 +35,7 @@ def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedP
     if not isinstance(backend, SpanWriter):
         return None
     shapes, first = _shapes(plan)
-    spans = backend.prepare_spans(Op.WRITE, peer, shapes)
+    spans = backend.prepare_spans(peer, shapes)
     return PreparedPlan(spans, first) if spans is not None else None
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry as backends
-from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, StagingShape, Transfer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, Fence, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import ConfigError, DisaggError, LocalProtocolError
@@ -180,33 +180,33 @@ class FaultyBackend:
         self._delayed.close()
         self.inner.close()
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
         fault, seconds = self._draw()
         if fault is None or not len(copies):
-            return self._post(op, peer, copies)
+            return self._post(peer, copies)
         with self._lock:
             self.counts[fault] += 1
         logger.debug("fault: %s of %d copies", fault.value, len(copies))
         match fault:
             case TransferFault.FAIL:
                 transfer = FaultyTransfer(status=TransferStatus.PENDING, error="injected fault", final=TransferStatus.FAILED)
-                transfer.inner = self.inner.submit(op, peer, _half(copies))
+                transfer.inner = self.inner.submit(peer, _half(copies))
                 return transfer
             case TransferFault.KILL:
-                self.inner.submit(op, peer, _half(copies))
+                self.inner.submit(peer, _half(copies))
                 os.kill(os.getpid(), signal.SIGKILL)
             case TransferFault.DELAY:
-                return self._post_later(op, peer, copies, seconds, FaultyTransfer(status=TransferStatus.PENDING, error=None))
+                return self._post_later(peer, copies, seconds, FaultyTransfer(status=TransferStatus.PENDING, error=None))
             case TransferFault.UNSETTLE:
                 status = TransferStatus.UNSETTLED if self.faults.fencing else TransferStatus.FAILED
                 transfer = FaultyTransfer(status=status, error="injected fault: not settled", final=TransferStatus.FAILED)
-                return self._post_later(op, peer, copies, seconds, transfer)
+                return self._post_later(peer, copies, seconds, transfer)
             case TransferFault.LATE:
                 transfer = FaultyTransfer(status=TransferStatus.FAILED, error="injected fault: it lands later")
-                return self._post_later(op, peer, copies, seconds, transfer)
+                return self._post_later(peer, copies, seconds, transfer)
             case TransferFault.DOUBLE:
-                self._delayed.run_after(seconds, lambda: self._close_when_settled(self.inner.submit(op, peer, copies)))
-                return self._post(op, peer, copies)
+                self._delayed.run_after(seconds, lambda: self._close_when_settled(self.inner.submit(peer, copies)))
+                return self._post(peer, copies)
             case TransferFault.LOSE:
                 return FaultyTransfer(status=TransferStatus.DONE, error=None)
         raise AssertionError("the process was killed")
@@ -224,16 +224,14 @@ class FaultyBackend:
                     return fault, seconds
             return None, seconds
 
-    def _post(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Transfer:
-        transfer = self.inner.submit(op, peer, copies)
+    def _post(self, peer: RemotePeer, copies: CopyBatch) -> Transfer:
+        transfer = self.inner.submit(peer, copies)
         return transfer if self.faults.fencing else _Unfenced(transfer)
 
-    def _post_later(
-        self, op: Op, peer: RemotePeer, copies: CopyBatch, seconds: float, transfer: FaultyTransfer
-    ) -> FaultyTransfer:
+    def _post_later(self, peer: RemotePeer, copies: CopyBatch, seconds: float, transfer: FaultyTransfer) -> FaultyTransfer:
         def post() -> None:
             try:
-                transfer.inner = self.inner.submit(op, peer, copies)
+                transfer.inner = self.inner.submit(peer, copies)
             except DisaggError as error:
                 transfer.fail(error)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from disagg.backends.abilities import SpanWriter
-from disagg.backends.base import Backend, Op, Transfer, TransferStatus
+from disagg.backends.base import Backend, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError
 from disagg.core.thread_log import ThreadLog
@@ -103,7 +103,7 @@ class ActiveJob:
     def _submit(self) -> Transfer:
         copies, started = self.bound.direct, time.perf_counter()
         if isinstance(copies, CopyBatch):
-            transfer = self._backend.submit(Op.WRITE, self.job.peer, copies)
+            transfer = self._backend.submit(self.job.peer, copies)
         else:
             assert isinstance(self._backend, SpanWriter)
             assert self.bound.prepared is not None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.backends.base import Backend, Op, Transfer, TransferStatus
+from disagg.backends.base import Backend, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.transfer.jobs import BoundTransfer, Job, PendingWork, Report, Settled, SlotFilled, SlotsWanted
 from disagg.transfer.staging import Loans, SlotPool
@@ -136,7 +136,7 @@ class PackedWrite:
         assert self._bound.gathered is not None
         started = time.perf_counter()
         copies = CopyBatch.of_columns(*self._bound.gathered.copies(self._offset, nbytes, address))
-        transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
+        transfer = self._backend.submit(self._job.peer, copies)
         self._report.count_post(time.perf_counter() - started, nbytes)
         self._report.packed += nbytes
         return transfer
@@ -150,7 +150,7 @@ class PackedWrite:
         self._packed_at = started
         self._report.packed += filled.nbytes
         copies = CopyBatch.one(write.local, write.remote, filled.nbytes)
-        transfer = self._backend.submit(Op.WRITE, self._job.peer, copies)
+        transfer = self._backend.submit(self._job.peer, copies)
         self._report.count_post(time.perf_counter() - started, filled.nbytes)
         return transfer
 

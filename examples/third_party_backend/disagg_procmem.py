@@ -1,11 +1,11 @@
-"""Backend `procmem`: copies between two processes of one host, by reading and writing `/proc/PID/mem`.
+"""Backend `procmem`: copies between two processes of one host, by writing to `/proc/PID/mem`.
 
 A complete engine in one file, as an example for authors. The calling thread copies, so `submit` returns a settled transfer:
 
 | what happens | status | why |
 |---|---|---|
-| every byte is read or written | `DONE` | the kernel has returned |
-| a read or write fails, or copies nothing | `FAILED` | the same: nothing is under way, and a part may have been copied |
+| every byte is written | `DONE` | the kernel has returned |
+| a write fails, or writes nothing | `FAILED` | the same: nothing is under way, and a part may have been copied |
 | the peer's process has ended | `PeerUnreachable`; `fence`: `QUIET` | only its own threads copied for it |
 | the peer's process lives | `fence`: `UNKNOWN` | one of its threads may be inside a copy to this process |
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -31,7 +31,6 @@ from disagg.backends import (
     CopyBatch,
     Fence,
     MemoryRegion,
-    Op,
     PeerUnreachable,
     ProcessWatch,
     RemotePeer,
@@ -117,19 +116,17 @@ class ProcmemBackend(Adapter[ProcmemPeer, int]):
             raise PeerUnreachable(f"backend 'procmem': process {process.pid}: {error.strerror}") from error
         peer = ProcmemPeer(process, memory, regions, epoch=epoch)
         self._peers_open.add(peer)
-        byte = ctypes.create_string_buffer(1)
-        refusal = _copy(Op.READ, memory, [(ctypes.addressof(byte), regions[0].address, 1)]) if regions else None
+        refusal = _refusal(memory, regions[0].address) if regions else None
         if refusal or process.has_ended():  # `has_ended` after opening: the number may have been another process's
             self.disconnect(peer)
             raise PeerUnreachable(f"backend 'procmem': process {process.pid}: {refusal or 'has ended'}")
         return peer
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> ProcmemTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> ProcmemTransfer:
         with self._lock:
             own = self.reachable(peer)
-            local, remote = self.check_copies(op, own, copies)
-            pieces = zip(local.tolist(), remote.tolist(), copies.nbytes.tolist(), strict=True)
-            return ProcmemTransfer(_copy(op, own.memory, pieces))
+            self.check_copies(own, copies)
+            return ProcmemTransfer(_write(own.memory, copies))
 
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         """`QUIET` once the peer's process has ended. Copies of this side have ended: `submit` holds the lock meanwhile."""
@@ -151,17 +148,25 @@ class ProcmemBackend(Adapter[ProcmemPeer, int]):
             self.disconnect(peer)
 
 
-def _copy(op: Op, memory: int, pieces: Iterable[tuple[int, int, int]]) -> str | None:
-    """Copy pieces of `(local address, remote address, length)`; returns why not all of them were copied."""
-    for local, remote, nbytes in pieces:
+def _refusal(memory: int, address: int) -> str | None:
+    """Why the byte at `address` cannot be read; `None` if it can."""
+    try:
+        return None if os.pread(memory, 1, address) else "the process has ended"
+    except OSError as error:
+        return f"reading a byte: {error.strerror}"
+
+
+def _write(memory: int, copies: CopyBatch) -> str | None:
+    """Write every piece; returns why not all of them were written."""
+    for local, remote, nbytes in zip(*(c.tolist() for c in (copies.source, copies.destination, copies.nbytes)), strict=True):
         done = 0
         while done < nbytes:
             here = (ctypes.c_ubyte * (nbytes - done)).from_address(local + done)
             try:
-                count = os.pwrite(memory, here, remote + done) if op is Op.WRITE else os.preadv(memory, [here], remote + done)
+                count = os.pwrite(memory, here, remote + done)
             except OSError as error:
-                return f"{op.value} of {nbytes} bytes: {error.strerror}"
+                return f"writing {nbytes} bytes: {error.strerror}"
             if count == 0:
-                return f"{op.value} of {nbytes} bytes: the process has ended"
+                return f"writing {nbytes} bytes: the process has ended"
             done += count
     return None

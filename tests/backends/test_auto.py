@@ -16,7 +16,6 @@ from disagg.backends.base import (
     Backend,
     BackendOptions,
     Fence,
-    Op,
     RemotePeer,
     StagingShape,
     TransferStatus,
@@ -61,8 +60,8 @@ class Choosy(LocalBackend):
 class Spans(LocalBackend):
     """Takes span classes, and records them."""
 
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> SimpleNamespace:
-        return SimpleNamespace(shapes=tuple(shapes), peer=peer, op=op)
+    def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> SimpleNamespace:
+        return SimpleNamespace(shapes=tuple(shapes), peer=peer)
 
     def submit_spans(self, prepared: SimpleNamespace, batch: SpanBatch) -> SimpleNamespace:
         return SimpleNamespace(prepared=prepared, batch=batch)
@@ -101,11 +100,11 @@ def test_the_next_engine_is_used_and_the_reason_said(memory: np.ndarray, caplog:
     assert "choosy: the peer is on another host" in caplog.text
     assert "fast: no driver" in caplog.text
     copies = CopyBatch(*(np.array([v], np.uint64) for v in (memory.ctypes.data, there.ctypes.data, 64)))
-    transfer = backend.submit(Op.WRITE, peer, copies)
+    transfer = backend.submit(peer, copies)
     while transfer.poll() is TransferStatus.PENDING:
         target.connect(backend.endpoint(), epoch=1)
     np.testing.assert_array_equal(there, memory)
-    assert backend.prepare_spans(Op.WRITE, peer, ()) is None
+    assert backend.prepare_spans(peer, ()) is None
     backend.close()
     target.close()
 
@@ -133,7 +132,7 @@ def test_no_engine_in_common(memory: np.ndarray) -> None:
 def test_span_classes_go_to_the_engine_that_takes_them(memory: np.ndarray) -> None:
     target, backend = opened(memory, LocalBackend(BackendOptions())), opened(memory, Spans(BackendOptions()))
     peer = backend.connect(target.endpoint(), epoch=1)
-    prepared = backend.prepare_spans(Op.WRITE, peer, ())
+    prepared = backend.prepare_spans(peer, ())
     assert prepared is not None
     batch = SpanBatch(prepared.shapes, ())
     posted = backend.submit_spans(prepared, batch)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg.backends import local as module
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, TransferStatus, Transport
 from disagg.backends.endpoint import encode_endpoint
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
@@ -56,7 +56,7 @@ def test_a_closed_target_makes_submit_and_connect_fail(memories: tuple[np.ndarra
     peer = backend.connect(endpoint, epoch=1)
     target.close()
     with pytest.raises(PeerUnreachable, match="closed"):
-        backend.submit(Op.WRITE, peer, _whole(here, there))
+        backend.submit(peer, _whole(here, there))
     with pytest.raises(PeerUnreachable, match="closed"):
         backend.connect(endpoint, epoch=2)
     assert not there.any()
@@ -92,7 +92,7 @@ def test_closing_the_target_waits_for_a_copy_and_the_fence_sees_it(
 
     monkeypatch.setattr(module, "_copy", slow)
     transfers: list[TransferStatus] = []
-    writer = threading.Thread(target=lambda: transfers.append(backend.submit(Op.WRITE, peer, _whole(here, there)).poll()))
+    writer = threading.Thread(target=lambda: transfers.append(backend.submit(peer, _whole(here, there)).poll()))
     writer.start()
     assert inside.wait(30)
     assert backend.fence(peer, epoch=1) is target.fence(back, epoch=1) is Fence.UNKNOWN

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, TransferStatus, Transport
+from disagg.backends.base import Backend, BackendOptions, Fence, Transfer, TransferStatus, Transport
 from disagg.backends.cuda.driver import CudaError
-from disagg.backends.endpoint import decode_endpoint, encode_endpoint, local_and_remote
+from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.backends.mooncake import backend as mooncake
 from disagg.backends.mooncake.backend import SPLIT_NBYTES, MooncakeBackend, MooncakePeer
 from disagg.backends.mooncake.launch import MAX_OUTSTANDING
@@ -67,14 +67,14 @@ class TestMooncakeContract(BackendContract):
     def test_more_pieces_than_the_engine_queues(self, backend: Backend, local: Arena, target: Target) -> None:
         """5,000 pieces in one batch and in five at once arrive, and the peer goes on to be served."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-        pieces = random_pieces(Op.WRITE, random.Random(5), nbytes=(129,) * 5000, gap=9)
-        after = expected_after(Op.WRITE, local, target.arena, pieces)
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
+        pieces = random_pieces(random.Random(5), nbytes=(129,) * 5000, gap=9)
+        after = expected_after(local, target.arena, pieces)
+        self.run(backend.submit(peer, batch_of(local, target.arena, pieces)))
         np.testing.assert_array_equal(target.arena.memory, after)
         target.arena.scramble(9)
-        after = expected_after(Op.WRITE, local, target.arena, pieces)
-        parts = [batch_of(Op.WRITE, local, target.arena, pieces[i::5]) for i in range(5)]
-        for transfer in [backend.submit(Op.WRITE, peer, part) for part in parts]:
+        after = expected_after(local, target.arena, pieces)
+        parts = [batch_of(local, target.arena, pieces[i::5]) for i in range(5)]
+        for transfer in [backend.submit(peer, part) for part in parts]:
             self.run(transfer)
         np.testing.assert_array_equal(target.arena.memory, after)
         self.round_trip(backend, local, target)
@@ -104,12 +104,12 @@ class TestMooncakeContract(BackendContract):
         victim = self.new_process(stack)
         peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         pieces = [(0, 0, 0, 0, 5000), (0, 6000, 0, 6000, 50)]
-        after = expected_after(Op.WRITE, local, victim.arena, pieces)
+        after = expected_after(local, victim.arena, pieces)
         before = victim.arena.memory.copy()
         victim.stop()
         with monkeypatch.context() as impatient:
             impatient.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
-            transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces))
+            transfer = backend.submit(peer, batch_of(local, victim.arena, pieces))
             assert settle(transfer, patience_s=self.patience_s) is TransferStatus.UNSETTLED
         assert transfer.error
         assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
@@ -120,7 +120,7 @@ class TestMooncakeContract(BackendContract):
             assert time.monotonic() < deadline, "what the engine gave up did not arrive"
             time.sleep(0.01)
         assert transfer.poll() is TransferStatus.UNSETTLED
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim.arena, pieces)))
+        self.run(backend.submit(peer, batch_of(local, victim.arena, pieces)))
         victim.kill()
         until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
         transfer.close()
@@ -139,22 +139,20 @@ class TestMooncakeContract(BackendContract):
             time.sleep(0.01)
         assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
 
-    @pytest.mark.parametrize("op", Op)
-    def test_a_stopped_peer_finishes_nothing(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+    def test_a_stopped_peer_finishes_nothing(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """Not even one byte, that fits into any buffer, is done before the peer has put it in place."""
         victim = self.new_process(stack)
         peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         pieces = [(0, 0, 0, 0, 1)]
         victim.stop()
-        transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
+        transfer = backend.submit(peer, batch_of(local, victim.arena, pieces))
         time.sleep(1)
         assert transfer.poll() is TransferStatus.PENDING
         victim.signal(signal.SIGCONT)
         self.run(transfer)
 
-    @pytest.mark.parametrize("op", Op)
     def test_a_killed_peer_is_a_failure_that_settles(
-        self, op: Op, backend: Backend, local: Arena, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+        self, backend: Backend, local: Arena, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Killed while bytes move, and before the last are posted. Its port refuses, so that nothing can land any more."""
         victim = self.new_process(stack)
@@ -168,7 +166,7 @@ class TestMooncakeContract(BackendContract):
             post(transfer)
 
         monkeypatch.setattr(peer.queue, "_post_chunk", post_the_rest_to_the_dead)
-        transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
+        transfer = backend.submit(peer, batch_of(local, victim.arena, pieces))
         victim.kill()
         is_dead.set()
         until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
@@ -185,18 +183,17 @@ class TestMooncakeContract(BackendContract):
         other = self.open(memory, stack)
         peer = backend.connect(other.endpoint(), epoch=1)
         other.close()
-        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, memory, [(0, 0, 0, 0, 10)]))
+        transfer = backend.submit(peer, batch_of(local, memory, [(0, 0, 0, 0, 10)]))
         until(transfer, TransferStatus.FAILED, patience_s=self.patience_s)
 
-    @pytest.mark.parametrize("op", Op)
-    def test_closing_with_a_transfer_under_way(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+    def test_closing_with_a_transfer_under_way(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """It ends at once, as unsettled; no thread is left."""
         victim, before = self.new_process(stack), threads_of_peers()
         peer = backend.connect(victim.endpoint, process=victim.process, epoch=1)
         victim.stop()
         pieces = [(0, i * 100, 0, i * 100, 99) for i in range(3000)]
-        batch = batch_of(op, local, victim.arena, pieces)
-        under_way, not_begun = (backend.submit(op, peer, batch) for _ in range(2))
+        batch = batch_of(local, victim.arena, pieces)
+        under_way, not_begun = (backend.submit(peer, batch) for _ in range(2))
         assert isinstance(under_way, MooncakeTransfer)
         deadline = time.monotonic() + self.patience_s
         while under_way.num_posted == 0:
@@ -222,12 +219,12 @@ class TestMooncakeContract(BackendContract):
             raise RuntimeError("as a test")
 
         monkeypatch.setattr(peer.queue, "_has_ended", broken)
-        batch = batch_of(Op.WRITE, local, target.arena, [(0, 10 * i, 0, 10 * i, 10) for i in range(num_pieces)])
-        transfer = backend.submit(Op.WRITE, peer, batch)
+        batch = batch_of(local, target.arena, [(0, 10 * i, 0, 10 * i, 10) for i in range(num_pieces)])
+        transfer = backend.submit(peer, batch)
         until(transfer, TransferStatus.UNSETTLED)
         assert "as a test" in str(transfer.error)
         with pytest.raises(PeerUnreachable):
-            backend.submit(Op.WRITE, peer, batch)
+            backend.submit(peer, batch)
         self.round_trip(backend, local, target)
 
     # -- endpoints ----------------------------------------------------------------------------------------------------
@@ -278,7 +275,7 @@ def test_the_engine_opens_memory_for_the_gpu_that_its_own_is_on(refuses: bool, m
     peer = engines[0].connect(engines[1].endpoint(), epoch=1)
     source, destination = (np.array([pool.ctypes.data], np.uint64) for pool in pools)
     copies = CopyBatch(source, destination, np.array([64], np.uint64))
-    until(engines[0].submit(Op.WRITE, peer, copies), TransferStatus.DONE)
+    until(engines[0].submit(peer, copies), TransferStatus.DONE)
     assert bytes(pools[1]) == bytes(pools[0])
     for engine in engines * 2:
         engine.close()
@@ -327,7 +324,7 @@ def test_over_ipv6() -> None:
     program = """
         import random
         from contextlib import ExitStack
-        from disagg.backends.base import BackendOptions, Op, TransferStatus
+        from disagg.backends.base import BackendOptions, TransferStatus
         from disagg.backends.mooncake.backend import MooncakeBackend
         from disagg.testing.contract import batch_of, expected_after, random_pieces, settle
         from tests.backends.conftest import opened, target_process
@@ -337,12 +334,11 @@ def test_over_ipv6() -> None:
             target = target_process(MooncakeBackend, options, stack)
             backend, local = opened(MooncakeBackend, options, stack)
             peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-            for op in Op:
-                pieces = random_pieces(op, random.Random(7), nbytes=(5000,) * 20, gap=9)
-                after = expected_after(op, local, target.arena, pieces)
-                transfer = backend.submit(op, peer, batch_of(op, local, target.arena, pieces))
-                assert settle(transfer) is TransferStatus.DONE, transfer.error
-                assert ((target.arena if op is Op.WRITE else local).memory == after).all()
+            pieces = random_pieces(random.Random(7), nbytes=(5000,) * 20, gap=9)
+            after = expected_after(local, target.arena, pieces)
+            transfer = backend.submit(peer, batch_of(local, target.arena, pieces))
+            assert settle(transfer) is TransferStatus.DONE, transfer.error
+            assert (target.arena.memory == after).all()
             print(peer.queue._descriptor.session)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -390,19 +386,18 @@ def test_a_missing_module_and_a_missing_library() -> None:
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", Op)
-def test_pieces_are_the_same_bytes(op: Op) -> None:
+def test_pieces_are_the_same_bytes() -> None:
     """Compared with a plain loop."""
     sizes = [0, 1, SPLIT_NBYTES - 1, SPLIT_NBYTES, SPLIT_NBYTES + 1, 0, 3 * SPLIT_NBYTES + 7, 0]
     starts = [i << 30 for i in range(1, len(sizes) + 1)]
     copies = CopyBatch(*(np.array(column, np.uint64) for column in (starts, [s + (1 << 40) for s in starts], sizes)))
-    rows = zip(*(c.tolist() for c in (*local_and_remote(op, copies), copies.nbytes)), strict=True)
+    rows = zip(*(c.tolist() for c in (copies.source, copies.destination, copies.nbytes)), strict=True)
     expected = [
         (here + offset, there + offset, min(SPLIT_NBYTES, nbytes - offset))
         for here, there, nbytes in rows
         for offset in range(0, nbytes, SPLIT_NBYTES)
     ]
-    pieces = cut(op, copies, split=SPLIT_NBYTES)
+    pieces = cut(copies, split=SPLIT_NBYTES)
     assert list(zip(*pieces.between(0, len(pieces)), strict=True)) == expected
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, Fence, TransferStatus, Transport
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.backends.nixl.backend import NixlBackend, NixlDescriptor
 from disagg.backends.nixl.bindings import ERRORS, FLAVOURS, engine_errors, load_bindings
@@ -79,7 +79,7 @@ def test_tcp_to_a_stopped_peer_stays_pending_and_is_never_settled(stack: ExitSta
     backend, arena = opened(NixlBackend, TCP, stack)
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.stop()
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, WHOLE))
     assert [transfer.poll() for _ in range(200)] == [TransferStatus.PENDING] * 200
     assert backend.fence(peer, epoch=1) is Fence.UNKNOWN
     with pytest.raises(LocalProtocolError, match="pending"):
@@ -96,7 +96,7 @@ def test_a_transfer_left_pending_by_disconnect_can_still_be_polled_to_its_end(st
     backend, arena = opened(NixlBackend, TCP, stack)
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.stop()
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, WHOLE))
     backend.disconnect(peer)
     target.go_on()
     deadline = time.monotonic() + PATIENCE_S
@@ -205,7 +205,7 @@ def test_damaged_metadata_is_refused_before_ucx_reads_it(
         with pytest.raises(RemoteProtocolError, match="the metadata is damaged: its digest differs"):
             backend.connect(encode_endpoint("nixl", changed, regions), epoch=1)
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, WHOLE))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, WHOLE))
     assert settle(transfer) is TransferStatus.DONE
 
 

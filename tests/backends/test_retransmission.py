@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from disagg.backends.base import BackendOptions, Op, TransferStatus, Transport
+from disagg.backends.base import BackendOptions, TransferStatus, Transport
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl.backend import NixlBackend
 from disagg.machine.tcp import LONGEST_WAIT_S, own_sockets
@@ -32,7 +32,7 @@ def test_connections_of_a_transfer_that_does_not_end_retransmit_soon(engine: Bac
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     target.connect(cast(ProcessTarget, SimpleNamespace(endpoint=backend.endpoint(), identity="nobody")))
     target.stop()
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, [(0, 0, 0, 0, REGION_NBYTES[0])]))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, [(0, 0, 0, 0, REGION_NBYTES[0])]))
     deadline = time.monotonic() + PATIENCE_S
     while set(longest_waits_ms(since=before)) != {LONGEST_WAIT_S * 1000}:
         assert transfer.poll() is TransferStatus.PENDING

@@ -1,14 +1,20 @@
-"""A small model, and the benchmark's commands as processes."""
+"""A small model, and the programs: as processes, and in this one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -91,3 +97,26 @@ def bench(tmp_path: Path) -> Bench:
         return Ended(ended.returncode, ended.stdout, ended.stderr, found)
 
     return run
+
+
+def said(program: Callable[[], object], *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """How a program ends with these arguments, and what it prints. It runs in this process, which saves its start."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    handlers, level = list(logging.root.handlers), logging.root.level
+    with (
+        mock.patch.object(sys, "argv", [program.__module__, *arguments]),
+        mock.patch.dict(os.environ, environ),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            program()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except Exception:  # noqa: BLE001  as the interpreter prints it
+            traceback.print_exc()
+            status = 1
+        finally:
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

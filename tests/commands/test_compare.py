@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import msgspec
 import pytest
 
 from disagg.commands.bench.compare import compare
+from disagg.commands.bench.main import main
 from disagg.commands.bench.report import Row, to_json
+from tests.commands.conftest import said
 
 ROW = Row(
     backend="nixl", transport="shm", device="cpu", model="tiny", tokens=64, prefill="tp=2", decode="tp=1", components=("kv",),
@@ -59,8 +60,7 @@ def test_the_command_marks_regressions_and_exits_with_1(tmp_path: Path) -> None:
     wrong.write_text('[{"backend": 3}]')
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "disagg.commands.bench", "--compare", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return said(main, "--compare", *arguments)
 
     worse = run(str(before), str(after))
     assert worse.returncode == 1

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from disagg.commands.keygen import write_pair
+from disagg.commands.main import main
 from disagg.config import read_keys
 from disagg.core.errors import ConfigError
 from disagg.runtime.channel import Channel
 from disagg.runtime.keys import KeyPair
 from disagg.runtime.wire import Inbound
+from tests.commands.conftest import said
 from tests.manager.test_peers import until
-
-COMMAND = [sys.executable, "-m", "disagg.commands", "keygen"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return said(main, "keygen", *arguments)
 
 
 def test_a_rank_can_read_the_written_pair(tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from disagg.commands.main import main
 from disagg.commands.top import HEADINGS, Sample, engine_of, is_bad, problems, quantile, read, row
 from harness.ports import held_port
+from tests.commands.conftest import said
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster
 
 
@@ -103,14 +104,8 @@ def test_what_needs_attention_is_in_colour() -> None:
 
 
 def top(*urls: str, columns: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "disagg.commands", "top", "--once", "--interval", "0.1", "--timeout", str(DEADLINE_S), *urls],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={"COLUMNS": str(columns)},
-    )
+    once = ("--once", "--interval", "0.1", "--timeout", str(DEADLINE_S))
+    return said(main, "top", *once, *urls, COLUMNS=str(columns))
 
 
 @pytest.mark.parametrize("columns", [80, 120])

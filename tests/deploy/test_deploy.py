@@ -20,6 +20,8 @@ from disagg.commands.rank import command
 from disagg.commands.rank.rank import RankConfig, ResidentRank
 from disagg.runtime.metrics_server import MetricsServer
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "deploy/kubernetes.yaml"
 POD_IP = "10.0.0.7"

@@ -10,6 +10,8 @@ import pytest
 
 from harness.debian import fetched
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "docs/alerts.yml"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import runpy
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def test_generated_parts_are_current() -> None:
     assert list(map(name, outdated())) == [], "run python scripts/generate_docs.py"
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page: headings in lower case, without punctuation, with dashes for spaces."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -59,18 +61,21 @@ def links(page: Path) -> Iterator[str]:
     yield from re.findall(r'(?:src|href)="([^"]+)"', text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=map(name, PAGES))
-def test_every_link_has_a_target(page: Path) -> None:
-    for link in links(page):
-        if link.startswith("https://"):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{name(page)}: {link}: no such file"
-        if "docs" in page.relative_to(ROOT).parts:
-            assert target.is_relative_to(ROOT / "docs"), f"{name(page)}: {link}: the site has only files of docs/"
-        if anchor:
-            assert anchor in anchors(target), f"{name(page)}: {link}: {sorted(anchors(target))}"
+def wrong(page: Path, link: str) -> str:
+    """What is wrong with a link of a page; empty if nothing is."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return "no such file"
+    if "docs" in page.relative_to(ROOT).parts and not target.is_relative_to(ROOT / "docs"):
+        return "the site has only files of docs/"
+    return f"no such anchor; there are {sorted(anchors(target))}" if anchor and anchor not in anchors(target) else ""
+
+
+def test_every_link_has_a_target() -> None:
+    found = [(page, link) for page in PAGES for link in links(page) if not link.startswith("https://")]
+    assert len(found) > len(PAGES)
+    assert [f"{name(page)}: {link}: {what}" for page, link in found if (what := wrong(page, link))] == []
 
 
 def test_every_picture_is_shown_and_every_page_is_in_the_navigation() -> None:

@@ -15,6 +15,8 @@ import pytest
 from harness.browser import browser
 from harness.site import DIAGRAMS, pages, problems, served
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,6 +16,8 @@ from harness import aarch64
 from harness.pythons import installed
 from harness.wheels import VERSIONS, outcome, wheel_for
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from disagg.backends.base import BackendOptions, Op, TransferStatus
+from disagg.backends.base import BackendOptions, TransferStatus
 from disagg.backends.cuda.driver import second_gpu
 from disagg.backends.nvlink import engine as nvlink
 from disagg.backends.nvlink.backend import NvlinkBackend
@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
 """Sizes, the largest gap between destinations, and the alignment of addresses."""
 
 
-def pieces_of(op: Op, seed: int, shape: tuple[tuple[int, ...], int, int]) -> list[Piece]:
+def pieces_of(seed: int, shape: tuple[tuple[int, ...], int, int]) -> list[Piece]:
     """One piece per size, in random order, from any source; nothing overlaps at the destination."""
     sizes, gap, align = shape
     rng, pieces = random.Random(seed), []
@@ -47,26 +47,25 @@ def pieces_of(op: Op, seed: int, shape: tuple[tuple[int, ...], int, int]) -> lis
         at = ends[to] + skip
         of = rng.choice([r for r, total in enumerate(REGION_NBYTES) if origin[r] + size <= total])
         start = origin[of] + rng.randint(0, (REGION_NBYTES[of] - size - origin[of]) // align) * align
-        pieces.append((of, start, to, at, size) if op is Op.WRITE else (to, at, of, start, size))
+        pieces.append((of, start, to, at, size))
         ends[to] = at + size
     rng.shuffle(pieces)
     return pieces
 
 
-def batch_of(op: Op, local: Memory, remote: Target | Memory, pieces: list[Piece]) -> CopyBatch:
+def batch_of(local: Memory, remote: Target | Memory, pieces: list[Piece]) -> CopyBatch:
     here = [local.address(r, o) for r, o, _, _, _ in pieces]
     there = [remote.address(r, o) for _, _, r, o, _ in pieces]
     sizes = [piece[4] for piece in pieces]
-    return batch(here, there, sizes) if op is Op.WRITE else batch(there, here, sizes)
+    return batch(here, there, sizes)
 
 
-def expected(op: Op, local: Bytes, remote: Bytes, pieces: list[Piece], layout: Memory) -> Bytes:
+def expected(local: Bytes, remote: Bytes, pieces: list[Piece], layout: Memory) -> Bytes:
     """The bytes of the destination after the copy."""
-    source, after = (local, remote.copy()) if op is Op.WRITE else (remote, local.copy())
+    after = remote.copy()
     for here, here_at, there, there_at, nbytes in pieces:
-        mine, theirs = layout.at(here) + here_at, layout.at(there) + there_at
-        start, stop = (mine, theirs) if op is Op.WRITE else (theirs, mine)
-        after[stop : stop + nbytes] = source[start : start + nbytes]
+        start, stop = layout.at(here) + here_at, layout.at(there) + there_at
+        after[stop : stop + nbytes] = local[start : start + nbytes]
     return after
 
 
@@ -83,30 +82,27 @@ def new_target(stack: ExitStack, ordinal: int | None = None, *, visible: str | N
     return target
 
 
-def check(op: Op, backend: NvlinkBackend, local: Memory, target: Target, shape: tuple[tuple[int, ...], int, int]) -> None:
+def check(backend: NvlinkBackend, local: Memory, target: Target, shape: tuple[tuple[int, ...], int, int]) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    pieces = pieces_of(op, 3, shape)
+    pieces = pieces_of(3, shape)
     images = local.read(), target.read()
-    transfer = backend.submit(op, peer, batch_of(op, local, target, pieces))
+    transfer = backend.submit(peer, batch_of(local, target, pieces))
     assert settle(transfer) is TransferStatus.DONE, transfer.error
     transfer.close()
-    after = expected(op, *images, pieces, local)
-    wanted = (images[0], after) if op is Op.WRITE else (after, images[1])
-    np.testing.assert_array_equal(local.read(), wanted[0])
-    np.testing.assert_array_equal(target.read(), wanted[1])
+    after = expected(*images, pieces, local)
+    np.testing.assert_array_equal(local.read(), images[0])
+    np.testing.assert_array_equal(target.read(), after)
     backend.disconnect(peer)
 
 
-def shapes_of(
-    op: Op, local: Memory, target: Target, *, unit: int, skew: int
-) -> tuple[tuple[SpanShape, ...], tuple[SpanRuns, ...]]:
+def shapes_of(local: Memory, target: Target, *, unit: int, skew: int) -> tuple[tuple[SpanShape, ...], tuple[SpanRuns, ...]]:
     """Four span classes in the largest region, dense and not, with dims and without, and random runs over them.
 
     Nothing overlaps at the destination. `unit`: bytes of a piece. `skew`: offset of the destinations' alignment.
     """
     rng = np.random.default_rng(unit * 17 + skew)
     ends = local.address(0), target.address(0)
-    bases = [-(base % 16) % 16 + base for base in (ends if op is Op.WRITE else ends[::-1])]
+    bases = [-(base % 16) % 16 + base for base in ends]
     shapes: list[SpanShape] = []
     parts: list[SpanRuns] = []
     at = [0, skew]

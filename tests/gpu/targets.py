@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import BackendOptions, Op, Transfer, TransferStatus
+from disagg.backends.base import BackendOptions, Transfer, TransferStatus
 from disagg.backends.cuda.driver import Gpu
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.core.copies import CopyBatch
@@ -132,7 +132,7 @@ def _execute(memory: Memory, backend: NvlinkBackend, command: tuple[object, ...]
             return backend.mapped_by
         case ("write", bytes(endpoint), int(address), int(nbytes)):
             peer = backend.connect(endpoint, epoch=1)
-            status = settle(backend.submit(Op.WRITE, peer, batch([memory.address(0)], [address], [nbytes])))
+            status = settle(backend.submit(peer, batch([memory.address(0)], [address], [nbytes])))
             backend.disconnect(peer)
             return status, backend.transport
     raise AssertionError(command)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from disagg.backends.base import BackendOptions, Fence, Op, TransferStatus
+from disagg.backends.base import BackendOptions, Fence, TransferStatus
 from disagg.backends.cuda.driver import second_gpu
 from disagg.backends.cuda.work_list import encode_shapes, encode_work_list, work_list_nbytes
 from disagg.backends.nvlink import engine as nvlink
@@ -27,11 +27,10 @@ pytestmark = pytest.mark.gpu
 # -- bytes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("name", SHAPES)
-def test_copies_exactly_the_pieces(op: Op, name: str, backend: NvlinkBackend, local: Memory, target: Target) -> None:
+def test_copies_exactly_the_pieces(name: str, backend: NvlinkBackend, local: Memory, target: Target) -> None:
     """Compares every byte of both sides: the pieces, the bytes between them, and the guards around regions."""
-    check(op, backend, local, target, SHAPES[name])
+    check(backend, local, target, SHAPES[name])
 
 
 @pytest.fixture(params=["read by the kernel", "uploaded"])
@@ -41,18 +40,15 @@ def _work_lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(nvlink, "NEAR_NBYTES", 0)
 
 
-@pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize(
     ("unit", "skew"), [(1, 0), (6, 0), (16, 0), (16, 4), (48, 0), (256, 0), (250, 1), (1024, 0), (1024, 8)]
 )
 @pytest.mark.usefixtures("_work_lists")
-def test_addresses_computed_on_the_gpu(
-    op: Op, unit: int, skew: int, backend: NvlinkBackend, local: Memory, target: Target
-) -> None:
+def test_addresses_computed_on_the_gpu(unit: int, skew: int, backend: NvlinkBackend, local: Memory, target: Target) -> None:
     """Span classes copy the same bytes as the addresses of the reference implementation, and no others."""
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    shapes, parts = shapes_of(op, local, target, unit=unit, skew=skew)
-    prepared = backend.prepare_spans(op, peer, shapes)
+    shapes, parts = shapes_of(local, target, unit=unit, skew=skew)
+    prepared = backend.prepare_spans(peer, shapes)
     batch = SpanBatch(prepared.shapes, parts)
     local.scramble(1)
     target.ask("scramble", 2)
@@ -69,30 +65,27 @@ def test_addresses_computed_on_the_gpu(
     encode_work_list(batch, table, tile=4096, out=out)
     work_list, total = batch.core, batch.total_nbytes
     ends = local.address(0), target.address(0)
-    source_base, destination_base = ends if op is Op.WRITE else ends[::-1]
+    source_base, destination_base = ends
     at = local.at(0)
-    source, after = (images[0], images[1].copy()) if op is Op.WRITE else (images[1], images[0].copy())
+    source, after = images[0], images[1].copy()
     for piece in span_pieces(SpanLaunch(out, table.words, *work_list.tiles(0, total), 4096, 0, total)):
         start, stop = at + piece.source - source_base, at + piece.destination - destination_base
         after[stop : stop + piece.nbytes] = source[start : start + piece.nbytes]
-    wanted = (images[0], after) if op is Op.WRITE else (after, images[1])
-    np.testing.assert_array_equal(local.read(), wanted[0])
-    np.testing.assert_array_equal(target.read(), wanted[1])
-    assert (after != (images[1] if op is Op.WRITE else images[0])).any()
+    np.testing.assert_array_equal(local.read(), images[0])
+    np.testing.assert_array_equal(target.read(), after)
+    assert (after != images[1]).any()
     backend.disconnect(peer)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_any_number_of_blocks(blocks: int, local: Memory, target: Target, stack: ExitStack) -> None:
     backend = opened(local, stack, blocks=blocks)
-    for op in Op:
-        check(op, backend, local, target, SHAPES["mixed"])
+    check(backend, local, target, SHAPES["mixed"])
 
 
-@pytest.mark.parametrize("op", Op)
-def test_an_empty_batch_is_done_at_once(op: Op, backend: NvlinkBackend, target: Target) -> None:
+def test_an_empty_batch_is_done_at_once(backend: NvlinkBackend, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    assert backend.submit(op, peer, batch([], [], [])).poll() is TransferStatus.DONE
+    assert backend.submit(peer, batch([], [], [])).poll() is TransferStatus.DONE
 
 
 def test_regions_that_touch_or_overlap_are_one(local: Memory, target: Target, stack: ExitStack) -> None:
@@ -102,17 +95,17 @@ def test_regions_that_touch_or_overlap_are_one(local: Memory, target: Target, st
     parts = [(0, 1000), (1000, 5000), (3000, 10_000), (4000, 10), (13_000, nbytes - 13_000)]
     backend.register([MemoryRegion(start + offset, size, device) for offset, size in parts])
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    assert settle(backend.submit(Op.WRITE, peer, batch([start], [target.address(0)], [nbytes]))) is TransferStatus.DONE
+    assert settle(backend.submit(peer, batch([start], [target.address(0)], [nbytes]))) is TransferStatus.DONE
 
 
 def test_several_threads_submit(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     stripes = [[(0, i * 300, 0, i * 300, 300) for i in range(1200) if i % 12 == s] for s in range(12)]
-    after = expected(Op.WRITE, local.read(), target.read(), [p for stripe in stripes for p in stripe], local)
+    after = expected(local.read(), target.read(), [p for stripe in stripes for p in stripe], local)
     statuses: list[TransferStatus] = []
 
     def work(mine: list[list[Piece]]) -> None:
-        statuses.extend(settle(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, pieces))) for pieces in mine)
+        statuses.extend(settle(backend.submit(peer, batch_of(local, target, pieces))) for pieces in mine)
 
     threads = [threading.Thread(target=work, args=(stripes[i::4],)) for i in range(4)]
     for thread in threads:
@@ -129,8 +122,8 @@ def test_two_engines_of_one_process_map_the_same_peer(local: Memory, target: Tar
     peers = [engine.connect(target.endpoint, process=target.watch, epoch=1) for engine in (first, second)]
     first.disconnect(peers[0])
     first.close()
-    check(Op.WRITE, second, local, target, SHAPES["mixed"])
-    assert settle(second.submit(Op.READ, peers[1], batch_of(Op.READ, local, target, [(0, 0, 0, 0, 99)]))) is TransferStatus.DONE
+    check(second, local, target, SHAPES["mixed"])
+    assert settle(second.submit(peers[1], batch_of(local, target, [(0, 0, 0, 0, 99)]))) is TransferStatus.DONE
 
 
 @pytest.mark.two_gpus
@@ -140,16 +133,14 @@ def test_two_engines_of_one_process_reach_each_other(local: Memory, stack: ExitS
     there.scramble(5)
     backend, other = opened(local, stack), opened(there, stack)
     peer = backend.connect(other.endpoint(), process=own_process(stack), epoch=1)
-    for op in Op:
-        pieces = pieces_of(op, 4, SHAPES["odd sizes"])
-        after = expected(op, local.read(), there.read(), pieces, local)
-        assert settle(backend.submit(op, peer, batch_of(op, local, there, pieces))) is TransferStatus.DONE
-        np.testing.assert_array_equal((there if op is Op.WRITE else local).read(), after)
+    pieces = pieces_of(4, SHAPES["odd sizes"])
+    after = expected(local.read(), there.read(), pieces, local)
+    assert settle(backend.submit(peer, batch_of(local, there, pieces))) is TransferStatus.DONE
+    np.testing.assert_array_equal(there.read(), after)
 
 
-@pytest.mark.parametrize("op", Op)
-def test_processes_that_share_a_gpu(op: Op, backend: NvlinkBackend, local: Memory, stack: ExitStack) -> None:
-    check(op, backend, local, new_target(stack, 0), SHAPES["mixed"])
+def test_processes_that_share_a_gpu(backend: NvlinkBackend, local: Memory, stack: ExitStack) -> None:
+    check(backend, local, new_target(stack, 0), SHAPES["mixed"])
     assert backend.transport == "same GPU"
 
 
@@ -159,9 +150,9 @@ def test_engines_of_one_process_that_share_a_gpu(local: Memory, stack: ExitStack
     there.scramble(5)
     backend, other = opened(local, stack), opened(there, stack)
     peer = backend.connect(other.endpoint(), process=own_process(stack), epoch=1)
-    pieces = pieces_of(Op.WRITE, 4, SHAPES["odd sizes"])
-    after = expected(Op.WRITE, local.read(), there.read(), pieces, local)
-    assert settle(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, there, pieces))) is TransferStatus.DONE
+    pieces = pieces_of(4, SHAPES["odd sizes"])
+    after = expected(local.read(), there.read(), pieces, local)
+    assert settle(backend.submit(peer, batch_of(local, there, pieces))) is TransferStatus.DONE
     np.testing.assert_array_equal(there.read(), after)
 
 
@@ -192,18 +183,18 @@ def test_connecting_again_at_another_epoch(backend: NvlinkBackend, local: Memory
     old = backend.connect(target.endpoint, process=target.watch, epoch=1)
     new = backend.connect(target.endpoint, process=target.watch, epoch=2)
     backend.disconnect(old)
-    one = batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 10)])
+    one = batch_of(local, target, [(0, 0, 0, 0, 10)])
     with pytest.raises(PeerUnreachable):
-        backend.submit(Op.WRITE, old, one)
-    assert settle(backend.submit(Op.WRITE, new, one)) is TransferStatus.DONE
+        backend.submit(old, one)
+    assert settle(backend.submit(new, one)) is TransferStatus.DONE
     assert backend.fence(new, epoch=2) is Fence.UNKNOWN  # the process lives
 
 
 def test_a_transfer_outlives_its_peers_connection(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    pieces = pieces_of(Op.WRITE, 6, SHAPES["thousands"])
-    after = expected(Op.WRITE, local.read(), target.read(), pieces, local)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, pieces))
+    pieces = pieces_of(6, SHAPES["thousands"])
+    after = expected(local.read(), target.read(), pieces, local)
+    transfer = backend.submit(peer, batch_of(local, target, pieces))
     backend.disconnect(peer)
     assert settle(transfer) is TransferStatus.DONE
     assert peer.opened == []
@@ -213,7 +204,7 @@ def test_a_transfer_outlives_its_peers_connection(backend: NvlinkBackend, local:
 def test_close_waits_for_posted_copies(local: Memory, target: Target, stack: ExitStack) -> None:
     backend = opened(local, stack)
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 6_000_000)]))
+    transfer = backend.submit(peer, batch_of(local, target, [(0, 0, 0, 0, 6_000_000)]))
     backend.close()
     assert transfer.poll() is TransferStatus.DONE
 
@@ -231,23 +222,18 @@ def test_close_waits_until_peers_have_unmapped(backend: NvlinkBackend, stack: Ex
 # -- the death of a peer --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", Op)
-def test_a_killed_peer(op: Op, backend: NvlinkBackend, local: Memory, target: Target, stack: ExitStack) -> None:
+def test_a_killed_peer(backend: NvlinkBackend, local: Memory, target: Target, stack: ExitStack) -> None:
     """Posted copies settle, later ones are refused, and the context stays usable."""
     victim = new_target(stack)
     peer = backend.connect(victim.endpoint, process=victim.watch, epoch=1)
-    theirs = victim.read()
-    pieces = pieces_of(op, 8, SHAPES["thousands"])
-    after = expected(op, local.read(), theirs, pieces, local)
-    one = batch_of(op, local, victim, pieces[:1])
-    transfer = backend.submit(op, peer, batch_of(op, local, victim, pieces))
+    pieces = pieces_of(8, SHAPES["thousands"])
+    one = batch_of(local, victim, pieces[:1])
+    transfer = backend.submit(peer, batch_of(local, victim, pieces))
     victim.kill()
     assert settle(transfer) is TransferStatus.DONE
-    if op is Op.READ:
-        np.testing.assert_array_equal(local.read(), after)
     with pytest.raises(BackendError):
-        backend.submit(op, peer, one)
+        backend.submit(peer, one)
     backend.disconnect(peer)
     with pytest.raises(PeerUnreachable):
         backend.connect(victim.endpoint, process=victim.watch, epoch=2)
-    check(op, backend, local, target, SHAPES["odd sizes"])
+    check(backend, local, target, SHAPES["odd sizes"])

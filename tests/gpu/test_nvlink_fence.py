@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from disagg.backends.abilities import ProvesByProcess, QuietWhenClosed
-from disagg.backends.base import Fence, Op, RemotePeer
+from disagg.backends.base import Fence, RemotePeer
 from disagg.backends.nvlink.backend import NvlinkBackend
 from tests.gpu.pieces import batch_of, new_target, opened
 from tests.gpu.targets import PATIENCE_S, Memory, Target, settle
@@ -102,9 +102,7 @@ def test_a_process_that_the_kernel_does_not_attest_is_never_quiet(backend: Nvlin
 def test_a_transfer_under_way_is_not_quiet(local: Memory, stack: ExitStack) -> None:
     backend, victim = opened(local, stack, blocks=1), new_target(stack)
     peer = backend.connect(victim.endpoint, process=victim.watch, epoch=1)
-    transfers = [
-        backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, victim, [(0, 0, 0, 0, 6_000_000)])) for _ in range(2000)
-    ]
+    transfers = [backend.submit(peer, batch_of(local, victim, [(0, 0, 0, 0, 6_000_000)])) for _ in range(2000)]
     victim.kill()
     until_quiet(backend, peer)
     assert all(transfer.status.settled for transfer in transfers)

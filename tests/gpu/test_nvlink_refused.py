@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.backends.base import BackendOptions, Op
+from disagg.backends.base import BackendOptions
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.backends.nvlink import engine as nvlink
 from disagg.backends.nvlink.backend import NvlinkBackend
@@ -29,8 +29,7 @@ from tests.gpu.targets import REGION_NBYTES, Memory, Target, batch
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("op", Op)
-def test_addresses_outside_the_regions_are_refused(op: Op, backend: NvlinkBackend, local: Memory, target: Target) -> None:
+def test_addresses_outside_the_regions_are_refused(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     images = local.read(), target.read()
     for side in (0, 1):
@@ -41,7 +40,7 @@ def test_addresses_outside_the_regions_are_refused(op: Op, backend: NvlinkBacken
             rows[1][side], rows[1][2] = bad
             here, there, sizes = zip(*rows, strict=True)
             with pytest.raises(NotRegistered):
-                backend.submit(op, peer, batch(here, there, sizes) if op is Op.WRITE else batch(there, here, sizes))
+                backend.submit(peer, batch(here, there, sizes))
     np.testing.assert_array_equal(local.read(), images[0])
     np.testing.assert_array_equal(target.read(), images[1])
 
@@ -85,7 +84,7 @@ def test_a_peer_that_cannot_be_mapped_is_refused_with_the_reason(backend: Nvlink
     forged = [[base, nbytes, bytes(64)] for base, nbytes, _ in msgspec.msgpack.decode(raw)["allocations"]]
     with pytest.raises(PeerUnreachable, match="cannot be mapped"):
         backend.connect(altered(target.endpoint, allocations=forged), process=target.watch, epoch=1)
-    check(Op.WRITE, backend, local, target, SHAPES["mixed"])
+    check(backend, local, target, SHAPES["mixed"])
 
 
 @pytest.mark.two_gpus
@@ -120,19 +119,18 @@ def test_memory_of_expandable_segments_is_refused() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-@pytest.mark.parametrize("op", Op)
-def test_one_bad_piece_in_many_parts_stops_all_of_them(op: Op, backend: NvlinkBackend, local: Memory, target: Target) -> None:
+def test_one_bad_piece_in_many_parts_stops_all_of_them(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
     images = local.read(), target.read()
-    pieces = pieces_of(op, 5, SHAPES["more than one launch"])
+    pieces = pieces_of(5, SHAPES["more than one launch"])
     for bad in (0, nvlink.PART + 7):
         spoilt = list(pieces)
-        spoilt[bad] = (0, REGION_NBYTES[0] - 5, 0, 0, 30) if op is Op.WRITE else (0, 0, 0, REGION_NBYTES[0] - 5, 30)
+        spoilt[bad] = (0, REGION_NBYTES[0] - 5, 0, 0, 30)
         with pytest.raises(NotRegistered, match=f"copy {bad} of"):
-            backend.submit(op, peer, batch_of(op, local, target, spoilt))
+            backend.submit(peer, batch_of(local, target, spoilt))
     np.testing.assert_array_equal(local.read(), images[0])
     np.testing.assert_array_equal(target.read(), images[1])
-    check(op, backend, local, target, SHAPES["mixed"])
+    check(backend, local, target, SHAPES["mixed"])
 
 
 def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, target: Target) -> None:
@@ -144,15 +142,15 @@ def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, t
     with pytest.raises(LocalProtocolError):
         backend.register(local.regions)
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    one = batch_of(Op.WRITE, local, target, [(0, 0, 0, 0, 10)])
+    one = batch_of(local, target, [(0, 0, 0, 0, 10)])
     backend.disconnect(peer)
     backend.disconnect(peer)
     with pytest.raises(PeerUnreachable):
-        backend.submit(Op.WRITE, peer, one)
+        backend.submit(peer, one)
     backend.close()
     backend.close()
     for call in (
-        lambda: backend.submit(Op.WRITE, peer, one),
+        lambda: backend.submit(peer, one),
         lambda: backend.connect(target.endpoint, process=target.watch, epoch=2),
     ):
         with pytest.raises(DisaggError):
@@ -161,13 +159,11 @@ def test_calls_out_of_order_are_refused(backend: NvlinkBackend, local: Memory, t
 
 def test_span_classes_outside_the_regions_are_refused(backend: NvlinkBackend, local: Memory, target: Target) -> None:
     peer = backend.connect(target.endpoint, process=target.watch, epoch=1)
-    shapes, parts = shapes_of(Op.WRITE, local, target, unit=256, skew=0)
+    shapes, parts = shapes_of(local, target, unit=256, skew=0)
     outside = dataclasses.replace(shapes[0], num_rows=(9, 10**6))
     with pytest.raises(NotRegistered, match="remote copy 0 of 3"):
-        backend.prepare_spans(Op.WRITE, peer, (outside,))
-    with pytest.raises(NotRegistered, match="copy 0 of 3"):
-        backend.prepare_spans(Op.READ, peer, shapes)
-    prepared = backend.prepare_spans(Op.WRITE, peer, shapes)
+        backend.prepare_spans(peer, (outside,))
+    prepared = backend.prepare_spans(peer, shapes)
     with pytest.raises(LocalProtocolError, match="that were prepared"):
         backend.submit_spans(prepared, SpanBatch(shapes[:1], parts[:1]))
     backend.disconnect(peer)

@@ -33,6 +33,7 @@ from tests.manager.test_keys import introduce as introduce_with_keys
 from tests.manager.test_keys import start
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S
+from tests.support.inside import num_refused_frames, num_rejected_hellos
 
 TARGETS = targets()
 
@@ -166,7 +167,7 @@ def test_garbage_on_the_port_is_refused_counted_and_logged(keys: bool, caplog: p
         for line in lines:
             with socket.create_connection(("127.0.0.1", port)) as raw:
                 raw.sendall(line)
-        until(lambda: manager._runtime.channel.refused >= 5)
+        until(lambda: num_refused_frames(manager) >= 5)
         assert manager.health().ok
         until(lambda: any("refused a connection to tcp://127.0.0.1" in record.getMessage() for record in caplog.records))
     finally:
@@ -209,7 +210,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         introduce_with_keys(prefill, decode_ranks, decode_key=theirs.public, prefill_key=mine.public)
         manager = prefill[0].manager
         manager.wait_ready("decode-0", timeout_s=DEADLINE_S)
-        rejected_before = manager._runtime.dispatch.num_rejected_hellos  # the peer may have said hello before it was configured
+        rejected_before = num_rejected_hellos(manager)  # the peer may have said hello before it was configured
         manager.add_peer("decode-1", address="tcp://127.0.0.1:9", public_key=third.public)
         captured = encode(decode_ranks[0].manager._runtime.handshake.hello(0, 0, 0))
 
@@ -223,9 +224,9 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         def logged(text: str) -> bool:
             return any(text in record.getMessage() for record in caplog.records)
 
-        refused = manager._runtime.channel.refused
+        refused = num_refused_frames(manager)
         with asking(manager.address, captured) as dealer:
-            until(lambda: manager._runtime.channel.refused > refused)
+            until(lambda: num_refused_frames(manager) > refused)
             assert not dealer.poll(300), "answered a client without a key"
         with asking(manager.address, captured, **curve(unknown)) as dealer:
             until(lambda: logged(f"its public key {unknown.public} is not known"))
@@ -237,7 +238,7 @@ def test_rejected_peers_get_no_welcome_and_are_logged(caplog: pytest.LogCaptureF
         assert manager.health().peers["decode-0"].ready
         assert logged("rejected a hello: peer 'decode-0' is configured with another public key")
         assert logged("refused a connection to")
-        assert manager._runtime.dispatch.num_rejected_hellos == rejected_before + 1
+        assert num_rejected_hellos(manager) == rejected_before + 1
     finally:
         for rank in (*prefill, *decode_ranks):
             rank.manager.close()

@@ -12,6 +12,7 @@ import pytest
 from disagg.requests import Receiver
 from disagg.testing import reference
 from tests.support.cluster import DEADLINE_S, Cluster, Rank, Side, clear, cluster
+from tests.support.inside import in_control_thread
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def rows_are_free(request: pytest.FixtureRequest) -> Iterator[None]:
 def _wait_for_control_thread(rank: Rank) -> None:
     """Wait until it has finished what it was at."""
     reached = threading.Event()
-    rank.manager._runtime.command(lambda _: reached.set())
+    in_control_thread(rank.manager, lambda _: reached.set())
     assert reached.wait(DEADLINE_S)
 
 

@@ -17,6 +17,7 @@ from disagg.requests import Receiver, RequestHandle
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, receive, send
+from tests.support.inside import depth, open_handles
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = PageList((0, 1, 2, 3, 4))
@@ -30,10 +31,6 @@ def start(instances: Cluster, request: bytes, *, pages: PageList = PAGES, **more
 def serve(instances: Cluster, request: bytes) -> None:
     for rank in instances.prefill:
         send(rank, request, PAGES_OF_SENDER, 20)
-
-
-def depth(manager: KVManager) -> int:
-    return manager._runtime.queue_depths()["events"]
 
 
 async def await_(handle: RequestHandle) -> Any:
@@ -72,11 +69,11 @@ def test_an_awaited_event_is_not_in_the_queue(instances: Cluster) -> None:
     event = asyncio.run(server())
     assert (event.ok, event.tag, event.payload) == (True, "mine", b"token")
     assert event.lease.released
-    assert depth(manager) == 0
+    assert depth(manager, "events") == 0
     assert not select.select([manager.fileno()], [], [], 0)[0]
     assert manager.events() == []
     start(instances, other).abort("nobody awaits it")
-    until(lambda: depth(manager) == 1)
+    until(lambda: depth(manager, "events") == 1)
     assert [each.key.request_id for each in manager.events()] == [other]
 
 
@@ -86,9 +83,9 @@ def test_an_await_takes_an_event_that_is_in_the_queue(instances: Cluster) -> Non
     async def server() -> list[Any]:
         receiver = start(instances, request)
         serve(instances, request)
-        await soon(lambda: depth(manager) == 1)
+        await soon(lambda: depth(manager, "events") == 1)
         first = await receiver
-        assert depth(manager) == 0
+        assert depth(manager, "events") == 0
         assert not select.select([manager.fileno()], [], [], 0)[0]
         return [first, await receiver, receiver.poll(), receiver.wait(timeout_s=0)]
 
@@ -103,7 +100,7 @@ def test_an_await_takes_an_event_that_is_in_the_queue(instances: Cluster) -> Non
 
 
 def wait_for_events(manager: KVManager) -> list[Any]:
-    until(lambda: depth(manager) > 0)
+    until(lambda: depth(manager, "events") > 0)
     return manager.events()
 
 
@@ -144,7 +141,7 @@ def test_many_awaited_requests_leave_nothing_behind(instances: Cluster) -> None:
         released, loop = asyncio.Event(), asyncio.get_running_loop()
         receiver.lease.on_release(lambda: loop.call_soon_threadsafe(released.set))  # type: ignore[arg-type]
         await asyncio.wait_for(released.wait(), DEADLINE_S)
-        deepest = max(deepest, depth(manager))
+        deepest = max(deepest, depth(manager, "events"))
 
     async def server() -> None:
         for first in range(0, 1000, 5):
@@ -152,7 +149,7 @@ def test_many_awaited_requests_leave_nothing_behind(instances: Cluster) -> None:
 
     asyncio.run(server())
     assert deepest == 0
-    assert manager._runtime.requests.open_handles() == []
+    assert open_handles(manager) == []
     gc.collect()
     until(lambda: sum(each() is not None for each in kept) < 4 * MIN_STALE)
 

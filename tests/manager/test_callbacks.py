@@ -25,6 +25,8 @@ from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send
+from tests.support.inside import depth, in_control_thread
+from tests.support.inside import threads as threads_of
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = PageList((0, 1, 2, 3, 4))
@@ -89,7 +91,7 @@ def test_a_release_callback_that_raises_ends_nothing(error: type[BaseException],
             receiver.session.lease.on_release(fail)
             receiver.session.lease.on_release(released.set)
 
-        instances.decode[0].manager._runtime.command(register)
+        in_control_thread(instances.decode[0].manager, register)
         send(instances.prefill[0], request, PAGES_OF_SENDER, 20)
         assert receiver.wait(timeout_s=DEADLINE_S).ok
         assert released.wait(DEADLINE_S), "the other callbacks are called"
@@ -168,7 +170,7 @@ def test_an_engine_that_raises_costs_one_attempt_of_one_peer(
         assert error.__name__ in caplog.text
         instances.prefill.pop().manager.close()
         manager = instances.decode[0].manager
-        until(lambda: manager._runtime.connections.num_fencing == 1)
+        until(lambda: depth(manager, "fences") == 1)
         until(lambda: f"fencing prefill-0/0: {error.__name__}" in caplog.text)
         assert manager.health().ok
 
@@ -215,7 +217,7 @@ def test_a_callback_may_close_its_manager(place: str, engine: str) -> None:
     with cluster(Side(), Side(page=8), settings={"backend": engine}) as instances:
         ranks = {"release": instances.decode, "rows": instances.decode, "chunk": instances.prefill}[place]
         manager, returned = ranks[0].manager, threading.Event()
-        threads = [manager._runtime.loop.thread, manager._runtime.worker.thread]
+        threads = threads_of(manager)
 
         def close() -> None:
             assert threading.current_thread() in threads
@@ -268,7 +270,7 @@ def test_a_manager_that_closes_in_the_background_does_not_count_as_closed() -> N
             manager.close()
             closed.set()
 
-        manager._runtime.command(close)
+        in_control_thread(manager, close)
         assert returned.wait(DEADLINE_S)
         assert manager.health().problem == "the manager is closing"
         thread = threading.Thread(target=wait_for_it)

@@ -17,6 +17,7 @@ from disagg.testing.faults import MessageFaults, mistreat
 from disagg.testing.reference import PageList
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Side, clear, cluster, receive, send
+from tests.support.inside import in_control_thread
 
 
 def test_rows_of_quiescent_writers_are_released_although_the_thread_fails() -> None:
@@ -124,7 +125,7 @@ def test_a_request_that_ended_before_its_session_opened_is_not_opened_later() ->
             busy.set()
             go_on.wait(DEADLINE_S)
 
-        manager._runtime.command(hold)
+        in_control_thread(manager, hold)
         assert busy.wait(DEADLINE_S)
         receiver = receive(instances.decode[0], new_request_id(), PageList((0, 1, 2)), need=(0, 12))
         manager._runtime.requests.fail_all("the test ends it")

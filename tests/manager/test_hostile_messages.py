@@ -14,6 +14,7 @@ from disagg.protocol.types import PeerRank
 from tests.manager.test_metrics import scrape
 from tests.manager.test_peers import INVALID, MODEL, until
 from tests.support.cluster import DEADLINE_S, Side, cluster, receive, send, start_side
+from tests.support.inside import num_refused_messages, num_rejected_hellos
 
 STRANGER = "stranger-with-a-name-of-its-own"
 
@@ -55,7 +56,7 @@ def test_invalid_and_forged_messages_of_an_accepted_peer_cost_no_other_peers_req
                 until(lambda receiver=receiver: receiver.session is not None)
                 for name in victims:
                     send_raw(hostile.manager, PeerRank(name, 0), [*INVALID, *map(encode, forged(request))])
-                until(lambda: all(rank.manager._runtime.dispatch.num_refused_messages for rank in victims.values()))
+                until(lambda: all(num_refused_messages(rank.manager) for rank in victims.values()))
                 sender = send(prefill, request, instances.pages(prefill, 20), 20)
                 assert receiver.wait(timeout_s=DEADLINE_S).ok
                 assert sender.wait(timeout_s=DEADLINE_S).ok
@@ -86,7 +87,7 @@ def test_a_stranger_adds_no_label_to_the_metrics() -> None:
         (prefill,) = instances.prefill
         try:
             stranger.manager.add_peer("prefill-0", address=prefill.manager.address)
-            until(lambda: prefill.manager._runtime.dispatch.num_rejected_hellos)
+            until(lambda: num_rejected_hellos(prefill.manager))
             found = scrape(prefill.manager)
             assert found["disagg_refusals_total", (("what", "hello"),)]
             assert not any(STRANGER in value for _, labels in found for _, value in labels)

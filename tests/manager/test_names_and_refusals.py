@@ -18,6 +18,7 @@ from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import manager, until
 from tests.support.cluster import DEADLINE_S
+from tests.support.inside import num_losses, num_rejected_hellos
 
 QUICK = ConnectionLimits(
     hello_retry_s=0.02, max_hello_retry_s=0.1, heartbeat_s=0.1, heartbeat_timeout_s=DEADLINE_S, refused_retry_s=0.3
@@ -46,7 +47,7 @@ def test_peers_given_at_construction_are_known_before_anything_is_answered(caplo
         for one, other in ((prefill, "decode"), (decode, "prefill")):
             one.wait_ready(other, timeout_s=DEADLINE_S)
         assert "not configured" not in caplog.text
-        assert prefill._runtime.dispatch.num_rejected_hellos == 0
+        assert num_rejected_hellos(prefill) == 0
 
 
 def test_a_peer_whose_address_has_just_changed_is_not_ready() -> None:
@@ -81,12 +82,12 @@ def test_a_second_process_of_one_name_is_refused_until_the_first_has_ended(backe
         second = opened(stack, "decode", backend=backend)
         second.add_peer("prefill", address=prefill.address)
         until(lambda: "another process has the name decode/0" in problem(second, "prefill"))
-        losses = prefill._runtime.connections.num_losses["decode"]
+        losses = num_losses(prefill)["decode"]
         with pytest.raises(PeerUnreachable, match="another process has the name"):
             second.wait_ready("prefill", timeout_s=0.5)
         assert prefill.health().peers["decode"].ready
         assert first.health().peers["prefill"].ready
-        assert prefill._runtime.connections.num_losses["decode"] == losses, "nothing flaps"
+        assert num_losses(prefill)["decode"] == losses, "nothing flaps"
         first.close()
         prefill.add_peer("decode", address=second.address)
         for one, other in ((prefill, "decode"), (second, "prefill")):
@@ -164,7 +165,7 @@ def test_a_peer_that_is_refused_for_good_is_logged_once_on_each_side(caplog: pyt
         prefill = opened(stack, "prefill", peers={"decode": there})
         decode = opened(stack, "decode", model=ModelId("another"), listen=there, peers={"prefill": prefill.address})
         for each in (prefill, decode):
-            until(lambda each=each: each._runtime.dispatch.num_rejected_hellos >= NUM_REFUSED)
+            until(lambda each=each: num_rejected_hellos(each) >= NUM_REFUSED)
         assert sorted(record.getMessage() for record in caplog.records) == [
             "decode/0: rejected a hello: model: 'm' at prefill/0, 'another' at decode/0",
             "prefill/0: rejected a hello: model: 'another' at decode/0, 'm' at prefill/0",

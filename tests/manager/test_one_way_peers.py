@@ -17,6 +17,7 @@ from disagg.core.errors import RequestTimeout
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Rank, Side, start_side
+from tests.support.inside import depth
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 LINKS = dataclasses.replace(FAST_LINKS, forget_s=0.5)
@@ -45,7 +46,7 @@ def want(rank: Rank, request: bytes, **more: Any) -> Any:
 
 
 def reserved(prefill: Rank) -> bool:
-    return prefill.manager._runtime.queue_depths()["parked_reserves"] == 1
+    return depth(prefill.manager, "parked_reserves") == 1
 
 
 def forget(prefill: Rank, name: str, how: str) -> None:
@@ -63,7 +64,7 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
         until(lambda: reserved(prefill))
         sender = prefill.manager.sender(request, deadline_s=0.5 if ended_by == "deadline" else None)
         sender.finish({"kv": [0, 1]})
-        until(lambda: prefill.manager._runtime.transfers.num_unconnected == 1)
+        until(lambda: depth(prefill.manager, "early_transfers") == 1)
         if ended_by == "deadline":
             assert isinstance(sender.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
         elif ended_by == "abort":
@@ -73,7 +74,7 @@ def test_source_rows_come_back_though_their_reader_was_never_connected(ended_by:
             forget(prefill, "decode-0", ended_by)
         assert not sender.wait(timeout_s=DEADLINE_S).ok
         until(lambda: sender.lease.released)
-        assert prefill.manager._runtime.transfers.num_unconnected == 0
+        assert depth(prefill.manager, "early_transfers") == 0
         decode.manager.close()
         forget(prefill, "decode-0", "removed")
         until(lambda: not prefill.manager._runtime.sessions.sends.sessions)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from disagg import new_request_id
-from disagg.backends.base import Backend, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import Backend, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalPeer, LocalTransfer
 from disagg.core.copies import CopyBatch
 from disagg.protocol.loans import Lender
@@ -38,9 +38,9 @@ class HalfStuck(LocalBackend):
     def staging(self) -> StagingShape:
         return StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         assert isinstance(peer, LocalPeer)
-        return Stuck() if peer.target in self.stuck else super().submit(op, peer, copies)
+        return Stuck() if peer.target in self.stuck else super().submit(peer, copies)
 
 
 def test_pending_writes_to_one_peer_do_not_block_other_peers() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import new_request_id
-from disagg.backends.base import BackendOptions, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import BackendOptions, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.core.copies import Addresses, CopyBatch
 from disagg.core.errors import PeerUnreachable, RemoteProtocolError
@@ -148,14 +148,14 @@ class SmallStaging(LocalBackend):
     def staging(self) -> StagingShape:
         return StagingShape(pack_below=128, slot_nbytes=1000, window=2, num_lent=8)
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         if self.num_allowed == 0:
             self.limit_reached.set()
             if self.outcome is None:
                 raise PeerUnreachable("the test lets this write fail")
             return FixedStatus(self)
         self.num_allowed -= 1
-        return super().submit(op, peer, copies)
+        return super().submit(peer, copies)
 
 
 class FixedStatus(LocalTransfer):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from disagg import Pages, RequestTimeout, new_request_id
-from disagg.backends.base import Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import RemotePeer, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.leases import LeaseState
 from disagg.runtime import paths
@@ -24,6 +24,7 @@ from tests.backends.conftest import require_engine
 from tests.commands.conftest import ENGINES
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Rank, Side, cluster, receive, send
+from tests.support.inside import depth
 
 PAGES = PageList((0, 1, 2))
 PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
@@ -31,7 +32,7 @@ PAGES_OF_SENDER = Pages(np.arange(5, dtype=np.int32))
 
 @pytest.fixture(params=["local", "nixl", "mooncake"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Each engine; a test runs two or three instances of it in this process."""
+    """Each engine, for tests of its own statuses and writes; a test runs two or three instances of it in this process."""
     if request.param in ENGINES:
         require_engine(*ENGINES[request.param])
     return str(request.param)
@@ -70,7 +71,7 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
             reference.fill(instances.model, rank.spec, rank.pools, PageList((0, 1, 2, 3, 4)), num_tokens=20)
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         senders = [send(rank, request, PageList((0, 1, 2, 3, 4)), 20) for rank in instances.prefill]
-        until(lambda: all(rank.manager._runtime.worker.depth for rank in instances.prefill))
+        until(lambda: all(depth(rank.manager, "transfers") for rank in instances.prefill))
         receiver.abort("client gone")
         event = receiver.wait(timeout_s=DEADLINE_S)
         assert not event.ok
@@ -89,9 +90,9 @@ def test_pages_of_an_aborted_request_are_held_until_its_writes_have_ended(engine
         assert (pool == reference.CANARY).all(), "nothing is written after the release"
 
 
-def test_the_aborts_of_two_ranks_are_both_acknowledged(engine: str) -> None:
+def test_the_aborts_of_two_ranks_are_both_acknowledged() -> None:
     """Case 30: the shared writer's acknowledgement releases the rows of both ranks."""
-    with cluster(Side(), Side(tp=2), settings=settings(engine)) as instances:
+    with cluster(Side(), Side(tp=2), settings=settings("local")) as instances:
         request = new_request_id()
         receivers = [receive(rank, request, PageList((0, 1, 2, 3, 4)), need=(0, 20)) for rank in instances.decode]
         sender = instances.prefill[0].manager.sender(request, peer="decode-0")
@@ -122,9 +123,9 @@ def test_rows_of_an_unsettled_transfer_are_quarantined_until_it_settles(engine: 
         assert not instances.decode[0].manager.health().quarantined
 
 
-def test_a_request_of_an_expired_sender_fails_with_the_senders_reason(engine: str) -> None:
+def test_a_request_of_an_expired_sender_fails_with_the_senders_reason() -> None:
     """Case 33: the sender's deadline passes before the receiver reserves; nothing is read."""
-    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as instances:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings("local")) as instances:
         request = new_request_id()
         late = send(instances.prefill[0], request, PageList((0, 1, 2, 3, 4)), 20, deadline_s=0.05)
         assert isinstance(late.wait(timeout_s=DEADLINE_S).error, RequestTimeout)
@@ -133,9 +134,9 @@ def test_a_request_of_an_expired_sender_fails_with_the_senders_reason(engine: st
         until(lambda: event.lease.released)
 
 
-def test_messages_that_arrived_before_the_deadline_check_count(engine: str) -> None:
+def test_messages_that_arrived_before_the_deadline_check_count() -> None:
     """Case 42: the final message waits in the socket while the control thread is busy past the deadline."""
-    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as instances:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings("local")) as instances:
         request, runtime = new_request_id(), instances.decode[0].manager._runtime
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20))
         sender = instances.prefill[0].manager.sender(request, peer="decode-0")
@@ -158,9 +159,9 @@ def test_messages_that_arrived_before_the_deadline_check_count(engine: str) -> N
         assert receiver.wait(timeout_s=DEADLINE_S).ok
 
 
-def test_requests_end_although_the_outcome_is_lost(engine: str) -> None:
+def test_requests_end_although_the_outcome_is_lost() -> None:
     """Case 38, the last message: lost outcomes are resent."""
-    with cluster(Side(), Side(page=8, num_pages=16), settings=settings(engine)) as instances:
+    with cluster(Side(), Side(page=8, num_pages=16), settings=settings("local")) as instances:
         channel = mistreat(instances.decode[0].manager, MessageFaults(lose=1.0, kinds=frozenset(("outcome",)), at_most=2))
         assert all(event.ok for event in instances.transfer(20))
         assert channel.counts["lose"] == 2
@@ -190,8 +191,8 @@ class FailedWork(PendingWork):
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("verify", ["off", "full"])
-def test_a_failed_ready_event_ends_its_request_only(side: str, verify: str, engine: str) -> None:
-    with cluster(Side(), Side(page=8, num_pages=16), settings={**settings(engine), "verify": verify}) as instances:
+def test_a_failed_ready_event_ends_its_request_only(side: str, verify: str) -> None:
+    with cluster(Side(), Side(page=8, num_pages=16), settings={**settings("local"), "verify": verify}) as instances:
         request, rank = new_request_id(), instances.prefill[0]
         ready_events = {side: FailedWork()}
         receiver = receive(instances.decode[0], request, PAGES, need=(0, 20), ready=ready_events.get("decode"))
@@ -231,20 +232,18 @@ class RaisingTransfer:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["direct", "packed"])
 @pytest.mark.parametrize("broken", ["submit", "poll", "close"])
-def test_an_engine_that_raises_costs_its_request_only(
-    broken: str, packed: bool, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_raises_costs_its_request_only(broken: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a status it is not known that a write has ended, so its rows stay."""
-    options = {"backend": inject(engine, BackendFaults()), "pack_below": 1 << 20 if packed else 0}
+    options = {"backend": inject("local", BackendFaults()), "pack_below": 1 << 20 if packed else 0}
     with cluster(Side(), Side(page=8, num_pages=16), settings=options) as instances:
         backend, request = instances.prefill[0].manager.backend, new_request_id()
         submit = backend.submit
 
-        def break_once(op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+        def break_once(peer: RemotePeer, copies: CopyBatch) -> Any:
             monkeypatch.undo()
             if broken == "submit":
                 raise ZeroDivisionError("a fault of the engine")
-            return RaisingTransfer(submit(op, peer, copies), broken)
+            return RaisingTransfer(submit(peer, copies), broken)
 
         monkeypatch.setattr(backend, "submit", break_once)
         receiver = receive(instances.decode[0], request, PageList((9, 10, 11)), need=(0, 20))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg import PeerUnreachable
-from disagg.backends.base import BackendOptions, Op, RemotePeer
+from disagg.backends.base import BackendOptions, RemotePeer
 from disagg.backends.local import LocalBackend
 from disagg.core.copies import CopyBatch
 from disagg.protocol import peers
@@ -17,6 +17,7 @@ from disagg.protocol.peer_state import ConnectionLimits
 from disagg.testing.reference import KVModel
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, start_side
+from tests.support.inside import num_losses
 from tests.support.tcp_proxy import proxies
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
@@ -47,7 +48,7 @@ def test_a_reset_costs_no_peer_and_no_request(cut: str, monkeypatch: pytest.Monk
                 assert all(event.ok for event in instances.transfer(37))
                 until(lambda before=before: all(p.num_accepted > b for p, b in zip(broken, before, strict=True)))
         for rank in instances.prefill + instances.decode:
-            assert rank.manager._runtime.connections.num_losses == {}
+            assert num_losses(rank.manager) == {}
     finally:
         for rank in instances.prefill + instances.decode:
             rank.manager.close()
@@ -60,10 +61,10 @@ class Breaking(LocalBackend):
         super().__init__(options)
         self.broken = list[RemotePeer]()
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         if any(peer is each for each in self.broken):
             raise PeerUnreachable("the connection broke")
-        return super().submit(op, peer, copies)
+        return super().submit(peer, copies)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -79,8 +80,8 @@ def test_a_broken_connection_of_the_engine_is_made_anew(*, packed: bool) -> None
         assert any("the connection broke" in str(event.error) for event in failed)
         until(lambda: all(event.lease.released for event in failed))
         for manager, name in ((sender, "decode-0"), (receiver, "prefill-0")):
-            until(lambda manager=manager: manager.health().ok and sum(manager._runtime.connections.num_losses.values()) == 1)
+            until(lambda manager=manager: manager.health().ok and sum(num_losses(manager).values()) == 1)
             manager.wait_ready(name, timeout_s=DEADLINE_S)
         assert sender.engine("decode-0", 0)[1] is not peer
         assert all(event.ok for event in instances.transfer(37))
-        assert sum(sender._runtime.connections.num_losses.values()) == 1
+        assert sum(num_losses(sender).values()) == 1

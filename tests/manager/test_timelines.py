@@ -15,6 +15,7 @@ from disagg.transfer.jobs import Unpack
 from tests.manager.test_peers import until
 from tests.manager.test_transfers import SmallStaging
 from tests.support.cluster import DEADLINE_S, Cluster, Side, cluster, receive, send
+from tests.support.inside import depth
 
 TRANSFER = ("bind", "pack", "post", "wire")
 PACKING = StagingShape(pack_below=1 << 20, slot_nbytes=1000, window=2, num_lent=8)
@@ -65,7 +66,7 @@ def test_unpacking_after_the_writers_last_message_is_a_phase(monkeypatch: pytest
 def test_the_wake_up_is_noted_however_the_server_learns_of_the_end() -> None:
     with cluster(Side(), Side()) as instances:
         receiver, (sender,) = begin(instances)
-        until(lambda: instances.decode[0].manager._runtime.requests.num_events == 1)
+        until(lambda: depth(instances.decode[0].manager, "events") == 1)
         assert receiver.timeline.wake_s == 0
         assert [event.lease for event in instances.decode[0].manager.events()] == [receiver.lease]
         assert receiver.timeline.wake_s > 0

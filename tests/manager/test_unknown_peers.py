@@ -23,6 +23,7 @@ from disagg.testing.reference import KVModel, PageList
 from harness.ports import free_ports
 from tests.manager.test_peers import until
 from tests.support.cluster import DEADLINE_S, FAST_LINKS, Cluster, Rank, Side, cluster, start_side
+from tests.support.inside import depth
 
 MODEL = KVModel(num_kv_heads=4, dims={"k": 8, "v": 6}, dtype="uint16")
 SHORT = dataclasses.replace(FAST_LINKS, forget_s=0.5)
@@ -165,7 +166,7 @@ def test_a_receiver_of_an_unknown_name_is_refused_at_once() -> None:
         ):
             with pytest.raises(PeerUnreachable, match="peer 'decod-0' is not ready: it is not configured; add_peer"):
                 call()
-        assert rank.manager._runtime.queue_depths()["waiting_for_peers"] == 0
+        assert depth(rank.manager, "waiting_for_peers") == 0
         request = new_request_id()
         sender = offer(rank, request, peer="decode-0", attempt=0)
         receiver = want(instances.decode[0], request, rank.manager.address)
@@ -385,7 +386,7 @@ def test_a_receiver_that_waits_for_its_peer_fails_when_that_is_removed_or_refuse
         assert late is not None
         assert (late.cause, "did not become ready in time" in str(late)) == (Cause.DEADLINE, True)
         decode.remove_peer("prefill-0")  # only declines wait for it
-        until(lambda: decode._runtime.queue_depths()["waiting_for_peers"] == 0)
+        until(lambda: depth(decode, "waiting_for_peers") == 0)
 
 
 def test_what_shows_only_when_the_peer_is_known_fails_the_request() -> None:

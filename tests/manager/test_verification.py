@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, KVManager, ModelId, Pages, VerificationFailed, new_request_id
-from disagg.backends.base import Op, RemotePeer
+from disagg.backends.base import RemotePeer
 from disagg.backends.local import LocalBackend, LocalTransfer
 from disagg.core.copies import CopyBatch
 from disagg.core.topology import Topology
@@ -24,8 +24,8 @@ HND = "page kv_head token dim"
 class Damaging(LocalBackend):
     """The `local` engine, which flips a bit in the last destination byte of every batch."""
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
-        transfer = super().submit(op, peer, copies)
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> LocalTransfer:
+        transfer = super().submit(peer, copies)
         if len(copies):
             last = ctypes.c_uint8.from_address(int(copies.destination[-1] + copies.nbytes[-1]) - 1)
             last.value ^= 4

@@ -30,8 +30,8 @@ def test_every_described_type_is_tested() -> None:
     assert {*EVERY_RUN, *NESTED.values()} <= set(CASES)
 
 
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_a_refused_type_gives_its_reason(model_type: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        from_config({"model_type": model_type, "text_config": {}}, name="m")
-    assert str(raised.value).endswith(f"is not supported: {REFUSED[model_type]}")
+def test_a_refused_type_gives_its_reason() -> None:
+    for model_type, reason in REFUSED.items():
+        with pytest.raises(ConfigError) as raised:
+            from_config({"model_type": model_type, "text_config": {}}, name="m")
+        assert str(raised.value).endswith(f"is not supported: {reason}"), model_type

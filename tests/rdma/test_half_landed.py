@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from disagg.backends.base import Fence, Op, TransferStatus
+from disagg.backends.base import Fence, TransferStatus
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.core.errors import LocalProtocolError
 from disagg.testing.contract import Arena, Piece, batch_of
@@ -31,7 +31,7 @@ def test_a_write_of_which_half_has_landed_is_not_settled(stack: ExitStack, monke
     arena.memory[:] = 0xA5
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     pieces = [(0, i * NBYTES, 0, i * NBYTES, NBYTES) for i in range(NUM_PIECES)]
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, pieces))
     until = time.monotonic() + PATIENCE_S
     while not (landed := num_landed(target.arena, pieces)) and time.monotonic() < until:
         assert not transfer.poll().settled, transfer.error

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from disagg.backends.base import Backend, Fence, Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import Backend, Fence, RemotePeer, Transfer, TransferStatus
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl.backend import NixlBackend
 from disagg.core.errors import LocalProtocolError, PeerUnreachable
@@ -73,7 +73,7 @@ def test_a_peer_that_tears_its_queue_pairs_down_in_mid_write(engine: str, link: 
     backend, arena = opened(ENGINE[engine], link_options(engine, link, 0), stack)
     peer = backend.connect(target.endpoint, process=target.process, epoch=1)
     link.lose(100)
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces()))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, pieces()))
     wait_until(lambda: link.lost_packets > 0)
     target.begin_close()
     time.sleep(CLOSED_S)
@@ -99,7 +99,7 @@ def test_memory_that_the_peer_has_deregistered(engine: str, link: RdmaLink, stac
     target.begin_close()
     target.end_close()
     target.arena.memory[:] = 0
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces()))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, pieces()))
     status = watched(transfer)
     landed = [landed_pieces(arena, target.arena, region=region) for region in (0, 1)]
     if engine == "nixl":
@@ -140,7 +140,7 @@ def landed_pieces(source: Arena, destination: Arena, *, region: int) -> int:
 
 def settled_write(backend: Backend, peer: RemotePeer, arena: Arena, target: ProcessTarget) -> None:
     """Write one piece. Raises `PeerUnreachable` if the engine refuses, or gives it up."""
-    transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, arena, target.arena, pieces()[:1]))
+    transfer = backend.submit(peer, batch_of(arena, target.arena, pieces()[:1]))
     deadline = time.monotonic() + WATCHED_S
     while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
         time.sleep(0.01)

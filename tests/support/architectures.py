@@ -322,11 +322,5 @@ OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "muse_spark": {"audio_config": {"out_hidden_size": 48}},
 }
 """What other parts of a multimodal model need to fit a small decoder."""
-EVERY_RUN = frozenset({
-    "apertus", "axk2", "bailing_hybrid", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4",
-    "falcon", "falcon_h1", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4_moe", "glm_moe_dsa", "gpt2", "gpt_oss",
-    "granite", "granitemoehybrid", "jamba", "kimi_k2", "kimi_linear", "lfm2", "llama", "llama4_text", "longcat_flash", "mamba2",
-    "mimo_v2_flash", "minimax_m2", "ministral3", "mistral_large4_text", "mixtral", "nemotron_h", "olmo2", "olmo3",
-    "olmo_hybrid", "phi3", "qwen2_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "zamba2",
-})  # fmt: skip
-"""The architectures whose tokens `make test` compares. `make test-models` compares all."""
+EVERY_RUN = ("deepseek_v32", "falcon_h1", "gemma3n_text", "gpt_oss", "jamba", "kimi_linear", "llama", "qwen3_next")
+"""Architectures that keep different kinds of state. `make test` compares their tokens, `make test-models` those of all."""

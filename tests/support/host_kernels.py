@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.backends.base import Op, RemotePeer, Transfer
+from disagg.backends.base import RemotePeer, Transfer
 from disagg.backends.cuda.work_list import ShapeTable, encode_shapes, encode_work_list, work_list_nbytes
 from disagg.backends.local import LocalBackend
 from disagg.core import _native
@@ -111,8 +111,7 @@ class Spans(LocalBackend):
 
     posted = 0
 
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> HostSpans:
-        assert op is Op.WRITE
+    def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> HostSpans:
         return HostSpans.of(shapes, peer)
 
     def submit_spans(self, prepared: HostSpans, batch: SpanBatch) -> Transfer:
@@ -120,7 +119,7 @@ class Spans(LocalBackend):
         assert prepared.peer is not None
         Spans.posted += 1
         copies = prepared.upload(batch).pieces(0, batch.total_nbytes) if len(batch) else CopyBatch.concatenate([])
-        return super().submit(Op.WRITE, prepared.peer, copies)
+        return super().submit(prepared.peer, copies)
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> Any:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> Any:
         raise AssertionError("addresses were computed on the host")

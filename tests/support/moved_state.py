@@ -149,6 +149,7 @@ def _receive(pipe: Connection, config: Mapping[str, Any], name: str, forms: Form
         need = {state.name: state.needed(num_tokens) for state in spec.states if state.rows == "pages"}
         _wait([rank.manager.receiver(request, peer="prefill", rows=rank.rows, need=need) for rank in ranks])
         pipe.send(_assembled(spec, ranks, forms, num_tokens))
+        pipe.recv()  # a sender whose peer ends before the outcome arrives has lost it
 
 
 class DecodeProcess:
@@ -188,6 +189,7 @@ class DecodeProcess:
                 sender.finish(rank.rows)
             moved: dict[Key, Array] = self._answer()
             _wait(senders)
+            self._pipe.send("sent")
             return moved
 
     def _answer(self) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from typing import ClassVar
 
-import pytest
-
-from disagg.backends.base import Backend, BackendOptions, Op
+from disagg.backends.base import Backend, BackendOptions
 from disagg.backends.mooncake.backend import MooncakeBackend
 from disagg.backends.nixl.backend import NixlBackend
 from disagg.testing.contract import Arena, BackendContract, BackendFactory, Target
@@ -30,9 +28,8 @@ class RdmaContract(BackendContract):
     def options(self) -> BackendOptions:
         return rdma_options(self.backend_class.name)
 
-    @pytest.mark.parametrize("op", Op)
-    def test_copies_exactly_the_pieces(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
+    def test_copies_exactly_the_pieces(self, backend: Backend, local: Arena, target: Target) -> None:
         since = sent_packets(backend.name)
-        super().test_copies_exactly_the_pieces(op, backend, local, target)
+        super().test_copies_exactly_the_pieces(backend, local, target)
         assert_sent(backend.name, COPIED // MTU, since=since)
         assert backend.transport == "rdma"

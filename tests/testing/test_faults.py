@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from disagg import ConfigError, new_request_id
-from disagg.backends.base import Backend, BackendOptions, Fence, Op, Transfer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, Fence, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import LocalProtocolError, PeerUnreachable
 from disagg.core.memory import MemoryRegion
@@ -51,7 +51,7 @@ class Pair:
         """Write all 64 bytes in four copies."""
         offsets = np.arange(0, 64, 16, dtype=np.uint64)
         base, there = np.uint64(self.here.ctypes.data), np.uint64(self.there.ctypes.data)
-        return self.faulty.submit(Op.WRITE, self.peer, CopyBatch(base + offsets, there + offsets, np.full(4, 16, np.uint64)))
+        return self.faulty.submit(self.peer, CopyBatch(base + offsets, there + offsets, np.full(4, 16, np.uint64)))
 
     def landed(self, count: int = 64) -> bool:
         return (self.there[:count] == self.here[:count]).all() and not self.there[count:].any()

@@ -177,12 +177,11 @@ __device__ __forceinline__ u64 take_tile(u64* counter, u32 lane) {
 
 // Batch layout: HEADER words, the first of which counts the tiles taken; then `count` source addresses, `count` destination
 // addresses, and `count` end positions in the stream. `remote`: `num_remote` start addresses of the peer's regions, ascending,
-// then one delta per region, which translates an address of the peer to an address on this GPU. `remote_is_source`: whether
-// the source column holds the peer's addresses; otherwise the destination column does.
+// then one delta per region, which translates an address of the peer, in the destination column, to an address on this GPU.
 constexpr int HEADER = 4;
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    move_pieces(u64* batch, u64 count64, const u64* remote, u64 num_remote, u64 remote_is_source, u64 tile) {
+    move_pieces(u64* batch, u64 count64, const u64* remote, u64 num_remote, u64 tile) {
   const u32 count = u32(count64), lane = threadIdx.x & 31;
   const u64* sources = batch + HEADER;
   const u64* destinations = sources + count;
@@ -200,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
       if (begin < high) {
         const u64 end = ends[index];
         u64 source = sources[index], destination = destinations[index];
-        u64& theirs = remote_is_source ? source : destination;
-        theirs += remote[num_remote + last_at_most(remote, u32(num_remote), theirs)];
+        destination += remote[num_remote + last_at_most(remote, u32(num_remote), destination)];
         const u64 start = cut(begin, end, destination, low), stop = cut(begin, end, destination, high);
         piece.source = source + start;
         piece.destination = destination + start;

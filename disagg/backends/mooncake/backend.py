@@ -47,7 +47,7 @@ import msgspec
 import numpy as np
 
 from disagg.backends.adapter import Adapter, AdapterPeer
-from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import ADDRESS_SPACE, BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import (
     Engine,
@@ -58,7 +58,7 @@ from disagg.backends.mooncake.launch import (
     start_engine,
 )
 from disagg.backends.mooncake.queue import TAIL, MooncakeDescriptor, PeerQueue, current
-from disagg.backends.mooncake.transfer import MooncakeTransfer, Pieces, cut
+from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes, Pieces, cut
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendUnavailable, ConfigError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.core.memory import CPU, MemoryRegion, RemoteRegion, merge_regions
@@ -98,7 +98,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         self._protocol = choose_protocol(options)
         check_environment(options, self._protocol)
         module = import_engine()
-        self._opcodes = {Op.WRITE: module.TransferOpcode.Write, Op.READ: module.TransferOpcode.Read}
+        self._opcodes = Opcodes(write=module.TransferOpcode.Write, read=module.TransferOpcode.Read)
         with new_listeners() as listening:
             engine = start_engine(module, options, self._protocol)
         self._engine: Engine | None = engine
@@ -191,7 +191,7 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         if not readable or self._protocol == "nvlink_intra":
             return
         here, there = (np.full(TAIL, address, np.uint64) for address in (self._scratch.ctypes.data, readable[0].address))
-        transfer = MooncakeTransfer(peer.queue, Op.READ, Pieces(here, there, np.ones(TAIL, np.uint64)))
+        transfer = MooncakeTransfer(peer.queue, Pieces(here, there, np.ones(TAIL, np.uint64)), reads=True)
         peer.queue.submit(transfer)
         deadline = time.monotonic() + _WARM_S
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
@@ -199,11 +199,11 @@ class MooncakeBackend(Adapter[MooncakePeer, MooncakeDescriptor]):
         if transfer.status is not TransferStatus.DONE:
             raise PeerUnreachable(f"peer {descriptor.session} does not move bytes: {transfer.error or 'no answer'}")
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> MooncakeTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> MooncakeTransfer:
         own = self.reachable(peer)
-        self.check_copies(op, own, copies)
-        pieces = cut(op, copies, split=self._split)
-        transfer = MooncakeTransfer(own.queue, op, pieces)
+        self.check_copies(own, copies)
+        pieces = cut(copies, split=self._split)
+        transfer = MooncakeTransfer(own.queue, pieces)
         if len(pieces):
             own.queue.submit(transfer)
         return transfer

@@ -7,16 +7,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.backends.base import Op, TransferStatus
+from disagg.backends.base import TransferStatus
 from disagg.backends.cuda.driver import CudaError, Gpu
 from disagg.backends.mooncake.launch import Engine
-from disagg.backends.mooncake.transfer import MooncakeTransfer
+from disagg.backends.mooncake.transfer import MooncakeTransfer, Opcodes
 from disagg.core import _native
 from disagg.core.address import bracketed
 from disagg.core.errors import PeerUnreachable
@@ -81,7 +81,7 @@ class PeerQueue:
     def __init__(
         self,
         engine: Engine,
-        opcodes: Mapping[Op, object],
+        opcodes: Opcodes,
         descriptor: MooncakeDescriptor,
         limit: int,
         *,
@@ -258,9 +258,10 @@ class PeerQueue:
         start = transfer.num_posted
         room = min(self._limit // 2, self._limit - self._num_outstanding)
         stop = min(len(transfer.pieces), start + room)
-        alone = max(start, stop - TAIL) if transfer.op is Op.WRITE else start  # the first piece that is a task of its own
+        alone = start if transfer.reads else max(start, stop - TAIL)  # the first piece that is a task of its own
         flight = _Flight(transfer, stop - start)
-        opcode, session = self._opcodes[transfer.op], self._descriptor.session
+        opcode = self._opcodes.read if transfer.reads else self._opcodes.write
+        session = self._descriptor.session
         transfer.num_posted = stop
         if alone > start:
             if self._takes_arrays:

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from disagg.backends.adapter import check_closable
-from disagg.backends.base import Op, TransferStatus
-from disagg.backends.endpoint import local_and_remote
+from disagg.backends.base import TransferStatus
 from disagg.core import _native
 from disagg.core.copies import Addresses, CopyBatch
 
@@ -33,10 +32,9 @@ class Pieces:
         return local.tolist(), remote.tolist(), nbytes.tolist()
 
 
-def cut(op: Op, copies: CopyBatch, *, split: int) -> Pieces:
+def cut(copies: CopyBatch, *, split: int) -> Pieces:
     """The bytes of `copies` in pieces of 1 to `split` bytes."""
-    local, remote = local_and_remote(op, copies)
-    nbytes = copies.nbytes
+    local, remote, nbytes = copies.source, copies.destination, copies.nbytes
     if len(nbytes) and (int(nbytes.max()) > split or int(nbytes.min()) == 0):
         limit = np.uint64(split)
         counts = ((nbytes + (limit - np.uint64(1))) // limit).astype(np.int64)
@@ -48,6 +46,14 @@ def cut(op: Op, copies: CopyBatch, *, split: int) -> Pieces:
     return Pieces(local, remote, nbytes)
 
 
+@dataclass(frozen=True)
+class Opcodes:
+    """The engine's names of the two directions."""
+
+    write: object
+    read: object
+
+
 class Queue(Protocol):
     """The queue of a peer, as its transfers use it."""
 
@@ -57,11 +63,11 @@ class Queue(Protocol):
 
 
 class MooncakeTransfer:
-    """Copies for one peer's `queue`; only the holder of the queue's work lock changes it."""
+    """Copies to a peer by its `queue`, or from it if it `reads`. Only the holder of the queue's work lock changes it."""
 
-    def __init__(self, queue: Queue, op: Op, pieces: Pieces) -> None:
+    def __init__(self, queue: Queue, pieces: Pieces, *, reads: bool = False) -> None:
         self._queue = queue
-        self.op = op
+        self.reads = reads
         self.pieces = pieces
         self.status = TransferStatus.PENDING if len(pieces) else TransferStatus.DONE
         self.error: str | None = None

@@ -56,7 +56,6 @@ from disagg.backends.base import (
     ADDRESS_SPACE,
     BackendOptions,
     Fence,
-    Op,
     RemotePeer,
     StagingShape,
     TransferStatus,
@@ -275,9 +274,8 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
         there = np.array([[first.address, 1, first.device.index]], dtype=np.uint64)
         with self._lock:
             self.check_open()
-            transfer = self._post(
-                Op.READ, peer, [self._requests.make(Op.READ, peer, (CPU.kind, first.device.kind), (here, there))]
-            )
+            request = self._requests.make(peer, (CPU.kind, first.device.kind), (here, there), reads=True)
+            transfer = self._post(peer, [request])
         deadline = time.monotonic() + WARM_UP_S
         while transfer.poll() is TransferStatus.PENDING and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -358,15 +356,15 @@ class NixlBackend(Adapter[NixlPeer, NixlDescriptor]):
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> NixlTransfer:
         with self._lock:
             own = self.reachable(peer)
-            return self._post(op, own, self._requests.make_all(op, self.index, own, copies))
+            return self._post(own, self._requests.make_all(self.index, own, copies))
 
-    def _post(self, op: Op, peer: NixlPeer, handles: list[int]) -> NixlTransfer:
+    def _post(self, peer: NixlPeer, handles: list[int]) -> NixlTransfer:
         """Post requests, under the lock."""
         transfer = NixlTransfer(self, peer, handles)
-        if self._requests.post(transfer, op):
+        if self._requests.post(transfer):
             self._hold(peer.agent)
         return transfer
 

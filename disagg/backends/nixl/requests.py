@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.backends.adapter import AdapterPeer, check_closable
-from disagg.backends.base import Op, TransferStatus
-from disagg.backends.endpoint import RegionIndex, local_and_remote
+from disagg.backends.base import TransferStatus
+from disagg.backends.endpoint import RegionIndex
 from disagg.backends.nixl.bindings import ERRORS, Bindings
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, PeerUnreachable
@@ -98,15 +98,15 @@ class Requests:
         self._ucx = ucx
         self._handles: set[int] = set()
 
-    def make_all(self, op: Op, index: RegionIndex, peer: NixlPeer, copies: CopyBatch) -> list[int]:
+    def make_all(self, index: RegionIndex, peer: NixlPeer, copies: CopyBatch) -> list[int]:
         """A request for each pair of memory kinds among `copies`; raises `NotRegistered`, or NIXL's error, with none left."""
-        local, remote = local_and_remote(op, copies)
+        local, remote = copies.source, copies.destination
         ours = index.describe(local, copies.nbytes, side="local")
         theirs = peer.index.describe(remote, copies.nbytes, side="remote")
         if not len(ours):
             return []
         if index.kind and peer.index.kind:
-            return [self.make(op, peer, (index.kind, peer.index.kind), (ours, theirs))]
+            return [self.make(peer, (index.kind, peer.index.kind), (ours, theirs))]
         on_gpu = (
             _are_on_gpu(index, index.check(local, copies.nbytes, side="local")),
             _are_on_gpu(peer.index, peer.index.check(remote, copies.nbytes, side="remote")),
@@ -114,26 +114,26 @@ class Requests:
         handles: list[int] = []
         try:
             for kinds, chosen in _by_kind(*on_gpu):
-                handles.append(self.make(op, peer, kinds, (ours[chosen], theirs[chosen])))
+                handles.append(self.make(peer, kinds, (ours[chosen], theirs[chosen])))
         except DisaggError:
             self.release(handles)
             raise
         return handles
 
-    def make(self, op: Op, peer: NixlPeer, kinds: tuple[str, str], rows: tuple[Rows, Rows]) -> int:
-        """A request that is not posted yet; `kinds` and `rows` are (local, remote)."""
+    def make(self, peer: NixlPeer, kinds: tuple[str, str], rows: tuple[Rows, Rows], *, reads: bool = False) -> int:
+        """A request to write, or to read, that is not posted yet; `kinds` and `rows` are (local, remote)."""
         module = self._nixl.module
         with self._nixl.mapped(f"preparing {len(rows[0])} copies for peer {peer.agent!r}"):
             local = module.nixlXferDList(self._nixl.memory_kind(kinds[0]), rows[0])
             remote = module.nixlXferDList(self._nixl.memory_kind(kinds[1]), rows[1])
-            operation = module.NIXL_WRITE if op is Op.WRITE else module.NIXL_READ
+            operation = module.NIXL_READ if reads else module.NIXL_WRITE
             handle = int(self._agent.createXferReq(operation, local, remote, peer.agent, "", [self._ucx]))
         self._handles.add(handle)
         return handle
 
-    def post(self, transfer: NixlTransfer, op: Op) -> bool:
+    def post(self, transfer: NixlTransfer) -> bool:
         """Post every request of a transfer; returns whether it is still pending."""
-        return bool(transfer.handles) and self._update(transfer, self._agent.postXferReq, f"posting a {op.value}")
+        return bool(transfer.handles) and self._update(transfer, self._agent.postXferReq, "posting")
 
     def poll(self, transfer: NixlTransfer) -> bool:
         """Bring a posted transfer's status up to date; returns whether it is still pending."""

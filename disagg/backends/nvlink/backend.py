@@ -60,7 +60,7 @@ import numpy as np
 
 from disagg.backends.abilities import PreparedSpans
 from disagg.backends.adapter import Adapter
-from disagg.backends.base import BackendOptions, Fence, Op, RemotePeer, StagingShape, TransferStatus
+from disagg.backends.base import BackendOptions, Fence, RemotePeer, StagingShape, TransferStatus
 from disagg.backends.cuda.driver import Allocation, CudaError, Gpu, load_bindings
 from disagg.backends.cuda.work_list import encode_shapes
 from disagg.backends.nvlink.engine import NvlinkEngine, NvlinkSpans, NvlinkTransfer
@@ -195,10 +195,10 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
         """Read one byte of the peer's memory and run a kernel on an empty piece, to pay all first-use costs now."""
         transfer = NvlinkTransfer(peer, self.advance)
         first = peer.regions[0].address
-        copies = CopyBatch(*(np.array([value], np.uint64) for value in (first, self.index.regions[0].address, 0)))
+        copies = CopyBatch(*(np.array([value], np.uint64) for value in (self.index.regions[0].address, first, 0)))
         try:
             engine.read_byte((first + int(peer.deltas[0])) % 2**64)
-            engine.post(transfer, Op.READ, copies)
+            engine.post(transfer, copies)
             engine.drain()
         finally:
             engine.give_back(transfer)
@@ -240,11 +240,11 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
-    def submit(self, op: Op, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
+    def submit(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
         with self._lock:
             own, engine = self.reachable(peer), self._own_engine()
-            self.check_copies(op, own, copies)
-            return self._post(own, lambda transfer: engine.post(transfer, op, copies), empty=not len(copies))
+            self.check_copies(own, copies)
+            return self._post(own, lambda transfer: engine.post(transfer, copies), empty=not len(copies))
 
     def submit_plain(self, peer: RemotePeer, copies: CopyBatch) -> NvlinkTransfer:
         """Like `submit` of a write, but with the driver's own copies instead of a kernel: the ceiling of the benchmarks."""
@@ -255,14 +255,13 @@ class NvlinkBackend(Adapter[NvlinkPeer, Descriptor]):
             here = CopyBatch(copies.source, copies.destination + own.deltas[where], copies.nbytes)
             return self._post(own, lambda transfer: engine.post_plain(transfer, here), empty=not len(copies))
 
-    def prepare_spans(self, op: Op, peer: RemotePeer, shapes: Sequence[SpanShape]) -> NvlinkSpans:
+    def prepare_spans(self, peer: RemotePeer, shapes: Sequence[SpanShape]) -> NvlinkSpans:
         with self._lock:
             own, engine = self.reachable(peer), self._own_engine()
-            remote_side = 1 if op is Op.WRITE else 0
 
             def translate(addresses: Addresses, nbytes: int, side: int) -> Addresses:
                 sizes = np.full(len(addresses), nbytes, np.uint64)
-                if side != remote_side:
+                if side == 0:  # the source
                     self.index.require(addresses, sizes, side="local")
                     return addresses
                 deltas: Addresses = own.deltas[own.index.check(addresses, sizes, side="remote")]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from disagg.backends.adapter import check_closable
-from disagg.backends.base import Op, TransferStatus
+from disagg.backends.base import TransferStatus
 from disagg.backends.cuda.buffers import Buffer, BufferPool, batch_nbytes
 from disagg.backends.cuda.driver import KERNEL_SOURCE, CudaError, Gpu
 from disagg.backends.cuda.queue import Queue
@@ -97,9 +97,9 @@ class NvlinkEngine:
         assert self._queue is not None
         return self._queue
 
-    def post(self, transfer: NvlinkTransfer, op: Op, copies: CopyBatch) -> None:
+    def post(self, transfer: NvlinkTransfer, copies: CopyBatch) -> None:
         """Upload the addresses of a batch and copy it, `PART` pieces per launch."""
-        table = (transfer.peer.table, len(transfer.peer.regions), int(op is Op.READ))
+        table = (transfer.peer.table, len(transfer.peer.regions))
         for start in range(0, len(copies), PART):
             part = slice(start, start + PART)
             source, destination, nbytes = copies.source[part], copies.destination[part], copies.nbytes[part]

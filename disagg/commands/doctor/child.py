@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from disagg.backends import registry as backends
-from disagg.backends.base import Backend, BackendOptions, Op, RemotePeer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, RemotePeer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import DisaggError, TransferFailed
 from disagg.core.memory import MemoryRegion
@@ -91,7 +91,7 @@ def _write(backend: Backend, peer: RemotePeer, here: int, there: int, nbytes: in
     """Write once; returns the seconds from submit to done."""
     copies = CopyBatch(*(np.array([value], dtype=np.uint64) for value in (here, there, nbytes)))
     started = time.perf_counter()
-    transfer = backend.submit(Op.WRITE, peer, copies)
+    transfer = backend.submit(peer, copies)
     while (status := transfer.poll()) is TransferStatus.PENDING:
         if time.perf_counter() - started > TRANSFER_S:
             raise TransferFailed(f"a write of {nbytes} bytes did not finish within {TRANSFER_S:g} s")

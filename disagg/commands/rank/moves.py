@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from disagg.backends.base import Backend, Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import Backend, RemotePeer, Transfer, TransferStatus
 from disagg.backends.nvlink.backend import NvlinkBackend
 from disagg.commands.cases.instructions import Block, Move, Moved, MoveRaw
 from disagg.commands.rank.rank import ResidentRank
@@ -36,7 +36,7 @@ def _submit(backend: Backend, peer: RemotePeer, copies: CopyBatch) -> Transfer:
     """Submit a block; between GPUs by the driver's plain copies, which are the ceiling of the engine."""
     if isinstance(backend, NvlinkBackend):
         return backend.submit_plain(peer, copies)
-    return backend.submit(Op.WRITE, peer, copies)
+    return backend.submit(peer, copies)
 
 
 def _check_source(block: Block, arena_nbytes: int) -> None:

@@ -6,6 +6,3 @@
 
 TESTED = ("0.5.23",)
 """The versions of SGLang that the tests of this package ran with. Others are refused, unless `SGLANG_DISAGG_ANY_VERSION=1`."""
-
-OLDER = "0.5.16"
-"""A version that works in measurements only, with the classes of `older`. It is refused like those that were not tested."""

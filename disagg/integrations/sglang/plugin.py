@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from disagg.core.errors import ConfigError, LocalProtocolError
-from disagg.integrations.sglang import OLDER, TESTED
+from disagg.integrations.sglang import TESTED
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,6 @@ def register() -> None:
         raise ConfigError(
             f"SGLang {sglang.__version__}: expected {' or '.join(TESTED)}, which were tested; {ANY_VERSION}=1 tries it"
         )
-    if sglang.__version__ == OLDER:
-        from disagg.integrations.sglang import older
-
-        older.register()
-        return
     from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

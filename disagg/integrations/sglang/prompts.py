@@ -66,7 +66,7 @@ def prompt_of(request: Any, adapters: Adapters, paths: Any) -> Prompt:
         token_ids=token_ids,
         adapter=adapter,
         namespace=namespace,
-        salt=getattr(request, "cache_salt", None) or "",  # SGLang 0.5.16 has none
+        salt=request.cache_salt or "",
         embeddings=request.input_embeds,
         replaced=getattr(request, "positional_embed_overrides", None),
     )

@@ -1,4 +1,4 @@
-"""The connector for vLLM 0.32 and newer, and for 0.23. Importing this package imports vLLM.
+"""The connector for vLLM 0.32 and newer. Importing this package imports vLLM.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "DisaggConnector", "kv_role": "kv_both",
   "kv_connector_module_path": "disagg.integrations.vllm", "kv_load_failure_policy": "recompute"}'
@@ -6,14 +6,15 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "DisaggConnector", "kv_r
 
 import contextlib
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from disagg.integrations.vllm.release import IS_OLDER
+try:
+    from vllm.v1.metrics import cache_hit_source  # noqa: F401  (since 0.32)
+except ImportError as error:
+    raise ImportError(f"disagg.integrations.vllm: expected vLLM 0.32 or newer, found {vllm.__version__}") from error
 
-if IS_OLDER:
-    from disagg.integrations.vllm.older import DisaggConnector
-else:
-    from disagg.integrations.vllm.connector import DisaggConnector
+from disagg.integrations.vllm.connector import DisaggConnector
 
 # Inside `MultiConnector` vLLM looks up the connector's statistics by name only.
 with contextlib.suppress(ValueError):  # it is registered already

@@ -17,13 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from disagg.integrations.options import Options
 from disagg.integrations.vllm.metadata import BlockIds, RankAddress, StepMetadata, share_logging
 from disagg.integrations.vllm.metrics import TransferMetrics, TransferStats
-from disagg.integrations.vllm.release import p2p_source
 from disagg.integrations.vllm.scheduler import SchedulerHalf
 from disagg.integrations.vllm.transfers import TransferResults
 from disagg.integrations.vllm.worker import WorkerHalf
@@ -36,7 +36,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Raises `ConfigError` for settings that cannot be.
     """
 
-    _cache_hit_source = p2p_source()
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

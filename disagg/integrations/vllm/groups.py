@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
 from disagg.core.errors import ConfigError
 from disagg.core.rows import TokenRange
 from disagg.integrations.identity import component_name
-from disagg.integrations.vllm.release import IS_OLDER, can_leave, is_plain
 from disagg.state.declare import last_tokens
 
 STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
@@ -100,7 +99,7 @@ def read_groups(config: KVCacheConfig) -> tuple[Group, ...]:
         specs = {layer: by_layer[layer] for layer in group.layer_names}  # perhaps none on this pipeline stage
         what = f"KV cache group {index} ({', '.join(group.layer_names[:2])}{', ...' if len(group.layer_names) > 2 else ''})"
         kind = _KINDS.get(get_kv_cache_spec_kind(spec))
-        if kind is None or not can_leave(group):
+        if kind is None or not group.enable_kv_transfer or group.host_resident:
             raise ConfigError(f"{what}: expected full or sliding-window attention, MLA or recurrent state, found {spec}")
         samples = list(by_layer.values()) or [spec]
         for each in samples:
@@ -117,7 +116,7 @@ def _check(spec: KVCacheSpec, what: str) -> None:
             found = f"{spec.mamba_type.name} of shapes {spec.shapes} with {spec.num_speculative_blocks} speculative blocks"
             raise ConfigError(f"{what}: expected the two states of one of {', '.join(STATES)}, found {found}")
         return
-    if not is_plain(spec):
+    if spec.tokens_per_state != 1 or spec.state_content_bytes is not None or spec.num_head_slots is not None:
         raise ConfigError(f"{what}: expected one plain vector per token and head, found a packed format: {spec}")
     if isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
         raise ConfigError(f"{what}: expected no chunked local attention, found chunks of {spec.attention_chunk_size} tokens")
@@ -153,7 +152,7 @@ def check_engine(config: VllmConfig) -> None:
     parallel = config.parallel_config
     refused = {
         "speculative decoding: its draft layers are not handed over": config.speculative_config is not None,
-        "diffusion models: they write their states more than once": not IS_OLDER and config.diffusion_config is not None,
+        "diffusion models: they write their states more than once": config.diffusion_config is not None,
         "context parallelism: its blocks are divided over ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(

@@ -106,17 +106,12 @@ def _total_heads(config: VllmConfig, spec: Any, topology: Topology) -> int:
 def _attention(
     name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
 ) -> Component:
-    """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU.
-
-    On a GPU vLLM 0.23 gives `[block, K or V, token, head, dim]`.
-    """
+    """K and V, which are neighbours for each token on a GPU, and for each head of a block on the CPU."""
     first = next(iter(tensors.values()))
     axes: str | dict[str, str]
     if first.device.type == "cpu":
         axes = {"k": "page kv_head dim token", "v": "hnd"}
         views = {layer: _cpu_views(tensor, spec, name) for layer, tensor in tensors.items()}
-    elif first.dim() == 5:
-        axes, views = "nhd", {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
     else:
         axes, views = "hnd", {layer: _gpu_views(tensor, spec) for layer, tensor in tensors.items()}
     return paged.gqa(views, axes=axes, num_kv_heads=num_kv_heads, topology=topology, name=name)

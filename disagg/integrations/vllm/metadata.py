@@ -137,19 +137,15 @@ class RankAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes.
-
-    `failed` are the requests that could not be loaded, for vLLM 0.23, which does not pass them on.
-    """
+    """From the workers to the scheduler: how many ranks' leases of a failed load are still held, as changes."""
 
     leases: Counter[str] = field(default_factory=Counter)
-    failed: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The reports of two ranks as one."""
         total = Counter(self.leases)
         total.update(other.leases)
-        return WorkerReport(total, self.failed | other.failed)
+        return WorkerReport(total)
 
 
 def share_logging() -> None:

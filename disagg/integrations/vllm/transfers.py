@@ -16,7 +16,7 @@ from disagg.requests import Receiver, Sender
 class TransferResults:
     """The requests whose transfers have ended. Failed receives are among the finished ones.
 
-    vLLM reads the fields of its `KVConnectorTransferResults`, which vLLM 0.23 does not have.
+    vLLM reads the fields of its own `KVConnectorTransferResults`.
     """
 
     finished_sending: set[str] = field(default_factory=set)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from disagg.backends.base import Op
 from disagg.core.copies import CopyBatch
 from disagg.core.memory import MemoryRegion
 
@@ -64,27 +63,24 @@ def batch(source: Sequence[int], destination: Sequence[int], nbytes: Sequence[in
     return CopyBatch(*(np.array(column, dtype=np.uint64) for column in (source, destination, nbytes)))
 
 
-def batch_of(op: Op, local: Arena, remote: Arena, pieces: Sequence[Piece]) -> CopyBatch:
+def batch_of(local: Arena, remote: Arena, pieces: Sequence[Piece]) -> CopyBatch:
     """`pieces` as addresses."""
     here = [local.address(region, offset) for region, offset, _, _, _ in pieces]
     there = [remote.address(region, offset) for _, _, region, offset, _ in pieces]
     nbytes = [piece[4] for piece in pieces]
-    return batch(here, there, nbytes) if op is Op.WRITE else batch(there, here, nbytes)
+    return batch(here, there, nbytes)
 
 
-def expected_after(op: Op, local: Arena, remote: Arena, pieces: Sequence[Piece]) -> Bytes:
+def expected_after(local: Arena, remote: Arena, pieces: Sequence[Piece]) -> Bytes:
     """What the destination's memory, guards included, must hold after the copies. Call it before them."""
-    source, destination = (local, remote) if op is Op.WRITE else (remote, local)
-    after = destination.memory.copy()
-    for local_region, local_offset, remote_region, remote_offset, nbytes in pieces:
-        sides = [(local_region, local_offset), (remote_region, remote_offset)]
-        (from_region, start), (to_region, stop) = sides if op is Op.WRITE else reversed(sides)
-        at = destination.offsets[to_region] + stop
-        after[at : at + nbytes] = source.view(from_region)[start : start + nbytes]
+    after = remote.memory.copy()
+    for from_region, start, to_region, stop, nbytes in pieces:
+        at = remote.offsets[to_region] + stop
+        after[at : at + nbytes] = local.view(from_region)[start : start + nbytes]
     return after
 
 
-def random_pieces(op: Op, rng: random.Random, *, nbytes: Sequence[int], gap: int) -> list[Piece]:
+def random_pieces(rng: random.Random, *, nbytes: Sequence[int], gap: int) -> list[Piece]:
     """One piece per entry of `nbytes`, in random order, from random sources to destinations up to `gap` bytes apart."""
     pieces: list[Piece] = []
     ends = [rng.randint(0, gap) for _ in REGION_NBYTES]
@@ -92,8 +88,7 @@ def random_pieces(op: Op, rng: random.Random, *, nbytes: Sequence[int], gap: int
         to_region = rng.choice([r for r, total in enumerate(REGION_NBYTES) if ends[r] + size <= total])
         from_region = rng.choice([r for r, total in enumerate(REGION_NBYTES) if size <= total])
         start = rng.randint(0, REGION_NBYTES[from_region] - size)
-        source, destination = (from_region, start), (to_region, ends[to_region])
-        pieces.append((*source, *destination, size) if op is Op.WRITE else (*destination, *source, size))
+        pieces.append((from_region, start, to_region, ends[to_region], size))
         ends[to_region] = min(ends[to_region] + size + rng.randint(0, gap), REGION_NBYTES[to_region])
     rng.shuffle(pieces)
     return pieces

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from disagg.backends.base import Backend, BackendOptions, Op, Transfer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, Transfer, TransferStatus
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of, expected_after
 from disagg.testing.contract.targets import (
     SPAWN,
@@ -100,7 +100,7 @@ class ContractBase:
         """Write one small piece, and compare every byte."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=epoch)
         pieces = [(0, 5, 1, 3, 1000)]
-        after = expected_after(Op.WRITE, local, target.arena, pieces)
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
+        after = expected_after(local, target.arena, pieces)
+        self.run(backend.submit(peer, batch_of(local, target.arena, pieces)))
         np.testing.assert_array_equal(target.arena.memory, after)
         backend.disconnect(peer)

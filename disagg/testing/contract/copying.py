@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from disagg.backends.base import Backend, Op, TransferStatus
+from disagg.backends.base import Backend, TransferStatus
 from disagg.core.errors import LocalProtocolError, NotRegistered
 from disagg.core.memory import MemoryRegion
 from disagg.testing.contract.arena import SHAPES, Arena, Piece, batch, batch_of, expected_after, outside, random_pieces
@@ -20,24 +20,21 @@ from disagg.testing.contract.targets import Target
 class CopyingContract(ContractBase):
     """Bytes and addresses."""
 
-    @pytest.mark.parametrize("op", Op)
-    def test_copies_exactly_the_pieces(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
+    def test_copies_exactly_the_pieces(self, backend: Backend, local: Arena, target: Target) -> None:
         """Every byte of both sides is compared: pieces, what lies between them, and the guards around regions."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         for seed, (name, shape) in enumerate(SHAPES.items()):
             local.scramble(2 * seed + 10)
             target.arena.scramble(2 * seed + 11)
-            pieces = random_pieces(op, random.Random(seed), nbytes=shape.nbytes, gap=shape.gap)
-            source, destination = (local, target.arena) if op is Op.WRITE else (target.arena, local)
-            before, after = source.memory.copy(), expected_after(op, local, target.arena, pieces)
-            self.run(backend.submit(op, peer, batch_of(op, local, target.arena, pieces)))
-            np.testing.assert_array_equal(destination.memory, after, err_msg=name)
-            np.testing.assert_array_equal(source.memory, before, err_msg=name)
+            pieces = random_pieces(random.Random(seed), nbytes=shape.nbytes, gap=shape.gap)
+            before, after = local.memory.copy(), expected_after(local, target.arena, pieces)
+            self.run(backend.submit(peer, batch_of(local, target.arena, pieces)))
+            np.testing.assert_array_equal(target.arena.memory, after, err_msg=name)
+            np.testing.assert_array_equal(local.memory, before, err_msg=name)
 
-    @pytest.mark.parametrize("op", Op)
-    def test_an_empty_batch_is_done_at_once(self, op: Op, backend: Backend, target: Target) -> None:
+    def test_an_empty_batch_is_done_at_once(self, backend: Backend, target: Target) -> None:
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-        transfer = backend.submit(op, peer, batch([], [], []))
+        transfer = backend.submit(peer, batch([], [], []))
         assert transfer.poll() is TransferStatus.DONE
         transfer.close()
 
@@ -49,21 +46,21 @@ class CopyingContract(ContractBase):
         backend.register([MemoryRegion(start + offset, size) for offset, size in parts])
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         pieces = [(0, 0, 0, 0, nbytes)]
-        after = expected_after(Op.WRITE, local, target.arena, pieces)
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
+        after = expected_after(local, target.arena, pieces)
+        self.run(backend.submit(peer, batch_of(local, target.arena, pieces)))
         np.testing.assert_array_equal(target.arena.memory, after)
 
     def test_several_threads_submit(self, backend: Backend, local: Arena, target: Target) -> None:
         """Four threads write stripes of the same regions at the same time, three batches each."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         stripes = [[(0, i * 300, 0, i * 300, 300) for i in range(1200) if i % 12 == s] for s in range(12)]
-        after = expected_after(Op.WRITE, local, target.arena, [piece for stripe in stripes for piece in stripe])
+        after = expected_after(local, target.arena, [piece for stripe in stripes for piece in stripe])
         failures: list[BaseException] = []
 
         def work(mine: list[list[Piece]]) -> None:
             try:
                 for pieces in mine:
-                    self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces)))
+                    self.run(backend.submit(peer, batch_of(local, target.arena, pieces)))
             except BaseException as error:  # noqa: BLE001 - the thread's top: fails what the thread owned
                 failures.append(error)
 
@@ -79,10 +76,10 @@ class CopyingContract(ContractBase):
     def test_two_peers_at_once(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         targets = [self.new_target(stack), self.new_target(stack)]
         peers = [backend.connect(target.endpoint, process=target.process, epoch=1) for target in targets]
-        batches = [random_pieces(Op.WRITE, random.Random(i), nbytes=(1000,) * 200, gap=50) for i in range(2)]
-        after = [expected_after(Op.WRITE, local, t.arena, b) for t, b in zip(targets, batches, strict=True)]
+        batches = [random_pieces(random.Random(i), nbytes=(1000,) * 200, gap=50) for i in range(2)]
+        after = [expected_after(local, t.arena, b) for t, b in zip(targets, batches, strict=True)]
         transfers = [
-            backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces))
+            backend.submit(peer, batch_of(local, target.arena, pieces))
             for peer, target, pieces in zip(peers, targets, batches, strict=True)
         ]
         for transfer in transfers:
@@ -90,8 +87,7 @@ class CopyingContract(ContractBase):
         for target, memory in zip(targets, after, strict=True):
             np.testing.assert_array_equal(target.arena.memory, memory)
 
-    @pytest.mark.parametrize("op", Op)
-    def test_addresses_outside_the_regions_are_refused(self, op: Op, backend: Backend, local: Arena, target: Target) -> None:
+    def test_addresses_outside_the_regions_are_refused(self, backend: Backend, local: Arena, target: Target) -> None:
         """The whole batch is refused: the good pieces before and after the bad one are not copied either."""
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
         good = (0, 0, 0, 0, 64)
@@ -102,14 +98,12 @@ class CopyingContract(ContractBase):
                 rows[1][column], rows[1][2] = bad
                 rows[2][0], rows[2][1] = rows[2][0] + 100, rows[2][1] + 100
                 here, there, nbytes = zip(*rows, strict=True)
-                copies = batch(here, there, nbytes) if op is Op.WRITE else batch(there, here, nbytes)
                 with pytest.raises(NotRegistered):
-                    backend.submit(op, peer, copies)
+                    backend.submit(peer, batch(here, there, nbytes))
         # A transfer that succeeds, so that anything posted before it has had time to arrive.
-        self.run(backend.submit(op, peer, batch_of(op, local, target.arena, [good])))
-        after = images[1 if op is Op.WRITE else 0]
-        source, at = (local, target.arena.offsets[0]) if op is Op.WRITE else (target.arena, local.offsets[0])
-        after[at : at + 64] = source.view(0)[:64]
+        self.run(backend.submit(peer, batch_of(local, target.arena, [good])))
+        at = target.arena.offsets[0]
+        images[1][at : at + 64] = local.view(0)[:64]
         np.testing.assert_array_equal(local.memory, images[0])
         np.testing.assert_array_equal(target.arena.memory, images[1])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from disagg.backends.abilities import QuietWhenClosed
-from disagg.backends.base import Backend, Fence, Op, Transfer, TransferStatus
+from disagg.backends.base import Backend, Fence, Transfer, TransferStatus
 from disagg.core.copies import CopyBatch
 from disagg.core.errors import BackendError, LocalProtocolError
 from disagg.testing.contract.arena import Arena, Bytes, batch_of, expected_after
@@ -21,21 +21,20 @@ from disagg.testing.contract.targets import settle
 class DeathContract(ContractBase):
     """The death of a peer, and the proofs that follow from it."""
 
-    @pytest.mark.parametrize("op", Op)
-    def test_a_killed_peer_never_gives_missing_bytes(self, op: Op, backend: Backend, local: Arena, stack: ExitStack) -> None:
+    def test_a_killed_peer_never_gives_missing_bytes(self, backend: Backend, local: Arena, stack: ExitStack) -> None:
         """The peer is stopped, posted to, then killed: a `DONE` transfer has every byte, others are `FAILED` or `UNSETTLED`."""
         victim, survivor = self.new_process(stack), self.new_target(stack)
         peer, other = (backend.connect(t.endpoint, process=t.process, epoch=1) for t in (victim, survivor))
         pieces = [(0, i * 1000, 0, i * 1000, 1000) for i in range(1500)]
-        after = expected_after(op, local, victim.arena, pieces)
+        after = expected_after(local, victim.arena, pieces)
         victim.stop()
-        transfer = backend.submit(op, peer, batch_of(op, local, victim.arena, pieces))
+        transfer = backend.submit(peer, batch_of(local, victim.arena, pieces))
         transfer.poll()
         victim.kill()
         status = settle(transfer, patience_s=self.patience_s)
-        self._judge(status, transfer, (victim.arena if op is Op.WRITE else local).memory, after)
-        self._after_a_death(op, backend, peer, batch_of(op, local, victim.arena, pieces[:1]))
-        self.run(backend.submit(op, other, batch_of(op, local, survivor.arena, pieces)))
+        self._judge(status, transfer, victim.arena.memory, after)
+        self._after_a_death(backend, peer, batch_of(local, victim.arena, pieces[:1]))
+        self.run(backend.submit(other, batch_of(local, survivor.arena, pieces)))
         self.round_trip(backend, local, self.new_target(stack))
 
     def _judge(self, status: TransferStatus, transfer: Transfer, memory: Bytes, after: Bytes) -> None:
@@ -51,10 +50,10 @@ class DeathContract(ContractBase):
                 transfer.close()
                 assert transfer.poll().settled  # it settled meanwhile
 
-    def _after_a_death(self, op: Op, backend: Backend, peer: object, batch: CopyBatch) -> None:
+    def _after_a_death(self, backend: Backend, peer: object, batch: CopyBatch) -> None:
         """Posting to a dead peer raises or fails, and the peer can be fenced and disconnected."""
         try:
-            again = backend.submit(op, peer, batch)  # type: ignore[arg-type]
+            again = backend.submit(peer, batch)  # type: ignore[arg-type]
         except BackendError:
             pass
         else:
@@ -110,6 +109,6 @@ class DeathContract(ContractBase):
         dead.kill()
         with suppress(BackendError):
             peer = backend.connect(dead.endpoint, process=dead.process, epoch=1)
-            transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, dead.arena, [(0, 0, 0, 0, 10)]))
+            transfer = backend.submit(peer, batch_of(local, dead.arena, [(0, 0, 0, 0, 10)]))
             assert settle(transfer, patience_s=self.patience_s) is not TransferStatus.DONE
         self.round_trip(backend, local, self.new_target(stack))

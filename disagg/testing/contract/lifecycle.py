@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from disagg.backends.base import Backend, Fence, Op, TransferStatus
+from disagg.backends.base import Backend, Fence, TransferStatus
 from disagg.backends.endpoint import decode_endpoint, encode_endpoint
 from disagg.core.errors import DisaggError, LocalProtocolError, PeerUnreachable, RemoteProtocolError
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch_of
@@ -41,7 +41,7 @@ class LifecycleContract(ContractBase):
 
     def test_a_settled_transfer_stays_settled(self, backend: Backend, local: Arena, target: Target) -> None:
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 1000)]))
+        transfer = backend.submit(peer, batch_of(local, target.arena, [(0, 0, 0, 0, 1000)]))
         assert settle(transfer, patience_s=self.patience_s) is TransferStatus.DONE
         assert [transfer.poll() for _ in range(5)] == [TransferStatus.DONE] * 5
         assert transfer.error is None
@@ -56,7 +56,7 @@ class LifecycleContract(ContractBase):
         if isinstance(target, ProcessTarget):
             target.stop()
         pieces = [(0, 0, 0, 0, REGION_NBYTES[0])]
-        transfer = backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, pieces))
+        transfer = backend.submit(peer, batch_of(local, target.arena, pieces))
         if not transfer.poll().settled:
             # It may settle between the two calls; then closing it is allowed.
             with suppress(LocalProtocolError):
@@ -72,25 +72,25 @@ class LifecycleContract(ContractBase):
         backend.disconnect(peer)
         backend.disconnect(peer)
         with pytest.raises(PeerUnreachable):
-            backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)]))
+            backend.submit(peer, batch_of(local, target.arena, [(0, 0, 0, 0, 10)]))
 
     @pytest.mark.parametrize("overlapping", [False, True])
     def test_connecting_anew_for_another_epoch(self, overlapping: bool, backend: Backend, local: Arena, target: Target) -> None:
         """The old peer is disconnected before or after the new one connects; the new one is not disturbed."""
         old = backend.connect(target.endpoint, process=target.process, epoch=1)
-        batch = batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])
+        batch = batch_of(local, target.arena, [(0, 0, 0, 0, 10)])
         if not overlapping:
             backend.disconnect(old)
         new = backend.connect(target.endpoint, process=target.process, epoch=2)
         if overlapping:
             backend.disconnect(old)
         with pytest.raises(PeerUnreachable):
-            backend.submit(Op.WRITE, old, batch)
-        self.run(backend.submit(Op.WRITE, new, batch))
+            backend.submit(old, batch)
+        self.run(backend.submit(new, batch))
 
     def test_a_fence_of_an_idle_peer_is_no_error(self, backend: Backend, local: Arena, target: Target) -> None:
         peer = backend.connect(target.endpoint, process=target.process, epoch=1)
-        self.run(backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)])))
+        self.run(backend.submit(peer, batch_of(local, target.arena, [(0, 0, 0, 0, 10)])))
         assert backend.fence(peer, epoch=1) in Fence
         assert backend.fence(peer, epoch=2) is Fence.UNKNOWN
         backend.disconnect(peer)
@@ -101,7 +101,7 @@ class LifecycleContract(ContractBase):
         backend.close()
         backend.close()
         with pytest.raises(DisaggError):
-            backend.submit(Op.WRITE, peer, batch_of(Op.WRITE, local, target.arena, [(0, 0, 0, 0, 10)]))
+            backend.submit(peer, batch_of(local, target.arena, [(0, 0, 0, 0, 10)]))
         with pytest.raises(DisaggError):
             backend.connect(target.endpoint, process=target.process, epoch=2)
 

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from disagg.backends.base import Backend, BackendOptions, Fence, Op, RemotePeer, Transfer, TransferStatus
+from disagg.backends.base import Backend, BackendOptions, Fence, RemotePeer, Transfer, TransferStatus
 from disagg.core.memory import MemoryRegion
 from disagg.machine.processes import IdentitySocket, ProcessWatch
 from disagg.testing.contract.arena import REGION_NBYTES, Arena, batch
@@ -189,7 +189,7 @@ def _serve(pipe: Connection, factory: BackendFactory, options: BackendOptions, s
                 pipe.send(_fence(backend, peers[endpoint], arena, patience_s=-address))
             else:
                 whole = batch([arena.address(0)], [address], [arena.sizes[0]])
-                pipe.send(backend.submit(Op.WRITE, peers[endpoint], whole).poll())
+                pipe.send(backend.submit(peers[endpoint], whole).poll())
     backend.close()
 
 
@@ -216,7 +216,7 @@ def initiate(
     backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
     endpoint, identity = target
     peer = backend.connect(endpoint, process=ProcessWatch.attest(identity), epoch=1)
-    transfer = backend.submit(Op.WRITE, peer, batch([memory.ctypes.data], [address], [nbytes]))
+    transfer = backend.submit(peer, batch([memory.ctypes.data], [address], [nbytes]))
     assert settle(transfer) is TransferStatus.DONE, transfer.error
     if orderly:
         transfer.close()

@@ -1,7 +1,7 @@
-"""The transfer backend for SGLang 0.5.16, whose base classes differ from those of 0.5.23.
+"""The transfer backend on SGLang 0.5.16, the last version for PyTorch 2.11, whose base classes differ from those of 0.5.23.
 
 For measurements only: this version has no deferred release of decode's pages, so those of a failed request are used again at
-once, perhaps while prefill still writes to them. Draft layers are refused.
+once, perhaps while prefill still writes to them. Draft layers are refused. `sglang_servers.py` makes it known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES, add_disagg_transfer_backend_choices
 
@@ -33,6 +34,7 @@ def register() -> None:
         return
     add_disagg_transfer_backend_choices([NAME])
     add_member(TransferBackend)
+    Req.cache_salt = None
     package = "sglang.srt.disaggregation"
     HookRegistry.register(f"{package}.utils.get_kv_class", _kv_class, HookType.AROUND)
     HookRegistry.register(f"{package}.prefill.PrefillBootstrapQueue.create_sender", _create_sender, HookType.AROUND)

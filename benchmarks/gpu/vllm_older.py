@@ -1,26 +1,88 @@
-"""`DisaggConnector` for vLLM 0.23, whose hooks differ from those of 0.32.
+"""`DisaggConnector` on vLLM 0.23, for measurements only: it is the last version for PyTorch 2.11.
 
-It saves nothing in steps that compute nothing, computes failed loads again in models with one KV cache group only, and gives
-the scheduler's connector no manager of blocks.
+Its hooks differ from those of 0.32: it saves nothing in steps that compute nothing, computes failed loads again in models with
+one KV cache group only, and gives the scheduler's connector no manager of blocks. Windowed models and FP8 caches were not run.
+On vLLM 0.32 this module has the connector as it is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from disagg.core.errors import ConfigError
-from disagg.integrations.vllm import connector
-from disagg.integrations.vllm.metadata import BlockIds, WorkerReport
+from disagg.core.topology import Topology
+from disagg.layout.placement import Component
+from disagg.state import paged
+
+IS_OLDER = not hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""Whether this is vLLM 0.23."""
+
+
+def _is_plain(spec: KVCacheSpec) -> bool:
+    """Whether a layer with attention has one plain vector per token and head."""
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.kv_quant_mode is not KVQuantMode.NONE:
+        return False
+    return type(spec) is FullAttentionSpec or (spec.compress_ratio == 1 and spec.cache_dtype_str != "fp8_ds_mla")
+
+
+def _add_names() -> None:
+    """Give vLLM 0.23 the names of 0.32 that the connector reads."""
+    hits: Any = ModuleType("vllm.v1.metrics.cache_hit_source")
+    hits.CacheHitSource = SimpleNamespace(P2P=None)
+    sys.modules.setdefault(hits.__name__, hits)
+    KVCacheGroupSpec.enable_kv_transfer, KVCacheGroupSpec.host_resident = True, False
+    KVCacheSpec.tokens_per_state = property(lambda spec: int(_is_plain(spec)))
+    KVCacheSpec.state_content_bytes = KVCacheSpec.num_head_slots = None
+    VllmConfig.diffusion_config = None
+
+
+if IS_OLDER:
+    _add_names()
+
+from disagg.integrations.vllm import connector, layout  # noqa: E402  (reads those names)
+from disagg.integrations.vllm.metadata import BlockIds, WorkerReport  # noqa: E402
+
+_attention = layout._attention
+
+
+def _older_attention(
+    name: str, tensors: Mapping[int, torch.Tensor], spec: Any, *, num_kv_heads: int, topology: Topology
+) -> Component:
+    """K and V, which on a GPU vLLM 0.23 gives as `[block, K or V, token, head, dim]`."""
+    if next(iter(tensors.values())).dim() != 5:
+        return _attention(name, tensors, spec, num_kv_heads=num_kv_heads, topology=topology)
+    views = {layer: (tensor[:, 0], tensor[:, 1]) for layer, tensor in tensors.items()}
+    return paged.gqa(views, axes="nhd", num_kv_heads=num_kv_heads, topology=topology, name=name)
+
+
+@dataclass
+class Report(WorkerReport):
+    """With the requests that could not be loaded, which vLLM 0.23 does not pass on."""
+
+    failed: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        return Report(super().aggregate(other).leases, self.failed | other.failed)
 
 
 class Requests:
@@ -59,7 +121,7 @@ class Requests:
         request.skip_reading_prefix_cache = True  # vLLM looks up blocks only for requests that have not had any
 
 
-class DisaggConnector(connector.DisaggConnector):
+class OlderConnector(connector.DisaggConnector):
     """The connector, with the hooks of vLLM 0.23."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -91,7 +153,7 @@ class DisaggConnector(connector.DisaggConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        if isinstance(report, Report):
             self._failed |= report.failed
         for req_id in connector_output.finished_recving or ():
             if req_id in self._ended:
@@ -123,7 +185,12 @@ class DisaggConnector(connector.DisaggConnector):
         self._failed |= found.failed_recving
         return found.finished_sending, found.finished_recving
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
-        report, failed = self.worker.report(), self._failed
+    def build_connector_worker_meta(self) -> Report | None:
+        report, failed = self.worker.report() or WorkerReport(), self._failed
         self._failed = set()
-        return WorkerReport(Counter() if report is None else report.leases, failed) if failed else report
+        return Report(report.leases, failed) if report.leases or failed else None
+
+
+if IS_OLDER:
+    layout._attention = _older_attention
+DisaggConnector = OlderConnector if IS_OLDER else connector.DisaggConnector

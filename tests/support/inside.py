@@ -1,0 +1,46 @@
+"""What tests see of a manager's runtime, and do in its control thread. Other tests need not know the runtime's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Thread
+
+from disagg import KVManager
+from disagg.requests import Receiver, Sender
+
+
+def depth(manager: KVManager, queue: str) -> int:
+    """How many items wait in a queue, by its name in the metrics."""
+    return manager._runtime.queue_depths()[queue]
+
+
+def num_rejected_hellos(manager: KVManager) -> int:
+    return manager._runtime.dispatch.num_rejected_hellos
+
+
+def num_refused_messages(manager: KVManager) -> int:
+    return manager._runtime.dispatch.num_refused_messages
+
+
+def num_refused_frames(manager: KVManager) -> int:
+    """Messages that the control channel has refused."""
+    return manager._runtime.channel.refused
+
+
+def num_losses(manager: KVManager) -> Mapping[str, int]:
+    """How often a rank of each peer was lost."""
+    return manager._runtime.connections.num_losses
+
+
+def open_handles(manager: KVManager) -> list[Sender | Receiver]:
+    return manager._runtime.requests.open_handles()
+
+
+def in_control_thread(manager: KVManager, call: Callable[[float], None]) -> None:
+    """Have the control thread call this with the time."""
+    manager._runtime.command(call)
+
+
+def threads(manager: KVManager) -> list[Thread]:
+    """Of control and of transfers."""
+    return [manager._runtime.loop.thread, manager._runtime.worker.thread]
