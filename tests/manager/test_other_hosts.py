@@ -1,4 +1,4 @@
-"""Peers whose process the kernel does not attest, as those of other hosts: they write slots only, and no row waits for a proof."""
+"""Peers whose process the kernel does not attest, as of other hosts: they write slots only, and rows wait for no proof."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Unprovable(LocalBackend):
     def staging(self) -> StagingShape:
         return StagingShape(pack_below=1, slot_nbytes=1000, window=4, num_lent=8, address_space=4)
 
-    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:  # noqa: ARG002
+    def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         return Fence.UNKNOWN
 
 
