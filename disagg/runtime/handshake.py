@@ -22,8 +22,7 @@ from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lending, Member, W
 from disagg.protocol.peer_state import Identity, Undecided
 from disagg.protocol.types import PeerRank
 from disagg.runtime.agreements import Agreements
-from disagg.runtime.paths import has_small
-from disagg.runtime.streams import MakeStream, PreparedPlan, prepare, stream_maker
+from disagg.runtime.streams import MakeStream, PreparedPlan, has_small, prepare, stream_maker
 from disagg.transfer.pool_memory import PoolMemory
 from disagg.transfer.staging import Loans
 

@@ -18,10 +18,10 @@ from disagg.core.errors import LocalProtocolError, RemoteProtocolError
 from disagg.core.rows import Pages, Rows, Slot
 from disagg.core.spans import SpanBatch, SpanRuns
 from disagg.layout.binding import BoundRows, Stream, bind_rows
-from disagg.layout.plan import ComponentPlan, RowSpace, SpanClass, TransferPlan, first_page
+from disagg.layout.plan import ComponentPlan, RowSpace, TransferPlan, first_page
 from disagg.protocol.messages import Part, Written, unpack_rows
 from disagg.protocol.types import StartTransfer
-from disagg.runtime.streams import MakeStream, PreparedPlan, destination_stream, source_stream
+from disagg.runtime.streams import MakeStream, PreparedPlan, destination_stream, is_small, source_stream
 from disagg.transfer.jobs import BoundTransfer, PackedStream
 
 MIN_PIECES = 32
@@ -34,18 +34,6 @@ class Path(enum.Enum):
     DIRECT = "direct"
     GATHERED = "gathered"
     PACKED = "packed"
-
-
-def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
-    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page."""
-    if not span.dense:
-        return span.nbytes < pack_below
-    return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
-
-
-def has_small(plan: TransferPlan, pack_below: int) -> bool:
-    """Whether any pieces of a plan are below the threshold."""
-    return any(is_small(component, span, pack_below) for component in plan.components.values() for span in component.spans)
 
 
 def path_of(small: BoundRows, pack_below: int, gathers_from: int | None = None) -> Path:

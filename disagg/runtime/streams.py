@@ -14,7 +14,7 @@ from disagg.backends.abilities import PreparedSpans, SpanWriter
 from disagg.backends.base import Backend, RemotePeer
 from disagg.core.spans import SpanBatch, SpanShape
 from disagg.layout.binding import BoundRows, Stream, span_shapes
-from disagg.layout.plan import TransferPlan
+from disagg.layout.plan import ComponentPlan, SpanClass, TransferPlan
 from disagg.transfer.jobs import PackedStream
 from disagg.transfer.pool_memory import PoolMemory
 
@@ -28,6 +28,18 @@ class PreparedPlan:
 
     spans: PreparedSpans
     first: Mapping[str, int]
+
+
+def is_small(plan: ComponentPlan, span: SpanClass, pack_below: int) -> bool:
+    """Whether the pieces of a span class are below the threshold. Runs of tokens end with the shorter page."""
+    if not span.dense:
+        return span.nbytes < pack_below
+    return span.nbytes * (min(plan.source.page_size, plan.destination.page_size) // span.granule) < pack_below
+
+
+def has_small(plan: TransferPlan, pack_below: int) -> bool:
+    """Whether any pieces of a plan are below the threshold."""
+    return any(is_small(component, span, pack_below) for component in plan.components.values() for span in component.spans)
 
 
 def prepare(backend: Backend, peer: RemotePeer, plan: TransferPlan) -> PreparedPlan | None:

@@ -14,7 +14,8 @@ from disagg.commands.explain.summary import Pair, Part, PathShare
 from disagg.commands.shell.text import size
 from disagg.layout.binding import BoundRows, bind_rows
 from disagg.layout.plan import TransferPlan
-from disagg.runtime.paths import MIN_PIECES, Path, is_small, path_of
+from disagg.runtime.paths import MIN_PIECES, Path, path_of
+from disagg.runtime.streams import is_small
 
 
 class Division(NamedTuple):
