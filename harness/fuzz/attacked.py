@@ -22,7 +22,19 @@ from disagg.backends.registry import load
 from disagg.commands.shell.child import ChildEnded, ChildProcess
 from disagg.core.memory import MemoryRegion
 from disagg.layout.agreement import Agreement, encode_placements
-from disagg.protocol.messages import PROTOCOL_VERSION, Hello, Lend, Lending, Member, Message, Welcome, decode, encode
+from disagg.protocol.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Lend,
+    Lending,
+    Member,
+    Message,
+    Reject,
+    Renew,
+    Welcome,
+    decode,
+    encode,
+)
 from harness.fuzz.rank import NOWHERE
 from harness.fuzz.runs import Result
 from harness.fuzz.samples import MODEL, PEER_SIDE, components, hello_of
@@ -87,7 +99,11 @@ class Impostor:
             while True:
                 connection, *frames = self._router.recv_multipart(zmq.DONTWAIT)
                 for frame in frames:
-                    yield connection, decode(frame)
+                    message = decode(frame)
+                    if isinstance(message, Renew):  # what this answers to a hello changes all the time
+                        self.reply(connection, Reject(field="hello", reason="say hello", hello_first=True))
+                    else:
+                        yield connection, message
 
     def reply(self, connection: bytes, message: Message) -> None:
         """Answer on the rank's connection."""
