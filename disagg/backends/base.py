@@ -90,9 +90,10 @@ class StagingShape:
     """When and how pieces travel packed over an engine.
 
     Pieces below `pack_below` bytes are packed (0: none), into slots of `slot_nbytes`. A receiver lends `num_lent` slots, up to
-    `window` of them to one writer. The writer packs into `window` buffers of that size, and `spares` more. It reports up to
-    `at_once` slots together. `address_space`: how many times the lent slots are reserved as addresses, where that costs no
-    memory; see `LentSlots`. `gathers_from` is as in `Gathering`, as far as it is known without a peer.
+    `window` of them to one writer. The writer packs into `window` buffers of that size, and `spares` more. Slots are reported
+    and lent `at_once`, and never more than half a window together. `address_space`: how many times the lent slots are reserved
+    as addresses, where that costs no memory; see `LentSlots`. `gathers_from` is as in `Gathering`, as far as it is known
+    without a peer.
     """
 
     pack_below: int = 0
@@ -103,6 +104,11 @@ class StagingShape:
     address_space: int = 1
     spares: int = 8
     at_once: int = 8
+
+    @property
+    def batch(self) -> int:
+        """Slots that are reported or lent together."""
+        return min(self.at_once, max(1, self.window // 2))
 
     def __post_init__(self) -> None:
         sizes = self.slot_nbytes, self.window, self.num_lent, self.address_space, self.at_once

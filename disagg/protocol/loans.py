@@ -5,8 +5,9 @@ slot and reports it until the receiver says that it knows; the receiver unpacks 
 `Lend` lists every loan to a writer that the receiver takes for unfilled, so it may be lost, repeated and overtaken. What the
 receiver does not list any more has arrived.
 
-A writer gets a slot while it holds fewer than are free, and at most a window of them. So one alone gets a window, many share
-evenly, and what a writer never returns costs the others no more than that. Writers that wait are served in turn.
+A writer gets slots while it holds fewer than twice as many as are free, and at most a window of them. So one alone gets a
+window, many share, and what a writer never returns costs the others no more than that. Writers that wait are served in turn,
+with a batch of slots at a time if they hold some: each message costs both sides as much as copying several slots.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Slots(Protocol):
 
     slot_nbytes: int
     window: int
+    batch: int
     total: int
 
     @property
@@ -165,8 +167,8 @@ class Lender:
         assert self._slots is not None
         account: Account = slot.account
         self._slots.give_back(account.unpacked.pop(slot.filled.loan))
-        if self._accounts.get(slot.peer) is account:
-            self._changed[slot.peer] = None
+        if self._accounts.get(slot.peer) is account and not account.wants and not account.unpacked:
+            self._changed[slot.peer] = None  # else the next loans tell it
         self._serve()
 
     def _serve(self) -> None:
@@ -187,7 +189,12 @@ class Lender:
         """Lend up to `count` slots. Returns how many."""
         slots, lent = self._slots, 0
         assert slots is not None
-        while lent < count and account.num_held < min(slots.window, slots.num_free):
+        held, free = account.num_held, slots.num_free
+        # With each slot the writer holds one more, and one less is free.
+        allowed = min(count, slots.window - held, (2 * free - held + 2) // 3)
+        if held and allowed < min(count, slots.batch):
+            return 0
+        while lent < allowed:
             address = slots.take()
             if address is None:
                 break

@@ -86,7 +86,7 @@ class PackedWrite:
             self._demand = -(-self._stream.total // self._slot_nbytes)
             self._loans.want(self._demand)
         packed = 0
-        while packed < self._slots.at_once and self._pack_slot():
+        while packed < self._slots.batch and self._pack_slot():
             packed += 1
         if self._loans.wanted and not self._has_asked and not self.is_complete:
             self._has_asked = True
@@ -174,7 +174,7 @@ class PackedWrite:
             else:
                 self._settle(write, write.transfer)
                 settled += 1
-        if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots.at_once):
+        if self._filled and (not self._writes or self._report.error or len(self._filled) >= self._slots.batch):
             self._reports += self._filled
             self._filled.clear()
         return settled

@@ -110,7 +110,7 @@ class SlotPool:
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         self.slot_nbytes = shape.slot_nbytes
-        self.at_once = shape.at_once
+        self.batch = shape.batch
         active = shape.slot_nbytes * shape.window
         self.memory = StagingMemory(active + shape.slot_nbytes * shape.spares, allocate_on_device)
         self.memory.fault_in(active)
@@ -143,6 +143,7 @@ class LentSlots:
 
     def __init__(self, shape: StagingShape, allocate_on_device: AllocateOnDevice = on_host) -> None:
         self.slot_nbytes, self.window, self.total = shape.slot_nbytes, shape.window, shape.num_lent
+        self.batch = shape.batch
         active = shape.slot_nbytes * shape.num_lent
         self.memory = StagingMemory(active * shape.address_space, allocate_on_device)
         base = self.memory.region.address

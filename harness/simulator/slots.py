@@ -23,6 +23,7 @@ class SlotPool:
 
     slot_nbytes = SLOT_CELLS
     window = 2
+    batch = 1
     total = 5
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ class Pool:
 
     slot_nbytes = 512
 
-    def __init__(self, total: int = 12, window: int = 4, spare: int = 0) -> None:
-        self.total, self.window, self.spare = total, window, spare
+    def __init__(self, total: int = 12, window: int = 4, spare: int = 0, batch: int = 1) -> None:
+        self.total, self.window, self.spare, self.batch = total, window, spare, batch
         self.free = [4096 * number for number in range(1, total + 1)]
 
     @property
@@ -110,14 +110,14 @@ def test_one_writer_gets_a_window_and_others_a_part_of_what_is_left() -> None:
     for peer in peers:
         wants(lender, peer, 100)
     held = [len(loans) for loans in listed(lender).values()]
-    assert held == [6, 3, 2, 1, 0], "each holds no more than are left; the last is told that it waits"
+    assert held == [8, 3, 1, 0, 0], "each holds no more than twice what is left; the last are told that they wait"
 
 
 def test_what_one_writer_never_returns_costs_the_others_no_more_than_a_share() -> None:
     pool = Pool(total=12, window=12)
     lender = make(pool, PEER, SIBLING)
     wants(lender, PEER, 100)
-    assert pool.num_free == 6
+    assert pool.num_free == 4
     for _ in range(20):
         wants(lender, SIBLING, 2, seen=lender._accounts[SIBLING].newest)
         ((number, _), *others) = listed(lender)[SIBLING]
@@ -126,7 +126,7 @@ def test_what_one_writer_never_returns_costs_the_others_no_more_than_a_share() -
             unpack = unpack_of(lender, filled(each), peer=SIBLING)
             assert unpack is not None
             lender.unpacked(unpack)
-        assert len(lender._accounts[PEER].unfilled) == 6
+        assert len(lender._accounts[PEER].unfilled) == 8
 
 
 def test_writers_that_wait_are_served_in_turn() -> None:
@@ -143,6 +143,21 @@ def test_writers_that_wait_are_served_in_turn() -> None:
         assert unpack is not None
         lender.unpacked(unpack)
     assert served[1:] == [*peers, *peers], "the first had asked before the others"
+
+
+def test_a_writer_that_holds_slots_gets_others_by_the_batch() -> None:
+    pool = Pool(total=12, window=6, batch=3)
+    lender = make(pool, PEER)
+    wants(lender, PEER, 9)
+    loans = listed(lender)[PEER]
+    assert len(loans) == 6
+    told_of = []
+    for number, _ in loans:
+        unpack = unpack_of(lender, filled(number))
+        assert unpack is not None
+        lender.unpacked(unpack)
+        told_of.append(len(listed(lender).get(PEER, ())))
+    assert told_of == [0, 0, 6, 5, 4, 3], "no message before there are three to lend, or nothing more is wanted"
 
 
 def test_slots_go_ahead_to_a_writer_without_loans_while_most_are_free() -> None:
