@@ -78,7 +78,9 @@ class Chaos:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _start(self, instance: Instance, rank: int, *, address: str = "", place: Place | None = None) -> RankProcess:
+    def _start(
+        self, instance: Instance, rank: int, *, address: str = "", place: Place | None = None, few_uses: bool = False
+    ) -> RankProcess:
         """Start a rank at an address, by default a free port of its host, and in a place, by default its host as this user."""
         leader = None if rank == 0 else self.ranks[instance.name, 0].address
         host, namespace = "127.0.0.1", None
@@ -103,6 +105,7 @@ class Chaos:
             silence_s=self.silence_s,
             slow=self._slow,
             off_loopback=self.hosts is not None,
+            few_uses=few_uses,
         )
         log = self.folder / f"{instance.name}-{rank}-{next(self._numbers)}.log"
         process = RankProcess(instance, settings, log, self._launcher(place or Place(namespace)), self._inbox)
@@ -146,11 +149,24 @@ class Chaos:
         self.heal("the start", "the start")
         self.report.transport = next(iter(self.ranks.values())).transport
 
-    def restart(self, rank: RankProcess, *, address: str, place: Place | None = None) -> RankProcess:
+    def restart(self, rank: RankProcess, *, address: str, place: Place | None = None, few_uses: bool = False) -> RankProcess:
         """Start a rank that was killed again, at `address` or, if that is empty, at another one. Returns its new process."""
-        restarted = self._start(rank.instance, rank.rank, address=address, place=place)
+        restarted = self._start(rank.instance, rank.rank, address=address, place=place, few_uses=few_uses)
         self._await_start([restarted])
         return restarted
+
+    def reopen(self, rank: RankProcess) -> None:
+        """Have a rank close its manager and open another one at the same address, and wait until it has."""
+        rank.address = ""
+        rank.send({"op": "reopen"})
+        self._await_start([rank])
+
+    def leave(self, rank: RankProcess) -> str:
+        """Have a rank execute another program. Returns the address that it had."""
+        address = rank.address
+        rank.leave()
+        self.load.forget(rank)
+        return address
 
     def kill(self, rank: RankProcess) -> str:
         """Kill a rank. Returns the address that it had."""

@@ -13,7 +13,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank starts. `faults` are the fields of `BackendFaults`. A rank that is silent for `silence_s` counts as lost.
 
     `off_loopback`: it listens on an address of a network that only the test uses. `devices`: its engine's network
-    devices; empty for all. Its intervals are multiplied by `slow`.
+    devices; empty for all. Its intervals are multiplied by `slow`. `few_uses`: the counters of its staging slots are near their
+    end.
     """
 
     name: str
@@ -33,10 +34,12 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float
     slow: float
     off_loopback: bool
+    few_uses: bool = False
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a request. Times are in seconds from its arrival; `chunks` are the tokens where sends are cut.
+    """One rank's part of a request. Times are in seconds from its arrival; `chunks` are the tokens where sends are cut, and
+    `order` the numbers of the chunks in the order in which they are sent.
 
     The rank waits for `delay_s`, aborts after `abort_s`, and uses received pages for `hold_s`.
     """
@@ -52,3 +55,4 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     abort_s: float | None
     hold_s: float
     chunks: tuple[int, ...]
+    order: tuple[int, ...]

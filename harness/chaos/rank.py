@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -24,12 +25,15 @@ import numpy as np
 from disagg.backends.base import StagingShape
 from disagg.core.errors import DisaggError
 from disagg.core.leases import Lease, LeaseState
+from disagg.core.rings import NUM_USES
 from disagg.core.rows import Pages
 from disagg.core.topology import Topology
 from disagg.layout.agreement import ModelId
 from disagg.manager import KVManager
+from disagg.protocol.credits import Credits
+from disagg.protocol.messages import RingGrant
 from disagg.protocol.peer_state import ConnectionLimits
-from disagg.protocol.types import Event, Limits
+from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender
 from disagg.state import paged
 from disagg.testing.faults import BackendFaults, inject
@@ -37,6 +41,8 @@ from harness.chaos.jobs import Job, RankSettings
 from harness.chaos.pool import NUM_KV_HEADS, PagePool
 
 MAX_WAIT_S = 0.02
+NUM_USES_LEFT = 20
+"""Of a rank whose counters are near their end."""
 MAX_PROBLEMS = 8
 """Peers whose problems a rank reports."""
 SUPERVISED = ("disagg-control-", "disagg-transfers-", "disagg-checksums-")
@@ -58,11 +64,27 @@ class Rank:
 
     def __init__(self, settings: RankSettings) -> None:
         self.pool = PagePool(settings)
-        slow = settings.slow
+        self._settings = settings
+        self._poller = select.poll()
+        self._poller.register(0, select.POLLIN)
+        self.manager = self._open(settings.listen)
+        self._held: dict[tuple[str, str, int], Holding] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        self._threads: set[str] = set()
+        self._leases: dict[Lease, list[int]] = {}
+        self._released: deque[Lease] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._running = True
+        self._max_wait_s = MAX_WAIT_S * settings.slow
+
+    def _open(self, listen: str) -> KVManager:
+        """A manager of the pool."""
+        settings, slow = self._settings, self._settings.slow
         topology = Topology(tp=settings.tp, tp_rank=settings.tp_rank)
         pairs = {layer: (tensors["k"], tensors["v"]) for layer, tensors in self.pool.tensors.items()}
         faults = BackendFaults(**{**settings.faults, "delay_s": tuple(settings.faults.get("delay_s", (0.0, 0.05)))})
-        self.manager = KVManager(
+        manager = KVManager(
             name=settings.name,
             topology=topology,
             components=[paged.gqa(pairs, axes=settings.axes, num_kv_heads=NUM_KV_HEADS, topology=topology)],
@@ -70,7 +92,7 @@ class Rank:
             backend=inject(
                 settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, num_slots=4, num_rings=64)
             ),
-            listen=settings.listen,
+            listen=listen,
             insecure=settings.off_loopback,
             trusted_network=settings.off_loopback,
             leader=settings.leader,
@@ -86,15 +108,20 @@ class Rank:
                 heartbeat_timeout_s=settings.silence_s,
             ),
         )
-        self._held: dict[tuple[str, str, int], Holding] = {}
-        self._unwanted: set[tuple[str, int]] = set()
-        self._threads: set[str] = set()
-        self._leases: dict[Lease, list[int]] = {}
-        self._released: deque[Lease] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._running = True
-        self._max_wait_s = MAX_WAIT_S * slow
+        if settings.few_uses:
+            start_near_the_end(manager._runtime.sessions.credits)
+        self._poller.register(manager.fileno(), select.POLLIN)
+        write({"op": "up", "address": manager.address, "transport": manager.backend.transport})
+        return manager
+
+    def _reopen(self) -> None:
+        """Close the manager, as a server does that goes on, and open another one at its address."""
+        self._poller.unregister(self.manager.fileno())
+        address = self.manager.address
+        self.manager.close()
+        self._take_events()
+        self._threads.clear()
+        self.manager = self._open(address)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after that time."""
@@ -102,13 +129,10 @@ class Rank:
 
     def run(self) -> None:
         """Carry out messages until standard input ends, or an `exit` message arrives."""
-        poller = select.poll()
-        poller.register(0, select.POLLIN)
-        poller.register(self.manager.fileno(), select.POLLIN)
         buffered = b""
         while self._running:
             due = self._timers[0][0] - time.monotonic() if self._timers else self._max_wait_s
-            ready = dict(poller.poll(max(0.0, min(due, self._max_wait_s)) * 1000))
+            ready = dict(self._poller.poll(max(0.0, min(due, self._max_wait_s)) * 1000))
             if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
@@ -116,8 +140,7 @@ class Rank:
                 *lines, buffered = (buffered + data).split(b"\n")
                 for line in lines:
                     self._on_message(json.loads(line))
-            for event in self.manager.events():
-                (self._end_rival if event.tag.is_rival else self._end)(event)
+            self._take_events()
             while self._released:
                 self.pool.give_back(self._leases.pop(self._released.popleft()))
             while self._timers and self._timers[0][0] <= time.monotonic():
@@ -126,11 +149,21 @@ class Rank:
                 write({"op": "wrong", "what": what})
             self.pool.wrong.clear()
 
+    def _take_events(self) -> None:
+        for event in self.manager.events():
+            (self._end_rival if event.tag.is_rival else self._end)(event)
+
     def _on_message(self, message: dict[str, Any]) -> None:
         match message["op"]:
             case "peers":
                 for name, address in message["peers"].items():
                     self.manager.add_peer(name, address=address)
+            case "forget":
+                self.manager.remove_peer(message["peer"])
+            case "reopen":
+                self._reopen()
+            case "execute":
+                os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)"])
             case "job":
                 job = msgspec.convert(message["job"], Job)
                 self.after(job.delay_s, lambda: self._begin(job))
@@ -172,6 +205,7 @@ class Rank:
                 "ready": sorted(name for name, peer in health.peers.items() if peer.ready),
                 "problems": dict(itertools.islice(problems, MAX_PROBLEMS)),
                 "num_peers": len(health.peers),
+                "has_counted_anew": has_counted_anew(self.manager._runtime.sessions.credits),
                 "losses": self.manager._runtime.connections.num_losses.total(),
                 "cpu_s": time.process_time(),
                 "dead_threads": sorted(self._threads - alive),
@@ -236,8 +270,9 @@ class Rank:
             bytes.fromhex(job.request_id), peer=job.peer, attempt=job.attempt, deadline_s=job.deadline_s, tag=holding
         )
         rows = {"kv": Pages(np.array(holding.pages, dtype=np.int32))}
-        for start, stop in itertools.pairwise((0, *job.chunks, job.tokens)):
-            sender.send(rows, tokens=(start, stop))
+        pieces = list(itertools.pairwise((0, *job.chunks, job.tokens)))
+        for number in job.order:
+            sender.send(rows, tokens=pieces[number])
         sender.finish(payload=job.request_id.encode())
         return sender
 
@@ -278,6 +313,27 @@ class Rank:
         write({"op": "ended", **named, "outcome": outcome, "error": error})
 
 
+def start_near_the_end(ledger: Credits) -> None:
+    """Number the uses of the slots that are granted from now on so that few are left before the numbers begin anew."""
+    grant = ledger.grant
+
+    def grant_late(peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
+        found = grant(peer, epoch, generation)
+        if found is None:
+            return None
+        granted = ledger._granted[peer]
+        granted.first += (NUM_USES - NUM_USES_LEFT) * (granted.first % NUM_USES == 0)
+        return RingGrant(found.address, found.slot_nbytes, found.num_slots, granted.first)
+
+    setattr(ledger, "grant", grant_late)  # noqa: B010  (mypy takes an assignment for a mistake)
+
+
+def has_counted_anew(ledger: Credits) -> bool:
+    """Whether a ring was used so often that the numbers of its uses have begun anew."""
+    rings = tuple(ledger._granted.values())
+    return any(use % NUM_USES < granted.first % NUM_USES for granted in rings for use, _ in granted.uses.values())
+
+
 def write(message: dict[str, Any]) -> None:
     """Write one message to standard output."""
     os.write(1, json.dumps(message).encode() + b"\n")
@@ -287,6 +343,5 @@ def run_rank(settings: RankSettings) -> None:
     """Run one rank until its standard input ends, or an `exit` message arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     rank = Rank(settings)
-    write({"op": "up", "address": rank.manager.address, "transport": rank.manager.backend.transport})
     rank.run()
     rank.manager.close()
