@@ -159,6 +159,8 @@ def check_engine(config: VllmConfig) -> None:
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(
             config.model_config.enable_sleep_mode
         ),
+        "--enable-cumem-allocator: with it /sleep frees the KV cache, also without sleep mode": not IS_OLDER
+        and bool(config.model_config.enable_cumem_allocator),
     }
     for reason, found in refused.items():
         if found:
