@@ -35,13 +35,14 @@ from disagg.protocol.messages import RingGrant
 from disagg.protocol.peer_state import ConnectionLimits
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender
+from disagg.runtime.runtime import Runtime
 from disagg.state import paged
 from disagg.testing.faults import BackendFaults, inject
 from harness.chaos.jobs import Job, RankSettings
 from harness.chaos.pool import NUM_KV_HEADS, PagePool
 
 MAX_WAIT_S = 0.02
-NUM_USES_LEFT = 20
+NUM_USES_LEFT = 5
 """Of a rank whose counters are near their end."""
 MAX_PROBLEMS = 8
 """Peers whose problems a rank reports."""
@@ -109,7 +110,7 @@ class Rank:
             ),
         )
         if settings.few_uses:
-            start_near_the_end(manager._runtime.sessions.credits)
+            start_near_the_end(manager._runtime)
         self._poller.register(manager.fileno(), select.POLLIN)
         write({"op": "up", "address": manager.address, "transport": manager.backend.transport})
         return manager
@@ -313,19 +314,19 @@ class Rank:
         write({"op": "ended", **named, "outcome": outcome, "error": error})
 
 
-def start_near_the_end(ledger: Credits) -> None:
+def start_near_the_end(runtime: Runtime) -> None:
     """Number the uses of the slots that are granted from now on so that few are left before the numbers begin anew."""
-    grant = ledger.grant
+    ledger, handshake = runtime.sessions.credits, runtime.handshake
 
     def grant_late(peer: PeerRank, epoch: int, generation: int) -> RingGrant | None:
-        found = grant(peer, epoch, generation)
+        found = ledger.grant(peer, epoch, generation)
         if found is None:
             return None
         granted = ledger._granted[peer]
         granted.first += (NUM_USES - NUM_USES_LEFT) * (granted.first % NUM_USES == 0)
         return RingGrant(found.address, found.slot_nbytes, found.num_slots, granted.first)
 
-    setattr(ledger, "grant", grant_late)  # noqa: B010  (mypy takes an assignment for a mistake)
+    handshake._grant = grant_late
 
 
 def has_counted_anew(ledger: Credits) -> bool:
