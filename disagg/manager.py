@@ -44,7 +44,7 @@ from disagg.protocol.peers import Admit
 from disagg.protocol.types import Event, Limits, PeerRank
 from disagg.requests import Receiver, Sender, check_alive, check_process
 from disagg.runtime.accounting import Stats
-from disagg.runtime.calls import ReceiveCall, decline, open_receiver, open_sender, want
+from disagg.runtime.calls import ReceiveCall, open_receiver, open_sender, tell
 from disagg.runtime.channel import Channel
 from disagg.runtime.directory import PeerStatus
 from disagg.runtime.health import Health, health_of, snapshot_of
@@ -334,7 +334,7 @@ class KVManager:
         Each rank that would have opened a receiver says so. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
         self._make_known(peer, address, public_key)
-        decline(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
+        tell(self._runtime, self._runtime.sessions.decline, request_key(request_id, attempt), peer=peer, group=group)
 
     def want(
         self,
@@ -350,7 +350,7 @@ class KVManager:
         the peer may keep the request for longer. It is sent once, when the peer is ready. Raises as `receiver` does.
         """
         self._make_known(peer, address, public_key)
-        want(self._runtime, request_key(request_id, attempt), peer=peer, group=group)
+        tell(self._runtime, self._runtime.sessions.want, request_key(request_id, attempt), peer=peer, group=group)
 
     def events(self) -> list[Event]:
         """Every request that has ended since the last call, but those that a task has awaited. If there is none, this yields

@@ -116,13 +116,13 @@ class Lender:
             account = self._accounts[peer] = Account(epoch, generation, provable, number, number)
         return Lending(slot_nbytes=self._slots.slot_nbytes, first=account.first)
 
-    def ahead(self, peer: PeerRank, count: int) -> None:
-        """Lend up to `count` slots to a writer that has been asked for bytes, if it holds none, while most are free."""
+    def ahead(self, peer: PeerRank) -> None:
+        """Lend some slots to a writer that has been asked for bytes, if it holds none, while most are free."""
         account = self._accounts.get(peer)
         if account is None or self._slots is None or account.num_held:
             return
         if self._slots.num_free > self._slots.total // 2:
-            self._lend(peer, account, count)
+            self._lend(peer, account, max(1, self._slots.batch // 2))
 
     def on_borrow(self, peer: PeerRank, message: Borrow) -> None:
         """A writer could fill `wanted` slots more than those that it had seen, and gives others back."""

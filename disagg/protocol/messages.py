@@ -72,7 +72,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     yet). Ranks of the same instance send their address to their leader. `leader` is the address of the instance's leader, for a
     peer that admits instances which it was not told of. `again`: the connection that the receiver had opened has ended, so the
     sender waits for its hello on another. `to` is the instance and rank that the sender expects at the address; any other rank
-    rejects the hello.
+    rejects the hello. `packs`: whether the sender can fill slots.
     """
 
     version: int
@@ -89,6 +89,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     leader: Name | None = None
     again: bool = False
     to: tuple[Name, Small] | None = None
+    packs: bool = True
 
 
 class Welcome(Message, frozen=True, tag="welcome", kw_only=True):

@@ -64,7 +64,7 @@ def open_receiver(runtime: Runtime, call: ReceiveCall) -> Receiver:
 
     def decline_unopened(_: Event) -> None:
         if receiver.session is None:
-            decline(runtime, call.key, peer=call.peer, group=call.group)
+            tell(runtime, runtime.sessions.decline, call.key, peer=call.peer, group=call.group)
 
     runtime.open(receiver, ending, open_session, wait_until=deadline)
     receiver.on_end(decline_unopened)
@@ -134,25 +134,17 @@ def open_sender(
     return sender
 
 
-def decline(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None:
-    """Tell the writers of this rank that it needs nothing of a request, now or once the peer is ready."""
-    _tell(runtime, key, peer=peer, group=group, message=runtime.sessions.decline)
-
-
-def want(runtime: Runtime, key: RequestKey, *, peer: str, group: int) -> None:
-    """Tell the writers of this rank that it still wants a request, now or once the peer is ready."""
-    _tell(runtime, key, peer=peer, group=group, message=runtime.sessions.want)
-
-
-def _tell(runtime: Runtime, key: RequestKey, *, peer: str, group: int, message: Callable[..., None]) -> None:
-    """Send a message about a request to every rank of a group that may have it, now or once the peer is ready."""
+def tell(runtime: Runtime, message: Callable[..., None], key: RequestKey, *, peer: str, group: int) -> None:
+    """Send a `message` of `Sessions` about a request, `decline` or `want`, to every rank of a group that may write it to this
+    one, now or once the peer is ready.
+    """
     group = check_number(group, f"group of peer {peer!r}", 2**31)
 
-    def tell() -> None:
+    def send() -> None:
         agreement = runtime.directory.known_agreement(peer)
         if group < agreement.num_groups:
             ranks = [*agreement.writers(runtime.local, group), *agreement.idle_writers(runtime.local, group)]
             nonce = secrets.randbits(62)
             message(key, peer=peer, nonce=nonce, source_group=group, ranks=ranks)
 
-    runtime.command(lambda now: runtime.openings.wait(peer, None, tell, now + DECLINE_S))
+    runtime.command(lambda now: runtime.openings.wait(peer, None, send, now + DECLINE_S))

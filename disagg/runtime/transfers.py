@@ -31,8 +31,6 @@ from disagg.transfer.jobs import Job, Report, Settled, SlotFilled, SlotsWanted, 
 from disagg.transfer.staging import Loans
 from disagg.transfer.worker import TransferWorker
 
-SLOTS_AHEAD = 4
-"""Slots lent together with a reservation."""
 MAX_STREAMS = 256
 """Streams kept for one request; an earlier one is bound again if another slot of it comes."""
 
@@ -139,7 +137,7 @@ class Transfers:
         """A writer is asked for bytes: lend the slots that it will want first, so that it need not ask."""
         rank = self._handshake.rank(peer)
         if rank is not None and rank.is_packed:
-            self._sessions.lender.ahead(peer, SLOTS_AHEAD)
+            self._sessions.lender.ahead(peer)
 
     def take_loans(self, effect: TakeLoans, now: float) -> None:
         """The peer has listed its loans. What was given back before is given back again: that message was lost or is late."""

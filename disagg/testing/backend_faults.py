@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from disagg.backends import registry as backends
+from disagg.backends.abilities import QuietWhenClosed
 from disagg.backends.base import Backend, BackendOptions, Fence, RemotePeer, StagingShape, Transfer, TransferStatus
 from disagg.core import _native
 from disagg.core.copies import CopyBatch
@@ -171,6 +172,10 @@ class FaultyBackend:
     def fence(self, peer: RemotePeer, *, epoch: int) -> Fence:
         found = self.inner.fence(peer, epoch=epoch)
         return found if self.faults.fencing else Fence.QUIET
+
+    def is_quiet_when_closed(self) -> bool:
+        """As `inner`: what waits for its delay is not posted after `close`."""
+        return isinstance(self.inner, QuietWhenClosed) and self.inner.is_quiet_when_closed()
 
     def post_delayed(self) -> None:
         """Post at once what still waits for its delay."""

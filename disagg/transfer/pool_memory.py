@@ -20,7 +20,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.memory import Device, MemoryRegion
 from disagg.core.spans import SpanBatch, SpanShape
 
-GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=8 << 20, window=10, num_lent=20, spares=2, at_once=5)
+GPU_STAGING = StagingShape(pack_below=4 << 20, slot_nbytes=32 << 20, window=4, num_lent=4, spares=0, at_once=1)
 """For engines that pay 2 to 5 us for each piece of a GPU's memory; measured, see `docs/benchmarks/gpu.md`."""
 SPIN_S = 5e-3
 """How long work on a GPU is polled without a sleep. Most of it is done within that, and the shortest sleep costs as much as a

@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--transport", metavar="NAME", help="the engine's transport; default: tcp; rdma makes devices, see harness.rdma"
     )
     parser.add_argument(
-        "--kinds", metavar="KIND,...", help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here but reset-all"
+        "--kinds",
+        metavar="KIND,...",
+        help=f"kinds of rounds: {', '.join(KINDS)}; default: all that can run here but reset-all and reopen",
     )
     parser.add_argument(
         "--hosts", type=int, choices=(1, 2), help="run on one host or on two only; default: what the kinds need"

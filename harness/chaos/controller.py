@@ -152,6 +152,19 @@ class Chaos:
         self._await_start([restarted])
         return restarted
 
+    def reopen(self, rank: RankProcess) -> None:
+        """Have a rank close its manager and open another one at the same address, and wait until it has."""
+        rank.address = ""
+        rank.send({"op": "reopen"})
+        self._await_start([rank])
+
+    def leave(self, rank: RankProcess) -> str:
+        """Have a rank execute another program. Returns the address that it had."""
+        address = rank.address
+        rank.leave()
+        self.load.forget(rank)
+        return address
+
     def kill(self, rank: RankProcess) -> str:
         """Kill a rank. Returns the address that it had."""
         address = rank.address

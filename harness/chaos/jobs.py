@@ -36,7 +36,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's part of a request. Times are in seconds from its arrival; `chunks` are the tokens where sends are cut.
+    """One rank's part of a request. Times are in seconds from its arrival; `chunks` are the tokens where sends are cut, and
+    `order` the numbers of the chunks in the order in which they are sent.
 
     The rank waits for `delay_s`, aborts after `abort_s`, and uses received pages for `hold_s`.
     """
@@ -52,3 +53,4 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     abort_s: float | None
     hold_s: float
     chunks: tuple[int, ...]
+    order: tuple[int, ...]

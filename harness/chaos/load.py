@@ -53,6 +53,7 @@ class Load:
     Requests have at most `deadline_s`, and their ends must be reported within `grace_s` after it; both are multiplied by
     `slow`.
     `contest`: the share of requests that another instance reserves, too, and for which the right one opens a second receiver.
+    `disorder`: requests are sent in many chunks, in any order.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Load:
         self.deadline_s, self.grace_s = DEADLINE_S * slow, GRACE_S * slow
         self.running = False
         self.contest = 0.0
+        self.disorder = False
         self.received: Counter[RankProcess] = Counter()
         self.outcomes: Counter[str] = Counter()
         self._rng, self._report, self._processes = rng, report, processes
@@ -184,6 +186,11 @@ class Load:
         """A random request, without what differs between its ranks; `retry`: another attempt of that one."""
         rng = self._rng
         tokens = rng.randint(1, 48)
+        num_cuts = rng.randrange(tokens) if self.disorder else rng.choice((0, 0, 1, 3))
+        chunks = tuple(sorted({rng.randrange(1, tokens) for _ in range(num_cuts)})) if tokens > 1 else ()
+        order = list(range(len(chunks) + 1))
+        if self.disorder:
+            rng.shuffle(order)
         return Job(
             request_id=retry.request_id if retry else rng.randbytes(16).hex(),
             attempt=retry.attempt + 1 if retry else 0,
@@ -195,7 +202,8 @@ class Load:
             delay_s=0.0,
             abort_s=None,
             hold_s=0.0,
-            chunks=tuple(sorted({rng.randrange(1, tokens) for _ in range(rng.choice((0, 0, 1, 3)))})) if tokens > 1 else (),
+            chunks=chunks,
+            order=tuple(order),
         )
 
     def _ranks(self, instance: Instance) -> list[RankProcess]:

@@ -111,11 +111,20 @@ class RankProcess:
             self._status = self._launcher.wait(self.pid)
         return self._status
 
+    def leave(self) -> None:
+        """Have the process execute another program, which only sleeps. To the run it is as killed; `end` ends it."""
+        self.send({"op": "execute"})
+        self.killed, self.address = True, ""
+
     def kill(self) -> None:
         """Kill the process and wait for its end. A second call does nothing."""
         if self.killed:
             return
         self.killed, self.stopped, self.address = True, False, ""
+        self.end()
+
+    def end(self) -> None:
+        """Kill the process and wait for its end, once."""
         if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
         self.wait()

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -58,11 +59,27 @@ class Rank:
 
     def __init__(self, settings: RankSettings) -> None:
         self.pool = PagePool(settings)
-        slow = settings.slow
+        self._settings = settings
+        self._poller = select.poll()
+        self._poller.register(0, select.POLLIN)
+        self.manager = self._open(settings.listen)
+        self._held: dict[tuple[str, str, int], Holding] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        self._threads: set[str] = set()
+        self._leases: dict[Lease, list[int]] = {}
+        self._released: deque[Lease] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._running = True
+        self._max_wait_s = MAX_WAIT_S * settings.slow
+
+    def _open(self, listen: str) -> KVManager:
+        """A manager of the pool."""
+        settings, slow = self._settings, self._settings.slow
         topology = Topology(tp=settings.tp, tp_rank=settings.tp_rank)
         pairs = {layer: (tensors["k"], tensors["v"]) for layer, tensors in self.pool.tensors.items()}
         faults = BackendFaults(**{**settings.faults, "delay_s": tuple(settings.faults.get("delay_s", (0.0, 0.05)))})
-        self.manager = KVManager(
+        manager = KVManager(
             name=settings.name,
             topology=topology,
             components=[paged.gqa(pairs, axes=settings.axes, num_kv_heads=NUM_KV_HEADS, topology=topology)],
@@ -70,7 +87,7 @@ class Rank:
             backend=inject(
                 settings.backend, faults, staging=StagingShape(pack_below=4096, slot_nbytes=2000, window=4, num_lent=64)
             ),
-            listen=settings.listen,
+            listen=listen,
             insecure=settings.off_loopback,
             trusted_network=settings.off_loopback,
             leader=settings.leader,
@@ -86,15 +103,18 @@ class Rank:
                 heartbeat_timeout_s=settings.silence_s,
             ),
         )
-        self._held: dict[tuple[str, str, int], Holding] = {}
-        self._unwanted: set[tuple[str, int]] = set()
-        self._threads: set[str] = set()
-        self._leases: dict[Lease, list[int]] = {}
-        self._released: deque[Lease] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._running = True
-        self._max_wait_s = MAX_WAIT_S * slow
+        self._poller.register(manager.fileno(), select.POLLIN)
+        write({"op": "up", "address": manager.address, "transport": manager.backend.transport})
+        return manager
+
+    def _reopen(self) -> None:
+        """Close the manager, as a server does that goes on, and open another one at its address."""
+        self._poller.unregister(self.manager.fileno())
+        address = self.manager.address
+        self.manager.close()
+        self._take_events()
+        self._threads.clear()
+        self.manager = self._open(address)
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after that time."""
@@ -102,13 +122,10 @@ class Rank:
 
     def run(self) -> None:
         """Carry out messages until standard input ends, or an `exit` message arrives."""
-        poller = select.poll()
-        poller.register(0, select.POLLIN)
-        poller.register(self.manager.fileno(), select.POLLIN)
         buffered = b""
         while self._running:
             due = self._timers[0][0] - time.monotonic() if self._timers else self._max_wait_s
-            ready = dict(poller.poll(max(0.0, min(due, self._max_wait_s)) * 1000))
+            ready = dict(self._poller.poll(max(0.0, min(due, self._max_wait_s)) * 1000))
             if 0 in ready:
                 data = os.read(0, 1 << 16)
                 if not data:
@@ -116,8 +133,7 @@ class Rank:
                 *lines, buffered = (buffered + data).split(b"\n")
                 for line in lines:
                     self._on_message(json.loads(line))
-            for event in self.manager.events():
-                (self._end_rival if event.tag.is_rival else self._end)(event)
+            self._take_events()
             while self._released:
                 self.pool.give_back(self._leases.pop(self._released.popleft()))
             while self._timers and self._timers[0][0] <= time.monotonic():
@@ -126,11 +142,21 @@ class Rank:
                 write({"op": "wrong", "what": what})
             self.pool.wrong.clear()
 
+    def _take_events(self) -> None:
+        for event in self.manager.events():
+            (self._end_rival if event.tag.is_rival else self._end)(event)
+
     def _on_message(self, message: dict[str, Any]) -> None:
         match message["op"]:
             case "peers":
                 for name, address in message["peers"].items():
                     self.manager.add_peer(name, address=address)
+            case "forget":
+                self.manager.remove_peer(message["peer"])
+            case "reopen":
+                self._reopen()
+            case "execute":
+                os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(3600)"])
             case "job":
                 job = msgspec.convert(message["job"], Job)
                 self.after(job.delay_s, lambda: self._begin(job))
@@ -236,8 +262,9 @@ class Rank:
             bytes.fromhex(job.request_id), peer=job.peer, attempt=job.attempt, deadline_s=job.deadline_s, tag=holding
         )
         rows = {"kv": Pages(np.array(holding.pages, dtype=np.int32))}
-        for start, stop in itertools.pairwise((0, *job.chunks, job.tokens)):
-            sender.send(rows, tokens=(start, stop))
+        pieces = list(itertools.pairwise((0, *job.chunks, job.tokens)))
+        for number in job.order:
+            sender.send(rows, tokens=pieces[number])
         sender.finish(payload=job.request_id.encode())
         return sender
 
@@ -287,6 +314,5 @@ def run_rank(settings: RankSettings) -> None:
     """Run one rank until its standard input ends, or an `exit` message arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     rank = Rank(settings)
-    write({"op": "up", "address": rank.manager.address, "transport": rank.manager.backend.transport})
     rank.run()
     rank.manager.close()

@@ -19,6 +19,7 @@ from harness.chaos.places import OTHER_USER, Place
 from harness.chaos.processes import RankProcess
 
 CONTEST_S = 2.0
+DISORDER_S = ALIAS_S = 3.0
 NOTICED_S = 1.0
 """A rank that was stopped for about as long as the silence limit is given up while it goes on. Its peers notice within this."""
 BROKEN_S = 3.0
@@ -229,6 +230,74 @@ def many_peers(chaos: Chaos) -> None:
     chaos.heal("many-peers: restarted", f"{rank.name} restarted, {where}")
 
 
+def reopen(chaos: Chaos) -> None:
+    """Let a rank close its manager and open another one in the same process, while one of its peers is stopped, which then goes
+    on with what it was writing.
+    """
+    rng = chaos.rng
+    rank = rng.choice(chaos.live())
+    stopped = rng.choice(chaos.opposite(rank))
+    chaos.report.faults["reopen"] += 1
+    chaos.wait(rng.random() * 0.2)
+    stopped.stop()
+    chaos.wait(rng.random() * 0.3)
+    chaos.reopen(rank)
+    chaos.wait(rng.random())
+    stopped.go_on()
+    what = f"{rank.name} closed and opened while {stopped.name} was stopped"
+    chaos.heal("reopen", what)
+    chaos.receives_again(what)
+
+
+def alias(chaos: Chaos) -> None:
+    """Configure a peer a second time on one rank, under another name. Requests by the right name must go on."""
+    rng = chaos.rng
+    rank = rng.choice(chaos.live())
+    other = rng.choice([one for one in chaos.opposite(rank) if one.rank == 0])
+    chaos.report.faults["alias"] += 1
+    losses = chaos.losses()
+    rank.send({"op": "peers", "peers": {"alias": other.address}})
+    chaos.wait(ALIAS_S)
+    what = f"{rank.name} knows {other.name} by two names"
+    chaos.heal("alias", what)
+    chaos.receives_again(what)
+    rank.send({"op": "forget", "peer": "alias"})
+    chaos.heal("alias: forgotten", what)
+    chaos.stays_healed(what, since=losses)
+
+
+def execute(chaos: Chaos) -> None:
+    """Let a rank execute another program, which keeps its process and the engine's sockets, and start the rank again. Over NIXL
+    its peers' rows come back meanwhile, over Mooncake with the end of the program.
+    """
+    rank = chaos.rng.choice(chaos.live())
+    chaos.wait(0.05 + chaos.rng.random() * 0.25)
+    began, address = time.monotonic(), chaos.leave(rank)
+    try:
+        noticed = chaos.states_satisfy(lambda state: rank.instance.name not in state["ready"], chaos.opposite(rank))
+        if chaos.pump(noticed, chaos.silence_s + chaos.load.deadline_s, f"{rank.name} left: its peers have not noticed"):
+            chaos.note_time("execute: noticed", time.monotonic() - began)
+        where = _restart(chaos, rank, address, "execute")
+        what = f"{rank.name} executes another program, {where}"
+        chaos.heal("execute", what)
+        if chaos.report.engine == "nixl":
+            gone = f"{rank.name} is gone"
+            back = chaos.states_satisfy(lambda state: not any(gone in reason for reason in state["reasons"]))
+            if chaos.pump(back, chaos.load.grace_s, f"{what}: rows did not come back"):
+                chaos.note_time("execute: rows back", time.monotonic() - began)
+    finally:
+        rank.end()
+
+
+def disorder(chaos: Chaos) -> None:
+    """Send requests in many chunks, in any order."""
+    chaos.report.faults["disorder"] += 1
+    chaos.load.disorder = True
+    chaos.wait(DISORDER_S)
+    chaos.load.disorder = False
+    chaos.receives_again("requests in any order")
+
+
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(kill, 8),
     "give-up": Kind(give_up, 1),
@@ -242,6 +311,10 @@ KINDS: Mapping[str, Kind] = {
     "reset": Kind(functools.partial(reset, whole=False), 2, needs_resets=True),
     "reset-all": Kind(functools.partial(reset, whole=True), 2, hosts=(2,), needs_resets=True, may_quarantine=True),
     "compete": Kind(compete, 2, hosts=(1, 2)),
+    "reopen": Kind(reopen, 2, may_quarantine=True),
+    "alias": Kind(alias, 1),
+    "execute": Kind(execute, 1),
+    "disorder": Kind(disorder, 1, hosts=(1, 2)),
     "descriptors": Kind(descriptors, 1),
     "many-peers": Kind(many_peers, 1),
 }

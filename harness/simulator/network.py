@@ -22,7 +22,7 @@ class Network:
         """Send a message; the faults decide which copies arrive, and when."""
         world = self._world
         if isinstance(effect.message, Reserve):
-            host.sessions.lender.ahead(effect.peer, 1)
+            host.sessions.lender.ahead(effect.peer)
         data, epoch = encode(effect.message), host.epochs[effect.peer]
         for delay in world.faults.message(self.num_messages, world.now):
             world.at(world.now + delay, partial(self.deliver, host, effect.peer, epoch, data), of=effect.peer)

@@ -68,6 +68,10 @@ def test_no_byte_is_wrong_while_ranks_are_killed_and_restarted(engine: str, seed
         pytest.param("mooncake", ["reset", "reset"], marks=needs_resets),
         ("mooncake", ["descriptors"]),
         ("mooncake", ["many-peers"]),
+        ("nixl", ["execute"]),
+        ("mooncake", ["execute", "alias", "disorder"]),
+        ("nixl", ["reopen", "reopen"]),
+        ("mooncake", ["reopen", "reopen"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(dict.fromkeys(value)),
 )

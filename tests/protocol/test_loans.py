@@ -161,14 +161,14 @@ def test_a_writer_that_holds_slots_gets_others_by_the_batch() -> None:
 
 
 def test_slots_go_ahead_to_a_writer_without_loans_while_most_are_free() -> None:
-    pool = Pool(total=4, window=4)
+    pool = Pool(total=4, window=4, batch=4)
     lender = make(pool, PEER, SIBLING)
-    lender.ahead(PEER, 2)
-    lender.ahead(PEER, 2)
+    lender.ahead(PEER)
+    lender.ahead(PEER)
     assert len(listed(lender)[PEER]) == 2
-    lender.ahead(SIBLING, 1)
+    lender.ahead(SIBLING)
     assert listed(lender) == {}, "half of them serve who asks"
-    lender.ahead(PeerRank("unknown", 0), 1)
+    lender.ahead(PeerRank("unknown", 0))
     wants(lender, SIBLING, 1)
     assert len(listed(lender)[SIBLING]) == 1
 

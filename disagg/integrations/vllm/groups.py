@@ -158,6 +158,9 @@ def check_engine(config: VllmConfig) -> None:
         "sleep mode (--enable-sleep-mode): it frees the KV cache, which other servers may still write": bool(
             config.model_config.enable_sleep_mode
         ),
+        "--enable-cumem-allocator: with it /sleep frees the KV cache, also without sleep mode": bool(
+            getattr(config.model_config, "enable_cumem_allocator", False)
+        ),
     }
     for reason, found in refused.items():
         if found:

@@ -51,13 +51,16 @@ def test_full_attention_that_is_none(given: dict[str, int], found: str) -> None:
         read_groups(config)
 
 
-def test_sleep_mode_is_refused() -> None:
+@pytest.mark.parametrize("option", ["sleep-mode", "cumem-allocator"])
+def test_what_lets_vllm_free_the_kv_cache_is_refused(option: str) -> None:
+    """VLLM sets the second option with the first one, and frees the cache with either."""
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    model = SimpleNamespace(enable_sleep_mode=True)
+    name = f"enable_{option.replace('-', '_')}"
+    model = SimpleNamespace(**{"enable_sleep_mode": False, "enable_cumem_allocator": False, name: True})
     config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None, diffusion_config=None, model_config=model)
-    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+    with pytest.raises(ConfigError, match=f"--enable-{option}"):
         check_engine(config)
-    model.enable_sleep_mode = False
+    setattr(model, name, False)
     check_engine(config)
 
 
