@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from disagg.backends.abilities import Gathering, SeveralEngines
 from disagg.backends.base import Backend, RemotePeer
@@ -65,6 +65,13 @@ Attest = Callable[[str, int, int], ProcessWatch | None]
 """The process of a rank of an instance at an epoch, if the kernel attests it."""
 
 
+class _Trust(NamedTuple):
+    """Whether the kernel attests a peer's process, and whether the process may write rows."""
+
+    attested: bool
+    direct: bool
+
+
 @dataclass
 class _Instance:
     agreement: Agreement
@@ -97,7 +104,7 @@ class Handshake:
         self._memory = memory
         self._pack_below = pack_below
         self._direct_between_hosts = direct_between_hosts
-        self._attested: dict[PeerRank, dict[int, bool]] = {}  # by epoch: the newest two
+        self._trusts: dict[PeerRank, dict[int, _Trust]] = {}  # by epoch: the newest two
         self._attest = attest
         self._agreements = Agreements(local)
         self._warnings = RateLimitedLog(logger, repeat_s=60.0)
@@ -143,6 +150,7 @@ class Handshake:
             leader=self.leader_address,
             again=again,
             to=to,
+            packs=self._pack_below > 0,
         )
 
     def _header(self) -> dict[str, Any]:
@@ -185,21 +193,24 @@ class Handshake:
         return self._endpoint
 
     def _terms(self, hello: Hello) -> tuple[Lending | None, bool]:
-        """What this rank lends to a peer, and whether the peer may write rows. Only a process that the kernel attests may: its
-        end is proved at once. Others write slots, so that no row waits for a proof that cannot come.
+        """What this rank lends to a peer, and whether the peer may write rows. A process that the kernel attests may: its end is
+        proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
-        attested = self._attested.setdefault(peer, {})
-        if hello.epoch not in attested:  # what a process was told first, counts
-            attested[hello.epoch] = self._attest(hello.instance, hello.rank, hello.epoch) is not None
-            if len(attested) > 2:
-                del attested[next(iter(attested))]
-        lending = self._lend(peer, hello.epoch, hello.generation, provable=attested[hello.epoch])
-        return lending, lending is None or self.is_direct(peer, hello.epoch)
+        trusts = self._trusts.setdefault(peer, {})
+        if hello.epoch not in trusts:  # what a process was told first, counts
+            attested = self._attest(hello.instance, hello.rank, hello.epoch) is not None
+            must_pack = hello.packs and self._pack_below > 0 and not self._direct_between_hosts
+            trusts[hello.epoch] = _Trust(attested, attested or not must_pack)
+            if len(trusts) > 2:
+                del trusts[next(iter(trusts))]
+        trust = trusts[hello.epoch]
+        return self._lend(peer, hello.epoch, hello.generation, provable=trust.attested), trust.direct
 
     def is_direct(self, peer: PeerRank, epoch: int) -> bool:
         """Whether a rank at an epoch may have written rows."""
-        return not self._pack_below or self._direct_between_hosts or self._attested.get(peer, {}).get(epoch, True)
+        trust = self._trusts.get(peer, {}).get(epoch)
+        return trust is None or trust.direct
 
     def validate_welcome(self, welcome: Welcome) -> int:
         """Validate a peer's welcome and return its number of ranks. Raises `DisaggError` as `accept_hello` does."""
@@ -330,8 +341,8 @@ class Handshake:
         found = self._instances.get(instance)
         if found is not None and not found.ranks:
             del self._instances[instance]
-            for peer in [peer for peer in self._attested if peer.instance == instance]:
-                del self._attested[peer]
+            for peer in [peer for peer in self._trusts if peer.instance == instance]:
+                del self._trusts[peer]
 
     def discard(self, peer: PeerRank, rank: RemoteRank) -> None:
         """Close the engine's connection to a rank."""
