@@ -193,8 +193,8 @@ class Handshake:
         return self._endpoint
 
     def _terms(self, hello: Hello) -> tuple[Lending | None, bool]:
-        """What this rank lends to a peer, and whether the peer may write rows. A process that the kernel attests may: its end is
-        proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
+        """What this rank lends to a peer, and whether the peer may write rows. A process that the kernel attests may: its end
+        is proved at once. Others write slots, if they can, so that no row waits for a proof that cannot come.
         """
         peer = PeerRank(hello.instance, hello.rank)
         trusts = self._trusts.setdefault(peer, {})
