@@ -47,6 +47,8 @@ class StandIn:
 
     respond: Respond
     info: web.Response | None = None
+    place: Mapping[str, Any] | None = field(default_factory=lambda: WHERE)
+    """What it answers to a prompt of one token that it should hand over."""
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     num_cut: int = 0
@@ -56,6 +58,8 @@ class StandIn:
         if request.path == "/server_info":
             return web.json_response({"detail": "Not Found"}, status=404) if self.info is None else copy_of(self.info)
         asked = Asked(request.method, request.raw_path, request.headers.copy(), await request.read())
+        if b'"prompt": [0]' in asked.data and "do_remote_decode" in asked.body["kv_transfer_params"]:
+            return web.json_response({"choices": [], "kv_transfer_params": self.place})
         self.asked.append(asked)
         try:
             return await self.respond(request, asked)
@@ -89,6 +93,12 @@ async def prefills(_: web.Request, asked: Asked) -> web.StreamResponse:
 
 
 decodes = says(200, {"choices": [{"text": "decoded"}]})
+
+
+async def waits(request: web.Request, asked: Asked) -> web.StreamResponse:
+    """Decode that waits for prefill, in vain, and answers alone."""
+    is_alone = asked.body.keys().isdisjoint(("kv_transfer_params", "bootstrap_room"))
+    return await (decodes if is_alone else hangs)(request, asked)
 
 
 async def streams(request: web.Request, _: Asked) -> web.StreamResponse:
@@ -143,6 +153,12 @@ async def serve(stack: AsyncExitStack, application: web.Application) -> int:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     return int(runner.addresses[0][1])
+
+
+def given_up(pair: Pair) -> list[str]:
+    """The transfers that prefill was told to give up."""
+    found = (body["kv_transfer_params"].get("abort_request_id") for body in pair.prefill.bodies())
+    return [name for name in found if name]
 
 
 @asynccontextmanager
@@ -217,7 +233,7 @@ def test_an_error_of_the_request_is_for_the_client(side: str, status: int) -> No
     """Status, body and headers are the server's."""
     error = {"error": {"message": "no", "code": status}, "detail": ["ü"]}
     headers = {"Retry-After": "7", "WWW-Authenticate": "Bearer", "X-Request-Id": "1"}
-    refusing, other = StandIn(says(status, error, headers)), StandIn(prefills if side == "decode" else decodes)
+    refusing, other = StandIn(says(status, error, headers)), StandIn(prefills if side == "decode" else waits)
 
     async def scenario(pair: Pair) -> None:
         found, text, got = await pair.post(COMPLETION)
@@ -225,8 +241,10 @@ def test_an_error_of_the_request_is_for_the_client(side: str, status: int) -> No
         assert {name: got[name] for name in headers} == headers
         assert got["Content-Type"] == "application/json; charset=utf-8"
         assert len(refusing.asked) == 1  # it is not asked again, nor told to give up
-        gave_up = [body for body in other.bodies() if "abort_request_id" in body["kv_transfer_params"]]
-        assert len(gave_up) == (side == "decode")  # prefill need not keep the blocks
+        if side == "decode":
+            await until(lambda: len(given_up(pair)) == 1)  # prefill need not keep the blocks
+        else:
+            await until(lambda: pair.decode.num_cut == len(pair.decode.asked))
 
     run(scenario, *((refusing, other) if side == "prefill" else (other, refusing)))
 
@@ -236,12 +254,13 @@ def test_decode_answers_alone_for_an_adapter_that_only_it_has() -> None:
 
     async def scenario(pair: Pair) -> None:
         assert (await pair.post({**COMPLETION, "model": "adapter"}))[0] == 200
-        assert pair.decode.bodies() == [{**COMPLETION, "model": "adapter"}]
+        assert pair.decode.bodies()[1:] == [{**COMPLETION, "model": "adapter"}]
+        await until(lambda: pair.decode.num_cut == 1)  # it does not wait for prefill any more
         pair.decode.respond = says(404, unknown)
         status, text, _ = await pair.post({**COMPLETION, "model": "nobody's"})
         assert (status, json.loads(text)) == (404, unknown)
 
-    run(scenario, StandIn(says(404, unknown)), StandIn(decodes))
+    run(scenario, StandIn(says(404, unknown)), StandIn(waits))
 
 
 @pytest.mark.parametrize("prefill", [StandIn(prefills), sglang(decodes)], ids=["vllm", "sglang"])
@@ -277,9 +296,12 @@ def test_sglang_prefill_refuses_while_vllm_decode_waits(status: int) -> None:
 def test_decode_computes_what_prefill_cannot(respond: Respond) -> None:
     async def scenario(pair: Pair) -> None:
         assert (await pair.post(COMPLETION))[0] == 200
-        assert pair.decode.bodies() == [COMPLETION]
+        assert pair.decode.bodies()[1:] == [COMPLETION]
+        await until(lambda: pair.decode.num_cut == 1)
+        names = [body["kv_transfer_params"].get("remote_request_id") for body in pair.prefill.bodies()]
+        await until(lambda: given_up(pair) == names[:1])  # decode hears it from prefill too
 
-    run(scenario, StandIn(respond), StandIn(decodes))
+    run(scenario, StandIn(respond), StandIn(waits))
 
 
 def test_a_failing_decode_server_gives_503() -> None:

@@ -67,6 +67,19 @@ def ask_both(
     return dict(zip(computing, names, strict=True)), loading
 
 
+def num_waiting(core: Any) -> int:
+    """In an engine's process: how many requests wait for another server."""
+    return sum(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in core.scheduler.requests.values())
+
+
+def wait_waiting(engine: Engine) -> None:
+    """Wait until a request of an engine waits for another server. Raises `TimeoutError`."""
+    until = time.monotonic() + 60
+    while not engine.run(num_waiting):
+        if time.monotonic() > until:
+            raise TimeoutError("no request waits")
+
+
 def wait_for(engine: Engine, count: str, at_least: int) -> None:
     """Wait until one of the connector's counts has reached a number. Raises `TimeoutError`."""
     until = time.monotonic() + 60
