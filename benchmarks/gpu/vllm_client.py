@@ -12,9 +12,9 @@ All servers run at the same time, prefill on the first half of the GPUs and deco
 * `nixl`: vLLM's NixlConnector, prefill asked first.
 
 `rows`: milliseconds from the client's request to its first token, medians without other requests. `prefill_ms` is the time
-until a prefill server has answered that is asked first, and `*_second_ms` the time to the second token. All ways take turns. `load`:
-requests per second of a number of clients, each with one request at a time; quantiles of the first token, of the whole answer
-and of the time between two tokens, and the longest such time. `--gpus 0` tries the program on the CPU with a small model.
+until a prefill server has answered that is asked first, and `*_second_ms` the time to the second token. All ways take turns.
+`load`: requests per second of a number of clients, each with one request at a time; quantiles of the first token, of the whole
+answer and of the time between two tokens, and the longest such time. `--gpus 0` tries the program on the CPU.
 """
 
 from __future__ import annotations
