@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for a transfer to end: vLLM steps without a pause while a request waits.
 
-The first such step does not wait, since vLLM takes the tokens of the step before only after it.
+With asynchronous scheduling vLLM takes the tokens and the reports of a step only after the next one. So a step that follows one
+that has computed something, or reported the end of a transfer, does not wait.
 """
 
 HEALTH_INTERVAL_S = 1.0
@@ -79,7 +80,8 @@ class WorkerHalf:
         self._results = TransferResults()
         self._read: list[tuple[str, Lease]] = []
         """Sends that have failed while a copy still reads their blocks."""
-        self._was_idle = False
+        self._may_wait = False
+        """Whether the last step has computed nothing, and reported nothing."""
         self._leases: Counter[str] = Counter()
         self._released: deque[str] = deque()
         self._stats = TransferStats()
@@ -179,10 +181,11 @@ class WorkerHalf:
         """The transfers that have ended since the last call."""
         manager = self._running()
         self._end_late_sends()
+        self._end_unreachable()
         self._give_back_read()
-        waits, self._was_idle = idle and self._was_idle, idle
         if (
-            waits
+            idle
+            and self._may_wait
             and (self._sends or self._receives or self._read)
             and not self._results.finished_sending | self._results.finished_recving
         ):
@@ -196,6 +199,7 @@ class WorkerHalf:
             elif transfer is not None:
                 self._received(transfer, event)
         results, self._results = self._results, TransferResults()
+        self._may_wait = idle and not results.finished_sending | results.finished_recving
         return results
 
     def report(self) -> WorkerReport | None:
@@ -351,6 +355,14 @@ class WorkerHalf:
             "public_key": key if self._trusted else None,
             "attempt": hand_off.remote_attempt,
         }
+
+    def _end_unreachable(self) -> None:
+        """End loads from servers that do not answer. Only one that has answered may take as long as its queue."""
+        limit_s = self._options.load_timeout_s
+        for receive in self._receives.values():
+            is_late = time.monotonic() > receive.begun_s + limit_s
+            if is_late and receive.handle is not None and receive.handle.session is None:
+                receive.handle.abort(f"the prefill server did not answer within {limit_s:g} s")
 
     def _received(self, receive: Receive, event: Event) -> None:
         if not event.ok:

@@ -27,9 +27,12 @@ from tests.integrations.vllm.requests import prompts
 PATIENT = {"connection_limits": {"heartbeat_timeout_s": 30.0}}
 REFUSED_S = 3.0
 """How soon prefill refuses a reservation of a request that it has not got. Decode itself waits for longer."""
+SILENT_S = 10.0
+"""How long decode waits for a prefill server that does not answer."""
 FREE_S = 10.0
 """How soon blocks are free after an answer or a failure: long before any time limit of the connector."""
-LOADED, USED = "vllm:disagg_loaded_tokens_total", "vllm:kv_cache_usage_perc"
+LOADED, FAILED = "vllm:disagg_loaded_tokens_total", "vllm:disagg_failed_loads_total"
+USED = "vllm:kv_cache_usage_perc"
 TEXT = "Prefill computes, decode answers. " * 9
 COMMON = {"model": "model", "temperature": 0}
 ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
@@ -58,7 +61,7 @@ def servers(
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         with (
             begin_prefill(model("llama"), bootstrap_port) as prefill,
-            Server.vllm(model("llama"), *options, extra=PATIENT) as decode,
+            Server.vllm(model("llama"), *options, extra={**PATIENT, "load_timeout_s": SILENT_S}) as decode,
             Server.proxy(prefill, decode) as proxy,
         ):
             yield prefill.wait_ready(), decode.wait_ready(), proxy.wait_ready()
@@ -267,7 +270,7 @@ def test_answers_are_those_of_one_server(
     body = {**COMMON, "ignore_eos": True, "return_token_ids": True, **given, "stream": stream}
     status, expected = post(decode, path, body)
     assert status == 200
-    num_tokens, before = len(given.get("prompt", "")), decode.metric(LOADED)
+    num_tokens, before, failed = len(given.get("prompt", "")), decode.metric(LOADED), decode.metric(FAILED)
     status, found = post(proxy, path, body)
     assert status == 200
     check_answers(expected, found, stream=stream)
@@ -279,7 +282,7 @@ def test_answers_are_those_of_one_server(
             check_answers(expected, answer.read(), stream=stream)
         assert prefilled.result() == 200
     assert decode.metric_from(LOADED, 2 * loaded - before) == 2 * loaded - before
-    assert decode.metric("vllm:disagg_failed_loads_total") == 0, decode.log()
+    assert decode.metric(FAILED) == failed, decode.log()
     wait_free(prefill, decode, timeout_s=FREE_S)
 
 
@@ -295,6 +298,18 @@ def test_mooncakes_proxy_and_a_prefill_that_refuses(servers: tuple[Server, Serve
         assert prefilled.result() == 404
     assert "nobody has sent the request within 3 s" in decode.log(length=1 << 20)
     wait_free(prefill, decode, timeout_s=FREE_S)
+
+
+def test_a_prefill_server_that_does_not_answer(servers: tuple[Server, Server, Server]) -> None:
+    """Decode waits for it less long than for a request in the queue of one that answers."""
+    _, decode, _ = servers
+    (prompt,) = prompts((200,), seed=57)
+    expected = decode.complete(prompt)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = {"remote_engine_id": "silent", "remote_address": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
+        params = {"do_remote_prefill": True, **where, "remote_request_id": "cd" * 16}
+        assert decode.complete(prompt, kv_transfer_params=params).tokens == expected.tokens
+    wait_free(decode, timeout_s=FREE_S)
 
 
 def test_mooncakes_clients_leave(servers: tuple[Server, Server, Server], bootstrap_port: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import select
 import socket
 import threading
 import time
@@ -18,7 +20,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from disagg import new_request_id
-from disagg.integrations.vllm import DisaggConnector
+from disagg.integrations.vllm import DisaggConnector, worker
 from disagg.integrations.vllm.metadata import Place
 from disagg.integrations.vllm.metrics import TransferStats
 from harness.vllm.engine import PREFILL, Engine
@@ -148,6 +150,54 @@ def test_the_state_arrives_before_prefill_has_drawn_a_token(pair: tuple[Engine, 
     prefill.wait([computing])
     assert found.num_external == 399
     check_equal(expected, [found])
+    wait_empty(prefill, decode)
+
+
+STEPS: list[tuple[bool, bool, bool]] = []
+
+
+def record_steps(_: object) -> None:
+    """In an engine's process: note of each step whether it computes nothing, waits for transfers, and reports loads."""
+    waited: list[None] = []
+
+    def poll() -> select.poll:
+        waited.append(None)
+        return select.poll()
+
+    half = get_kv_transfer_group().worker
+    results = half.results
+    worker.select = SimpleNamespace(poll=poll, POLLIN=select.POLLIN)  # type: ignore[assignment, attr-defined]
+
+    def record(*, idle: bool) -> Any:
+        waited.clear()
+        found = results(idle=idle)
+        STEPS.append((idle, bool(waited), bool(found.finished_recving)))
+        return found
+
+    half.results = record
+
+
+def take_steps(_: object) -> list[tuple[bool, bool, bool]]:
+    """In an engine's process: the steps so far."""
+    found = STEPS.copy()
+    STEPS.clear()
+    return found
+
+
+def test_the_step_after_a_load_does_not_wait(pair: tuple[Engine, Engine]) -> None:
+    """With asynchronous scheduling vLLM takes the report of a load only after the next step."""
+    prefill, decode = pair
+    server = connect(prefill, decode, seed=48)
+    decode.run(record_steps)
+    for seed in (49, 50, 51):
+        (computing, *_), (loading,) = ask_both(prefill, decode, prompts((600,), seed=seed), server=server, max_tokens=4)
+        decode.wait([loading])
+        prefill.wait([computing])
+    steps = decode.run(take_steps)
+    assert any(waits for _, waits, _ in steps)  # while prefill computes
+    following = [after for (_, _, reports), after in itertools.pairwise(steps) if reports]
+    assert any(idle for idle, _, _ in following)
+    assert not any(waits for _, waits, _ in following)
     wait_empty(prefill, decode)
 
 
