@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import random
 import secrets
 import signal
@@ -41,7 +40,7 @@ import aiohttp
 
 from benchmarks.gpu.vllm_clients import WARM_UP, Plan
 from benchmarks.gpu.vllm_connectors import PREFILL
-from benchmarks.gpu.vllm_load import run_clients
+from benchmarks.gpu.vllm_load import figures, run_clients
 from benchmarks.gpu.vllm_requests import Broken, Reply, prompt_of, tokens_of
 from benchmarks.gpu.vllm_servers import LARGE, Wanted, running, start, terminate
 from benchmarks.gpu.vllm_tables import show
@@ -180,30 +179,12 @@ def load(name: str, ask: Ask, clients: int, plan: Plan) -> dict[str, Any]:
         on_failure=lambda error: plan.problems.append(f"{name}: {clients} clients: {type(error).__name__}: {error}"),
     )
     elapsed_s = time.monotonic() - begun_s
-    gaps_s = [late - early for reply in replies for early, late in itertools.pairwise(reply.times_s)]
-    if not replies:
-        return {}
-    return {
-        f"{name}_answered": len(replies),
-        f"{name}_rps": round(len(replies) / elapsed_s, 2),
-        f"{name}_first_p50_ms": quantile_ms([reply.times_s[0] for reply in replies], 0.5),
-        f"{name}_first_p99_ms": quantile_ms([reply.times_s[0] for reply in replies], 0.99),
-        f"{name}_whole_p50_ms": quantile_ms([reply.times_s[-1] for reply in replies], 0.5),
-        f"{name}_whole_p99_ms": quantile_ms([reply.times_s[-1] for reply in replies], 0.99),
-        f"{name}_gap_p99_ms": quantile_ms(gaps_s, 0.99),
-        f"{name}_gap_max_ms": quantile_ms(gaps_s, 1.0),
-    }
+    return {f"{name}_{figure}": value for figure, value in figures(replies, elapsed_s).items()}
 
 
 def median_ms(times_s: Iterator[float] | Sequence[float]) -> float:
     """In milliseconds."""
     return round(statistics.median(times_s) * 1e3, 1)
-
-
-def quantile_ms(times_s: Sequence[float], share: float) -> float | None:
-    """The least time that this share of all does not exceed, in milliseconds."""
-    ordered = sorted(times_s)
-    return round(ordered[max(0, math.ceil(len(ordered) * share) - 1)] * 1e3, 1) if ordered else None
 
 
 def measure_all(ready: Mapping[str, Server], backend: str, sizes: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:

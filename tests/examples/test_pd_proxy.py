@@ -237,7 +237,7 @@ def test_both_servers_are_asked_at_once() -> None:
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_prefill_server_that_is_not_where_it_was(has_begun: bool) -> None:
-    """Its answer says where it is now. Decode is asked again, unless it answers already: then prefill may give the blocks back."""
+    """Its answer says where it is now. Decode is asked again, unless it answers already: then prefill is told to give up."""
     prefill_may_answer = asyncio.Event()
 
     async def moved(_: web.Request, asked: Asked) -> web.StreamResponse:
