@@ -4,8 +4,8 @@
 
 Prefill and decode are servers of their own: prefill on the first GPU, with TP 2 on both, and decode on the second one, with
 CUDA graphs. The model has random weights, and the KV of a Llama with 8 billion parameters: 128 KiB per token. `disagg` is this
-library over `nvlink`, `nixl` is SGLang's backend, and `undivided` is one server that does everything, and under load two, one on each
-GPU. `sglang_clients.py` describes the figures. `--gpus 0` tries the program on the CPU with a small model.
+library over `nvlink`, `nixl` is SGLang's backend, and `undivided` is one server that does everything; under load two, one on
+each GPU. `sglang_clients.py` describes the figures. `--gpus 0` tries the program on the CPU with a small model.
 
 SGLang 0.5.16 is the last version for torch 2.11. It cannot hold back the pages of failed requests, so this measures speed only.
 A server that does not start is reported with the end of its log, and the other ones are measured. All servers are killed in the
