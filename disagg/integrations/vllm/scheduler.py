@@ -160,16 +160,17 @@ class SchedulerHalf:
         self._queue.add(request)
         if not params.get("do_remote_decode"):
             return
-        request_id = transfer_id(params) or new_request_id()
-        if not self._is_new(request_id):
+        given = transfer_id(params)
+        if given is not None and not self._is_new(given):
             return  # one more answer to the same prompt
-        prefill = self._begin(request, request_id, first_token=bool(params.get("first_token")))
+        prefill = self._begin(request, given or new_request_id(), first_token=bool(params.get("first_token")))
         if prefill is None:
-            self._step.given_up.append(request_id)
+            if given is not None:  # decode may wait for it
+                self._step.given_up.append(given)
             return
         request.max_tokens = 1
         self._prefills[request.request_id] = prefill
-        self._step.openings.append(Opening(request.request_id, request_id, prefill.attempt))
+        self._step.openings.append(Opening(request.request_id, prefill.request_id, prefill.attempt))
 
     def _is_new(self, request_id: bytes) -> bool:
         return all(prefill.request_id != request_id for prefill in self._prefills.values())
